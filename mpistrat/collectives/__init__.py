@@ -1,0 +1,1 @@
+"""Backends: the interfaces of collectives.base, over MPI and in one process."""

@@ -1,0 +1,67 @@
+"""The two interfaces that a backend fills: DataPlane moves arrays, ControlPlane moves small messages.
+
+Both are used by the engine's thread alone, except ControlPlane.wake. Every DataPlane method is collective: the engine
+calls it on all ranks in the same order, with arguments on which the ranks have agreed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..messages import ReduceOp
+
+
+class DataPlane(ABC):
+    """Collectives on 1-D, C-contiguous arrays in this process's memory."""
+
+    name: str
+
+    @abstractmethod
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        """Reduce `source` over all ranks into `target`, which has its length and dtype; they may be one array.
+
+        Every element is combined in the order of the ranks (`reduction.combine`), so the result is the same on all
+        ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
+        """
+
+    @abstractmethod
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        """Concatenate the ranks' `source` in `target`; rank r brings `counts[r]` elements."""
+
+    @abstractmethod
+    def broadcast(self, array: np.ndarray, root_rank: int) -> None:
+        """Overwrite `array` with root_rank's."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the backend holds. May be called twice."""
+
+
+class ControlPlane(ABC):
+    """Messages of a few hundred bytes from rank to rank. Messages of one sender arrive in order."""
+
+    @abstractmethod
+    def send(self, rank: int, message: bytes) -> None:
+        """Send without waiting for the receiver."""
+
+    @abstractmethod
+    def poll(self) -> list[tuple[int, bytes]]:
+        """The messages that have come, as (sender, message). Does not wait."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float, expecting: bool) -> None:
+        """Return when a message may have come, after wake(), or after `timeout_s`, whichever is first.
+
+        Args:
+            timeout_s: Upper limit in seconds. The method may return early.
+            expecting: Whether an answer is awaited; if not, a backend that must poll may do so less often.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make a wait in progress, or the next one, return at once. Any thread may call it; it never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Deliver what was sent, and release what the backend holds. May be called twice."""

@@ -1,0 +1,93 @@
+"""Messages among the ranks of one host over datagram sockets, so that a rank can sleep in the kernel until one comes."""
+
+import math
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+_FRAGMENT_BYTES = 32 * 1024  # Well below the kernel's default for one datagram.
+_LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
+_SELECT_LIMIT = 1024  # select() serves only lower descriptors, but to the microsecond; poll() knows milliseconds.
+
+
+class HostMail:
+    """One rank's mailbox, a socket in Linux's abstract namespace; nothing is left behind when its process ends.
+
+    Datagrams of one sender arrive in order and are not lost; when a receiver's queue is full they wait in the sender,
+    and go out with a later call.
+
+    Args:
+        rank: This rank.
+        local_ranks: The ranks on this host.
+        token: A text that no other job on this host uses, the same on all ranks.
+    """
+
+    def __init__(self, rank: int, local_ranks: Sequence[int], token: str):
+        self._addresses = {r: f"\0mpistrat-{token}-{r}" for r in local_ranks}
+        self._ranks = {address.encode(): r for r, address in self._addresses.items()}
+        self._own = self._addresses[rank]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(self._own)
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        self._outbox: deque[tuple[int, bytes]] = deque()
+        self._partial: dict[int, list[bytes]] = {}
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether something waits for room in a receiver's queue."""
+        return bool(self._outbox)
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to a rank of this host. Never blocks."""
+        for start in range(0, max(len(message), 1), _FRAGMENT_BYTES):
+            end = start + _FRAGMENT_BYTES
+            self._outbox.append((rank, (_LAST if end >= len(message) else _MORE) + message[start:end]))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room. One full queue holds up the others, to keep the order simple."""
+        while self._outbox:
+            rank, datagram = self._outbox[0]
+            try:
+                self._socket.sendto(datagram, self._addresses[rank])
+            except BlockingIOError:
+                return
+            except (ConnectionRefusedError, FileNotFoundError):
+                pass  # That process has ended; the launcher, or its last message, tells of that.
+            self._outbox.popleft()
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """The messages that have come, as (sender, message). Does not wait."""
+        messages = []
+        while True:
+            try:
+                datagram, address = self._socket.recvfrom(_FRAGMENT_BYTES + 1)
+            except BlockingIOError:
+                return messages
+            if datagram == _WAKE:
+                continue
+            sender = self._ranks[address]
+            parts = self._partial.setdefault(sender, [])
+            parts.append(datagram[1:])
+            if datagram[:1] == _LAST:
+                messages.append((sender, b"".join(self._partial.pop(sender))))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something has come, for at most `timeout_s`. Returns whether it has."""
+        if self._socket.fileno() < _SELECT_LIMIT:
+            return bool(select.select([self._socket], [], [], timeout_s)[0])
+        return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
+
+    def wake(self) -> None:
+        """Make this rank's own wait return. Any thread may call it."""
+        try:
+            self._socket.sendto(_WAKE, self._own)
+        except BlockingIOError:
+            pass  # The queue is full, so the wait returns anyway.
+
+    def close(self) -> None:
+        """Release the socket."""
+        self._socket.close()

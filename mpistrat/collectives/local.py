@@ -1,0 +1,93 @@
+"""Backends without MPI: one rank alone, and threads of one process as ranks, which tests drive the engine with."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..messages import ReduceOp
+from .base import ControlPlane, DataPlane
+from .reduction import combine
+
+
+class ThreadControl(ControlPlane):
+    """Messages among the threads of a ThreadGroup."""
+
+    def __init__(self, group: "ThreadGroup", rank: int):
+        self._group, self._rank = group, rank
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._group.mailboxes[rank].append((self._rank, message))
+        self._group.bells[rank].set()
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        mailbox = self._group.mailboxes[self._rank]
+        return [mailbox.popleft() for _ in range(len(mailbox))]
+
+    def wait(self, timeout_s: float, expecting: bool) -> None:
+        bell = self._group.bells[self._rank]
+        bell.wait(timeout_s)
+        bell.clear()
+
+    def wake(self) -> None:
+        self._group.bells[self._rank].set()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadData(DataPlane):
+    """Collectives among the threads of a ThreadGroup: every thread reads the others' arrays between two barriers."""
+
+    name = "local"
+
+    def __init__(self, group: "ThreadGroup", rank: int):
+        self._group, self._rank = group, rank
+
+    def _exchange(self, array: np.ndarray) -> list[np.ndarray]:
+        """A copy of every rank's array."""
+        group = self._group
+        if group.size == 1:
+            return [array]
+        group.shown[self._rank] = array
+        group.barrier.wait()
+        arrays = [a.copy() for a in group.shown]
+        group.barrier.wait()
+        return arrays
+
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        combine(self._exchange(source), op, target)
+
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        np.concatenate(self._exchange(source), out=target)
+
+    def broadcast(self, array: np.ndarray, root_rank: int) -> None:
+        np.copyto(array, self._exchange(array)[root_rank])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadGroup:
+    """`size` ranks in one process. Rank r uses `control(r)` and `data(r)`, each from a thread of its own.
+
+    Args:
+        size: How many ranks.
+        timeout_s: After this long in a barrier a collective fails with BrokenBarrierError, so that no test hangs.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 60.0):
+        self.size = size
+        self.mailboxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        self.bells = [threading.Event() for _ in range(size)]
+        self.shown = [np.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+
+    def control(self, rank: int) -> ThreadControl:
+        """The messages of one rank."""
+        return ThreadControl(self, rank)
+
+    def data(self, rank: int) -> ThreadData:
+        """The collectives of one rank."""
+        return ThreadData(self, rank)

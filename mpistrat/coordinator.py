@@ -1,0 +1,356 @@
+"""Which requests all ranks execute next, and in which order. No MPI, no thread, no clock: time comes as an argument.
+
+The ranks form a tree of fan-out 16 with rank 0 at the root. A rank sends its parent an Announcement once its whole
+subtree has submitted a request; rank 0 sends Decisions down the tree, which every rank executes in the order in which
+they come. Requests meet by name, so ranks may submit in any order. A request seen before travels as one number, and an
+announcement that stands for a whole subtree carries no list of ranks: the work of any rank per step does not grow
+with the number of ranks, only with its sixteen children.
+
+Numbers are checked, not trusted: a rank sends one only when the very same request (name, dtypes, shapes, operation,
+scale, device) got it, and any other request of that name travels in full and is compared at rank 0.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .messages import Announcement, Decision, End, Kind, ReduceOp, Request
+
+FAN_OUT = 16
+LISTED = 6  # how many names or ranks a message lists before it says "..."
+
+
+@dataclass
+class _Pending:
+    """A name that some rank of the subtree has submitted. `reports[source]` holds what the child (or this rank) said."""
+
+    since: float
+    reports: dict[int, dict[Request, set[int] | None]] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
+    passed_on: int = 0  # how many ranks the parent was told of
+
+
+class Coordinator:
+    """One rank's node of the tree.
+
+    The engine calls `submit` and `end` for this rank, `receive` for what other ranks sent, then `advance`, and sends
+    what `advance` returns.
+
+    Args:
+        rank: This rank.
+        size: How many ranks there are.
+        cache_capacity: How many requests get a number.
+        stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
+        stall_abort_s: Age in seconds at which it ends the engines; None: never.
+    """
+
+    def __init__(self, rank: int, size: int, cache_capacity: int = 1024, stall_warning_s: float | None = None,
+                 stall_abort_s: float | None = None):
+        self.rank, self.size = rank, size
+        self.parent = (rank - 1) // FAN_OUT if rank else None
+        self.children = tuple(range(rank * FAN_OUT + 1, min(rank * FAN_OUT + FAN_OUT, size - 1) + 1))
+        self._sources = frozenset((rank, *self.children))
+        self._subtree = {child: _subtree_size(child, size) for child in self.children} | {rank: 1}
+        self._warning_s, self._abort_s = stall_warning_s, stall_abort_s
+        self._pending: dict[str, _Pending] = {}
+        self._numbers: dict[Request, int] = {}
+        self._by_number: dict[int, Request] = {}
+        self._capacity = cache_capacity
+        self._seen_once: OrderedDict[Request, None] = OrderedDict()
+        self._touched: dict[str, None] = {}  # names to look at in the next advance, in order
+        self._news_ended: list[tuple[int, int]] = []
+        self._failure: str | None = None
+        self._ended: dict[int, int] = {}
+        self._someone_ended = False
+        self._ended_was_told = False
+        self._last_report = 0.0
+        self._finished = False
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """This rank is ready for `request`. Its name must not be in flight on this rank."""
+        self._report(self.rank, request, None, now)
+
+    def end(self, completed: int) -> None:
+        """This rank has called shutdown() after `completed` operations."""
+        self._news_ended.append((self.rank, completed))
+        self._someone_ended = True
+
+    def fail(self, text: str) -> None:
+        """This rank's engine has failed; all ranks shall hear of it."""
+        self._failure = self._failure or text
+
+    def receive(self, source: int, data: bytes, now: float) -> None:
+        """A child's Announcement has come."""
+        message = Announcement.from_bytes(data)
+        for number in message.ids:
+            self._report(source, self._by_number[number], None, now)
+        for request, ranks in message.requests:
+            self._report(source, request, None if ranks is None else set(ranks), now)
+        self._news_ended += message.ended
+        self._someone_ended = self._someone_ended or bool(message.ended)
+        self._failure = self._failure or message.failure
+
+    def learn(self, decision: Decision) -> tuple[Request, ...]:
+        """Take note of rank 0's decision; returns the requests to execute, in order."""
+        requests = []
+        for item in decision.agreed:
+            if isinstance(item, int):
+                requests.append(self._by_number[item])
+            else:
+                number, request = item
+                if number is not None:
+                    self._numbers[request] = number
+                    self._by_number[number] = request
+                requests.append(request)
+        self._someone_ended = self._someone_ended or decision.ended
+        return tuple(requests)
+
+    def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
+        """What to send now: an Announcement to the parent, or (on rank 0) a Decision to everybody, itself included."""
+        ready = self._take_complete()
+        return (None, self._decide(ready, now)) if self.rank == 0 else (self._announce(ready, now), None)
+
+    # -- what may be asked --------------------------------------------------------------------------------------------
+
+    def stalled(self, now: float, limit: float) -> dict[str, list[int]]:
+        """The names incomplete for more than `limit` seconds, each with the ranks of this subtree that miss."""
+        return {name: self._missing(pending) for name, pending in self._pending.items() if now - pending.since > limit}
+
+    def patience(self, now: float) -> float:
+        """Seconds after which `advance` must be called again even if nothing happens."""
+        if not self._pending or self._warning_s is None:
+            return 60.0
+        return max(0.05, min(self._warning_s / 4, 1.0))
+
+    # -- how it is decided --------------------------------------------------------------------------------------------
+
+    def _report(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
+        pending = self._pending.get(request.name)
+        if pending is None:
+            pending = self._pending[request.name] = _Pending(now)
+        told = pending.reports.setdefault(source, {})
+        if ranks is None:
+            told.clear()
+            told[request] = None
+            pending.complete.add(source)
+        else:
+            known = told.get(request) or set()
+            told[request] = known | ranks
+            if sum(len(r) for r in told.values() if r) >= self._subtree[source]:
+                pending.complete.add(source)
+        self._touched[request.name] = None
+
+    def _take_complete(self) -> list[_Pending]:
+        ready = []
+        for name in self._touched:
+            pending = self._pending.get(name)
+            if pending and pending.complete == self._sources:
+                del self._pending[name]
+                ready.append(pending)
+        self._touched.clear()
+        return ready
+
+    def _announce(self, ready: list[_Pending], now: float) -> Announcement | None:
+        ids: list[int] = []
+        requests: list[tuple[Request, tuple[int, ...] | None]] = []
+        for pending in ready:
+            different = {request for told in pending.reports.values() for request in told}
+            if len(different) > 1:
+                requests += [(r, tuple(sorted(ranks))) for r, ranks in self._ranks_of(pending).items()]
+            else:
+                request, = different
+                number = self._numbers.get(request)
+                if number is None:
+                    requests.append((request, None))
+                else:
+                    ids.append(number)
+        # What is incomplete is told only when rank 0 needs it: for a report, or because a rank has ended.
+        every = 0.0 if self._someone_ended else None if self._warning_s is None else self._warning_s / 2
+        if every is not None:
+            for pending in self._pending.values():
+                if now - pending.since >= every and (present := len(self._present(pending))) != pending.passed_on:
+                    pending.passed_on = present
+                    requests += [(r, tuple(sorted(ranks))) for r, ranks in self._ranks_of(pending).items()]
+        ended, self._news_ended = tuple(self._news_ended), []
+        failure, self._failure = self._failure, None
+        if not (ids or requests or ended or failure):
+            return None
+        return Announcement(tuple(ids), tuple(requests), ended, failure)
+
+    def _decide(self, ready: list[_Pending], now: float) -> Decision | None:
+        agreed: list[int | tuple[int | None, Request]] = []
+        errors: list[tuple[str, str]] = []
+        for pending in ready:
+            different = {request for told in pending.reports.values() for request in told}
+            if len(different) == 1:
+                agreed.append(self._numbered(different.pop()))
+            else:
+                by_request = self._ranks_of(pending)
+                errors.append((next(iter(by_request)).name, describe_mismatch(by_request)))
+        for rank, completed in self._news_ended:
+            self._ended[rank] = completed
+        self._news_ended = []
+        end, text = self._reason_to_end(now)
+        tell_ended = bool(self._ended) and not self._ended_was_told
+        if self._finished or not (agreed or errors or end or tell_ended):
+            return None
+        self._ended_was_told = self._ended_was_told or tell_ended
+        self._finished = end is not None
+        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text)
+
+    def _reason_to_end(self, now: float) -> tuple[End | None, str]:
+        if self._failure:
+            return End.FAILURE, self._failure
+        if self._ended:
+            for name, pending in self._pending.items():
+                lost = sorted(set(self._missing(pending)) & self._ended.keys())
+                if lost:
+                    return End.RANK_ENDED, self._describe_ended(name, pending, lost)
+            if len(self._ended) == self.size:
+                return End.SHUTDOWN, "mpistrat has been shut down by all ranks."
+        if self._abort_s is not None:
+            stalled = self.stalled(now, self._abort_s)
+            if stalled:
+                return End.STALL, self.describe_stall(now, stalled) + \
+                    f" Ended after {self._abort_s:g} s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS)."
+        return None, ""
+
+    def stall_report(self, now: float) -> str | None:
+        """On rank 0, the warning that is due now, if any; each stall is reported every `stall_warning_s`."""
+        if self.rank != 0 or self._warning_s is None or now - self._last_report < self._warning_s:
+            return None
+        stalled = self.stalled(now, self._warning_s)
+        if not stalled:
+            return None
+        self._last_report = now
+        return self.describe_stall(now, stalled)
+
+    def describe_stall(self, now: float, stalled: dict[str, list[int]]) -> str:
+        """The sentence that names the tensors, who waits, who misses and what those do instead."""
+        parts = []
+        for name, missing in list(stalled.items())[:LISTED]:
+            pending = self._pending[name]
+            instead = sorted(n for n, p in self._pending.items()
+                             if n != name and set(missing) - set(self._missing(p)))[:LISTED]
+            parts.append(f"{name}: ranks {_ranks(self._present(pending))} have waited {now - pending.since:.0f} s for "
+                         f"ranks {_ranks(missing)}"
+                         + (f", which wait for {', '.join(instead)} instead" if instead else ", which wait for nothing")
+                         + ".")
+        more = f" And {len(stalled) - LISTED} more tensors." if len(stalled) > LISTED else ""
+        return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
+                + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
+                  "for loops of different length, and for ranks that are merely slow.")
+
+    def _numbered(self, request: Request) -> int | tuple[int | None, Request]:
+        """The request's number, or the request with a new one: from its second time on, if there is room."""
+        number = self._numbers.get(request)
+        if number is not None:
+            return number
+        if request not in self._seen_once:
+            # A name that is used once (a step counter in it, say) would only fill the table.
+            self._seen_once[request] = None
+            while len(self._seen_once) > max(self._capacity, 1):
+                self._seen_once.popitem(last=False)
+            return None, request
+        if len(self._numbers) >= self._capacity:
+            return None, request
+        del self._seen_once[request]
+        number = len(self._numbers)
+        self._numbers[request] = number
+        self._by_number[number] = request
+        return number, request
+
+    def _ranks_of(self, pending: _Pending) -> dict[Request, set[int]]:
+        result: dict[Request, set[int]] = {}
+        for source, told in sorted(pending.reports.items()):
+            for request, ranks in told.items():
+                whole = {source} if source == self.rank else set(_subtree(source, self.size))
+                result.setdefault(request, set()).update(whole if ranks is None else ranks)
+        return result
+
+    def _present(self, pending: _Pending) -> list[int]:
+        return sorted(set().union(*self._ranks_of(pending).values()))
+
+    def _missing(self, pending: _Pending) -> list[int]:
+        return sorted(set(_subtree(self.rank, self.size)) - set(self._present(pending)))
+
+    def _describe_ended(self, name: str, pending: _Pending, lost: list[int]) -> str:
+        counts = Counter(self._ended[rank] for rank in lost)
+        after = ", ".join(str(count) for count in sorted(counts))
+        return (f"{name}: ranks {_ranks(self._present(pending))} wait for ranks {_ranks(lost)}, which have already shut "
+                f"down (after {after} operations). The ranks ran different numbers of steps; give every rank the same "
+                f"number, for example by repeating or truncating the data.")
+
+
+def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
+    """The sentence on what the ranks disagree about; checked in Horovod's order.
+
+    Args:
+        by_request: At least two different requests of one name, each with the ranks that submitted it.
+    """
+    first = next(iter(by_request))
+    kind = "kind of collective", lambda r: r.kind.value
+    count = "number of tensors", lambda r: len(r.tensors)
+    aspects = [kind, count]
+    for i in range(min(len(r.tensors) for r in by_request)):
+        label = f" ({first.labels[i]})" if i < len(first.labels) else ""
+        which = f" of tensor {i}{label}" if len(first.tensors) > 1 else label
+        aspects += [(f"dtype{which}", lambda r, i=i: r.tensors[i].dtype),
+                    (f"shape{which}", lambda r, i=i: _shape(r, i))]
+    aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
+                ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
+                ("root rank", lambda r: r.root_rank),
+                ("device", lambda r: r.device)]
+    for what, get in aspects:
+        values: dict = {}
+        for request, ranks in by_request.items():
+            values.setdefault(get(request), set()).update(ranks)
+        if len(values) > 1:
+            said = "; ".join(f"{value} on ranks {_ranks(sorted(ranks))}" for value, ranks in
+                             sorted(values.items(), key=lambda item: min(item[1])))
+            return f"{first.name}: the ranks disagree on {what}: {said}."
+    raise AssertionError("the requests are equal")
+
+
+def _shape(request: Request, index: int) -> str:
+    shape = request.tensors[index].shape
+    if request.kind is Kind.ALLGATHER:
+        return "(" + ", ".join(["any", *map(str, shape[1:])]) + ")"
+    return str(shape)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`[0, 1, 2]`, with runs of more than three written as `4-9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"
+
+
+def _subtree(root: int, size: int) -> Iterable[int]:
+    """The ranks of the subtree under `root`, in order: level by level a contiguous run."""
+    low = high = root
+    while low < size:
+        yield from range(low, min(high, size - 1) + 1)
+        low, high = low * FAN_OUT + 1, high * FAN_OUT + FAN_OUT
+
+
+def _subtree_size(root: int, size: int) -> int:
+    low = high = root
+    count = 0
+    while low < size:
+        count += min(high, size - 1) - low + 1
+        low, high = low * FAN_OUT + 1, high * FAN_OUT + FAN_OUT
+    return count
+
+
+def neighbours(rank: int, size: int) -> tuple[int, ...]:
+    """The ranks that send to `rank`: its parent and children in the tree."""
+    tree = Coordinator(rank, size)
+    return tree.children if tree.parent is None else (tree.parent, *tree.children)

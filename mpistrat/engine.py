@@ -1,0 +1,202 @@
+"""The engine: one background thread that negotiates, fuses and reduces what other threads submit.
+
+One thread owns MPI and NCCL, because MPI libraries are happiest with one calling thread; because the ranks must agree on
+names, shapes and order before a collective, while each of them submits in an order of its own; and because reduction
+then overlaps with the backward pass that still runs in other threads.
+
+There is no fixed cycle. A submission or a message wakes the thread, and it sleeps in ControlPlane.wait otherwise. While
+it reduces, further submissions gather, and are fused in the next round.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .collectives.base import ControlPlane, DataPlane
+from .coordinator import Coordinator
+from .errors import EngineError, MismatchError, ShutdownError, StallError
+from .execution import Executor
+from .messages import Decision, End, Request
+from .settings import Settings
+from .tensor_queue import Entry, Handle, TensorQueue
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[End, type[EngineError]] = {
+    End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError}
+SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt to "
+                  "allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
+
+
+class Engine:
+    """Reduces, gathers and broadcasts what `submit` is given, on all ranks in the same order.
+
+    Without `start`, tests drive it by calling `step` on each rank in turn.
+
+    Args:
+        rank: This rank.
+        size: How many ranks there are.
+        control: Messages among the ranks.
+        data: Collectives on arrays.
+        settings: The same on all ranks.
+        clock: Seconds, from any origin.
+    """
+
+    def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
+                 clock: Callable[[], float] = time.monotonic):
+        self._rank, self._size = rank, size
+        self._control, self._data, self._clock = control, data, clock
+        check = not settings.stall_check_disable
+        self._coordinator = Coordinator(
+            rank, size, settings.cache_capacity, stall_warning_s=settings.stall_warning_s if check else None,
+            stall_abort_s=(settings.stall_abort_s or None) if check else None)
+        self._executor = Executor(data, size, settings.fusion_bytes)
+        self._queue = TensorQueue()
+        self._thread: threading.Thread | None = None
+        self._end_requested = False
+        self._end_announced = False
+        self._ended = threading.Event()
+        self._end_error: Exception | None = None
+        self._outstanding = 0
+        self._completed = 0
+
+    # -- for callers, from any thread -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the background thread."""
+        self._thread = threading.Thread(target=self._run, name="mpistrat-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, arrays: Sequence[np.ndarray]) -> Handle:
+        """Hand over a request; returns at once.
+
+        Args:
+            request: As on all ranks.
+            arrays: This rank's tensors as C-contiguous arrays, in the order of `request.tensors`. They must stay
+                unchanged until the handle is done.
+
+        Raises:
+            DuplicateNameError: The name is in flight.
+            EngineError: The engine has ended.
+        """
+        handle = Handle(request.name)
+        self._queue.put(Entry(request, arrays, handle))
+        self._control.wake()
+        return handle
+
+    def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
+        """Say that this rank submits no more, wait until all ranks have said so, and stop the thread.
+
+        The wait has no limit, like that of MPI_Finalize: a rank may evaluate for hours after the others are done.
+        `report(waited_s)` is called every `report_every_s`.
+        """
+        began = self._clock()
+        self._end_requested = True
+        if self._thread is None or self._ended.is_set():
+            return
+        self._control.wake()
+        while not self._ended.wait(report_every_s):
+            if report:
+                report(self._clock() - began)
+        self._thread.join()
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the engine, if anything but a shutdown by all ranks did."""
+        return None if isinstance(self._end_error, ShutdownError) and self._clean else self._end_error
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                if not self.step():
+                    self._control.wait(self._coordinator.patience(self._clock()),
+                                       expecting=self._outstanding > 0 or self._end_announced)
+        except BaseException as error:  # Whatever it was, nobody may wait for this thread any longer.
+            logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
+            self._die(error)
+
+    def step(self) -> bool:
+        """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
+        now = self._clock()
+        # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
+        messages = self._control.poll()
+        entries = self._queue.take_new()
+        for entry in entries:
+            self._coordinator.submit(entry.request, now)
+        self._outstanding += len(entries)
+        if self._end_requested and not self._end_announced:
+            self._end_announced = True
+            self._coordinator.end(self._completed)
+        decisions = []
+        for source, message in messages:
+            if source == self._coordinator.parent:
+                self._relay(message)
+                decisions.append(Decision.from_bytes(message))
+            else:
+                self._coordinator.receive(source, message, now)
+        for decision in decisions:
+            self._execute(decision)
+        announcement, decision = self._coordinator.advance(now)
+        if announcement is not None:
+            self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+        if decision is not None:
+            self._relay(decision.to_bytes())
+            self._execute(decision)
+        report = self._coordinator.stall_report(now)
+        if report:
+            logger.warning("%s", report)
+        return bool(entries or messages or announcement or decision)
+
+    def _relay(self, message: bytes) -> None:
+        for child in self._coordinator.children:
+            self._control.send(child, message)
+
+    def _execute(self, decision: Decision) -> None:
+        requests = self._coordinator.learn(decision)
+        for name, text in decision.errors:
+            entry = self._finish(name)
+            entry.handle.fail(MismatchError(text))
+        entries = [self._finish(request.name) for request in requests]
+        self._executor.execute(entries)
+        if decision.end is not None:
+            self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
+
+    def _finish(self, name: str) -> Entry:
+        entry = self._queue.finish(name)
+        assert entry is not None, f"{name} was decided on, but is not in flight on rank {self._rank}"
+        self._outstanding -= 1
+        self._completed += 1
+        return entry
+
+    def _die(self, error: BaseException) -> None:
+        where = "".join(traceback.format_exception(error)).strip()
+        text = f"The engine of rank {self._rank} failed: {error!r}\n{where}"
+        self._tell_of_failure(text)
+        self._stop(EngineError(text), clean=False)
+
+    def _tell_of_failure(self, text: str) -> None:
+        try:
+            self._coordinator.fail(text)
+            announcement, decision = self._coordinator.advance(self._clock())
+            if announcement is not None:
+                self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+            if decision is not None:
+                self._relay(decision.to_bytes())
+        except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
+            logger.debug("rank %d: could not tell the other ranks", self._rank, exc_info=True)
+
+    def _stop(self, error: EngineError, clean: bool) -> None:
+        self._clean = clean
+        self._end_error = error
+        refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
+        for entry in self._queue.close(refusal):
+            entry.handle.fail(refusal)
+        self._ended.set()
+
+    _clean = False

@@ -1,0 +1,68 @@
+"""The exception tree of mpistrat.
+
+::
+
+    MpistratError
+    ├── NotInitializedError     (ValueError)   an op or a query before init() or after shutdown()
+    ├── SettingsError           (ValueError)   an unknown MPISTRAT_ name, a value out of range, ranks that differ
+    ├── MissingDependencyError  (ImportError)  a package or library is needed now; the text has the pip line
+    ├── InvalidRequestError     (ValueError)   one rank's own input is wrong; nothing was sent, the job goes on
+    │   └── DuplicateNameError                 the name is still in flight on this rank
+    ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
+    └── CollectiveError         (RuntimeError) the same on every rank that takes part
+        ├── MismatchError       (ValueError)   the ranks disagree about a tensor; only that tensor fails
+        └── EngineError                        the engine has ended; every pending and later operation fails
+            ├── StallError                     a tensor was not submitted by all ranks in time
+            └── ShutdownError                  a rank ended while others still wait for it
+
+`CollectiveError` reaches every rank with the same text. `MismatchError` leaves the engine running; an `EngineError`
+does not.
+"""
+
+
+class MpistratError(Exception):
+    """Base of everything that mpistrat raises on purpose."""
+
+
+class NotInitializedError(MpistratError, ValueError):
+    """init() has not been called, or shutdown() has."""
+
+
+class SettingsError(MpistratError, ValueError):
+    """A setting is unknown, malformed, out of range, or not the same on all ranks."""
+
+
+class MissingDependencyError(MpistratError, ImportError):
+    """An optional package or a system library is missing; the message says how to install it."""
+
+
+class InvalidRequestError(MpistratError, ValueError):
+    """This rank's arguments are wrong. Raised before anything is sent to other ranks."""
+
+
+class DuplicateNameError(InvalidRequestError):
+    """A collective of this name is still in flight on this rank."""
+
+
+class LaunchError(MpistratError, ValueError):
+    """The launcher cannot make an mpirun command line from what it was given."""
+
+
+class CollectiveError(MpistratError, RuntimeError):
+    """A collective failed; every rank that takes part gets the same text."""
+
+
+class MismatchError(CollectiveError, ValueError):
+    """The ranks disagree about one tensor. That tensor fails on every rank, the engine goes on."""
+
+
+class EngineError(CollectiveError):
+    """The engine has ended. Every outstanding and every later operation fails with this error."""
+
+
+class StallError(EngineError):
+    """Some ranks waited for a tensor longer than `stall_abort_s` while other ranks never submitted it."""
+
+
+class ShutdownError(EngineError):
+    """A rank has shut down or ended while other ranks still wait for it."""

@@ -1,0 +1,111 @@
+"""Fusion: which tensors share one reduction (plan_buckets), and the buffers that they are packed into (FusionBuffer)."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from .memory import aligned_empty
+
+HALVES = ("float16", "bfloat16")
+
+
+def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
+    """Group members into buckets that are reduced as one. Pure: all ranks get the same plan from the same members.
+
+    Starts with the first member and adds later ones of the same key. On one of another key it looks ahead, as Horovod
+    does, as long as what is taken and what is skipped together stay within `limit`; so interleaved dtypes still fuse.
+
+    Args:
+        members: (key, bytes) of each tensor; only equal keys (dtype, operation, scale) may share a bucket.
+        limit: Bytes in a bucket. A larger member gets a bucket of its own; 0: every member does.
+
+    Returns:
+        Buckets as lists of indices into `members`, in order of their first index.
+    """
+    buckets = []
+    waiting = list(range(len(members)))
+    while waiting:
+        key, used = members[waiting[0]]
+        bucket, skipped, seen_bytes = [waiting[0]], [], 0
+        for position in range(1, len(waiting)):
+            index = waiting[position]
+            other_key, nbytes = members[index]
+            if other_key == key and used + nbytes <= limit:
+                bucket.append(index)
+                used += nbytes
+                continue
+            seen_bytes += nbytes
+            skipped.append(index)
+            if used + seen_bytes > limit:
+                skipped += waiting[position + 1:]
+                break
+        buckets.append(bucket)
+        waiting = skipped
+    return buckets
+
+
+class FusionBuffer:
+    """Memory that grows to the largest bucket seen and is used again for every bucket. One thread only."""
+
+    def __init__(self) -> None:
+        self._memory = aligned_empty(0)
+
+    def view(self, elements: int, dtype: np.dtype) -> np.ndarray:
+        """A 1-D array of `elements` over the buffer; what it held before is lost."""
+        nbytes = elements * dtype.itemsize
+        if nbytes > self._memory.nbytes:
+            self._memory = aligned_empty(nbytes)
+        return self._memory[:nbytes].view(dtype)
+
+
+def pack(arrays: Sequence[np.ndarray], scale: float, packed: np.ndarray) -> None:
+    """Copy C-contiguous `arrays` one after the other into 1-D `packed`, each value multiplied by `scale`."""
+    start = 0
+    for array in arrays:
+        scaled_copy(array.reshape(-1), scale, packed[start:start + array.size])
+        start += array.size
+
+
+def unpack(packed: np.ndarray, scale: "Scale", arrays: Sequence[np.ndarray]) -> None:
+    """The reverse of pack: fill `arrays` from `packed`, each value scaled once."""
+    start = 0
+    for array in arrays:
+        scale.apply(packed[start:start + array.size], array.reshape(-1))
+        start += array.size
+
+
+class Scale:
+    """What happens to a sum on its way out: times `factor`, divided by `divisor` (the number of ranks, or 1).
+
+    This is the one place where an average is made of a sum. Integers are divided exactly and truncated toward zero.
+    """
+
+    def __init__(self, factor: float = 1.0, divisor: int = 1):
+        self._factor, self._divisor = factor, divisor
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether values are left as they are."""
+        return self._factor == 1.0 and self._divisor == 1
+
+    def apply(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Write the scaled `source` to `target`; they are 1-D, of one dtype, and may be the same memory."""
+        if source.dtype.kind in "iu" and self._factor == 1.0 and self._divisor > 1:
+            wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
+            divisor = wide.dtype.type(self._divisor)
+            np.copyto(target, (wide - np.fmod(wide, divisor)) // divisor, casting="unsafe")
+        else:
+            scaled_copy(source, self._factor / self._divisor, target)
+
+
+def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
+    """`target = source * scale`, computed in float32 for half precision, in float64 for integers (then truncated)."""
+    if scale == 1.0:
+        if target is not source:
+            np.copyto(target, source)
+    elif source.dtype.name in HALVES:
+        np.copyto(target, source.astype(np.float32) * np.float32(scale), casting="unsafe")
+    elif source.dtype.kind in "iu":
+        np.copyto(target, source * np.float64(scale), casting="unsafe")
+    else:
+        np.multiply(source, source.dtype.type(scale), out=target)

@@ -1,0 +1,143 @@
+"""What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
+
+The byte form is a pickle of plain tuples. It is exchanged only among the processes of one MPI job, which run the same
+user's code.
+"""
+
+import pickle
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+
+class ReduceOp(IntEnum):
+    """How an all-reduce combines values. The numbers are Horovod's."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class Kind(str, Enum):
+    """Which collective a request asks for."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What ranks must agree on about one tensor: the dtype's numpy name and the shape.
+
+    For an allgather the first dimension, which may differ among ranks, is -1.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A rank says: these tensors are ready to be reduced, gathered or broadcast, together.
+
+    Ranks match requests by `name`; everything else must be equal on all of them, but for `labels`.
+
+    Attributes:
+        tensors: What the ranks agree on. The arrays that travel may be fewer, when small tensors are joined in a way
+            that follows from the specs.
+        labels: What users call the tensors (a variable's path), for error messages; may be empty.
+    """
+
+    kind: Kind
+    name: str
+    tensors: tuple[TensorSpec, ...] = ()
+    reduce_op: ReduceOp = ReduceOp.SUM
+    root_rank: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device: str = "cpu"
+    labels: tuple[str, ...] = field(default=(), compare=False)
+
+    def to_tuple(self) -> tuple:
+        """The fields as plain values."""
+        return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
+                self.root_rank, self.prescale, self.postscale, self.device, self.labels)
+
+    @classmethod
+    def from_tuple(cls, values: tuple) -> "Request":
+        """The inverse of to_tuple."""
+        kind, name, tensors, reduce_op, *rest = values
+        return cls(Kind(kind), name, tuple(TensorSpec(*t) for t in tensors), ReduceOp(reduce_op), *rest)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A rank tells its parent in the tree what its subtree is ready for.
+
+    Attributes:
+        ids: Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
+        requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
+        ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
+        failure: Why a rank's engine failed, for all others to hear.
+    """
+
+    ids: tuple[int, ...] = ()
+    requests: tuple[tuple[Request, tuple[int, ...] | None], ...] = ()
+    ended: tuple[tuple[int, int], ...] = ()
+    failure: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """The byte form."""
+        requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
+        return pickle.dumps((self.ids, requests, self.ended, self.failure), protocol=5)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Announcement":
+        """The inverse of to_bytes."""
+        ids, requests, ended, failure = pickle.loads(data)
+        return cls(ids, tuple((Request.from_tuple(r), ranks) for r, ranks in requests), ended, failure)
+
+
+class End(str, Enum):
+    """Why the engines of all ranks end."""
+
+    SHUTDOWN = "shutdown"
+    RANK_ENDED = "rank ended"
+    STALL = "stall"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Rank 0 tells all ranks what to execute next, in this order.
+
+    Attributes:
+        agreed: Each a number of an earlier Decision, or (number or None, request) when it is described for the first
+            time; a number given here may be used by all ranks from now on.
+        errors: (name, text) of requests about which the ranks disagree.
+        ended: Some rank has called shutdown(); from now on what is incomplete is passed on at once.
+        end: The engines end after this decision, for this reason.
+        end_text: What to tell the user about it.
+    """
+
+    agreed: tuple[int | tuple[int | None, Request], ...] = ()
+    errors: tuple[tuple[str, str], ...] = ()
+    ended: bool = False
+    end: End | None = None
+    end_text: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The byte form."""
+        agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
+        return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text), protocol=5)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Decision":
+        """The inverse of to_bytes."""
+        agreed, errors, ended, end, end_text = pickle.loads(data)
+        return cls(tuple(a if isinstance(a, int) else (a[0], Request.from_tuple(a[1])) for a in agreed), errors, ended,
+                   End(end) if end else None, end_text)

@@ -1,0 +1,124 @@
+"""Hand-over between the caller's threads and the engine's: Handle, Entry and TensorQueue."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import DuplicateNameError
+from .messages import Request
+
+
+class Handle:
+    """The pending result of a collective: a future with the collective's name. Any thread may use it."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._arrays: list[np.ndarray] = []
+        self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        """Whether the result or an error is there. Never blocks."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> list[np.ndarray]:
+        """Block until the collective is complete and return its arrays.
+
+        Raises:
+            CollectiveError: What all ranks were told.
+            TimeoutError: Not complete after `timeout_s`; it goes on, and wait may be called again.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        return self._arrays
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` on completion, in the engine's thread, or now if it is complete. It must not block."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def complete(self, arrays: list[np.ndarray]) -> None:
+        """Deliver the result. Engine only."""
+        self._arrays = arrays
+        self._finish()
+
+    def fail(self, error: Exception) -> None:
+        """Deliver an error. Engine only."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+@dataclass
+class Entry:
+    """A submitted request with this rank's tensors: C-contiguous arrays that stay unchanged until it is complete."""
+
+    request: Request
+    arrays: Sequence[np.ndarray]
+    handle: Handle
+
+
+class TensorQueue:
+    """Entries that were submitted and are not yet complete, by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: deque[Entry] = deque()
+        self._in_flight: dict[str, Entry] = {}
+        self._closed_by: Exception | None = None
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry.
+
+        Raises:
+            DuplicateNameError: One of this name is in flight.
+            Exception: The error that the queue was closed with.
+        """
+        name = entry.request.name
+        with self._lock:
+            if self._closed_by is not None:
+                raise self._closed_by
+            if name in self._in_flight:
+                raise DuplicateNameError(
+                    f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one that "
+                    f"is currently being processed. Wait for the first, or give it another name=.")
+            self._in_flight[name] = entry
+            self._new.append(entry)
+
+    def take_new(self) -> list[Entry]:
+        """The entries put since the last call, in order. They stay in flight."""
+        with self._lock:
+            entries = list(self._new)
+            self._new.clear()
+        return entries
+
+    def finish(self, name: str) -> Entry | None:
+        """Take an entry out of flight, before its handle is completed, so that its name may be used again."""
+        with self._lock:
+            return self._in_flight.pop(name, None)
+
+    def close(self, error: Exception) -> list[Entry]:
+        """Refuse later entries with `error`, and take out all that are in flight."""
+        with self._lock:
+            if self._closed_by is None:
+                self._closed_by = error
+            entries = list(self._in_flight.values())
+            self._in_flight.clear()
+            self._new.clear()
+        return entries
