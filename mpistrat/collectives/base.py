@@ -46,6 +46,10 @@ class ControlPlane(ABC):
         """Send without waiting for the receiver."""
 
     @abstractmethod
+    def flush(self) -> None:
+        """Return when what was sent will arrive without this rank's help: call it before a collective blocks."""
+
+    @abstractmethod
     def poll(self) -> list[tuple[int, bytes]]:
         """The messages that have come, as (sender, message). Does not wait."""
 

@@ -34,6 +34,7 @@ class HostMail:
         self._poller.register(self._socket, select.POLLIN)
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._partial: dict[int, list[bytes]] = {}
+        self._is_woken = False
 
     @property
     def is_sending(self) -> bool:
@@ -68,6 +69,7 @@ class HostMail:
             except BlockingIOError:
                 return messages
             if datagram == _WAKE:
+                self._is_woken = False
                 continue
             sender = self._ranks[address]
             parts = self._partial.setdefault(sender, [])
@@ -83,6 +85,9 @@ class HostMail:
 
     def wake(self) -> None:
         """Make this rank's own wait return. Any thread may call it."""
+        if self._is_woken:
+            return  # One wake-up in the queue is enough; many would crowd out messages.
+        self._is_woken = True
         try:
             self._socket.sendto(_WAKE, self._own)
         except BlockingIOError:

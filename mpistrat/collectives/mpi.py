@@ -123,6 +123,12 @@ class MpiControl(ControlPlane):
         else:
             self._sending.append((self._comm.Isend([message, MPI.BYTE], dest=rank, tag=self._TAG), message))
 
+    def flush(self) -> None:
+        # MPI moves its own messages on while it is in a collective.
+        while self._mail.is_sending:
+            self._mail.flush()
+            time.sleep(self._SPIN_S)
+
     def poll(self) -> list[tuple[int, bytes]]:
         if self._mail.is_sending:
             self._mail.flush()
@@ -163,9 +169,7 @@ class MpiControl(ControlPlane):
     def close(self) -> None:
         if self._comm == MPI.COMM_NULL:
             return
-        while self._mail.is_sending:
-            self._mail.flush()
-            time.sleep(self._LONGEST_S)
+        self.flush()
         MPI.Request.Waitall([request for request, _ in self._sending])
         self._sending.clear()
         self._mail.close()

@@ -1,0 +1,174 @@
+"""The bridge between TensorFlow's tensors and the engine's arrays, eager and in tf.function.
+
+Eagerly a tensor's memory is handed to the engine as it is, and the thread waits. In a graph a collective becomes three
+nodes, none of which ever holds a TensorFlow thread while other ranks are awaited:
+
+1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, for a stateless
+   one would be pruned, and so runs in program order.
+2. *await*, the dequeue of a queue that the engine's completion hook writes the ticket to. It is an asynchronous kernel:
+   with one inter-op thread, and other orders on every rank, nothing can block what others wait for.
+3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
+   put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from .. import runtime
+from ..errors import (
+    DuplicateNameError,
+    EngineError,
+    InvalidRequestError,
+    MismatchError,
+    MpistratError,
+    NotInitializedError,
+)
+from ..messages import Request
+from ..tensor_queue import Handle
+
+logger = logging.getLogger(__name__)
+
+_UNFETCHED = 64  # results of one place in a graph that are kept for their fetch; a loop may be a few ahead
+
+# Given this rank's arrays, the request to submit.
+MakeRequest = Callable[[list[np.ndarray]], Request]
+
+_TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
+    (MismatchError, tf.errors.FailedPreconditionError),
+    (NotInitializedError, tf.errors.FailedPreconditionError),
+    (DuplicateNameError, tf.errors.InvalidArgumentError),
+    (InvalidRequestError, tf.errors.InvalidArgumentError),
+    (EngineError, tf.errors.UnknownError),
+]
+_merged: dict[type[MpistratError], type[Exception]] = {}
+
+
+def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+    """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
+
+    Args:
+        make_request: Called with the arrays when they are ready; eagerly now, in a graph at each execution.
+        tensors: At least one.
+        shapes: The static shape of each result, as far as it is known.
+
+    Raises:
+        The classes of mpistrat.errors that are also the classes of tf.errors that Horovod raises. In a graph,
+        TensorFlow's own exception with the same text.
+    """
+    if tf.executing_eagerly():
+        return _run_eagerly(make_request, tensors)
+    _require_function()
+    site = _Site(make_request)
+    with tf.device("CPU:0"):
+        ticket = tf.numpy_function(site.submit, list(tensors), tf.int64, stateful=True)
+        ticket = site.wait_for(ticket)
+        results = tf.numpy_function(site.fetch, [ticket], [t.dtype for t in tensors], stateful=False)
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
+    return list(results)
+
+
+def _require_function() -> None:
+    graph = tf.compat.v1.get_default_graph()
+    if GraphOrParentsInXlaContext(graph):
+        raise InvalidRequestError(
+            "a collective cannot be compiled by XLA. Write model.compile(..., jit_compile=False), or leave jit_compile "
+            "out of the tf.function that averages.")
+    if not tf.inside_function():
+        raise InvalidRequestError("collectives work eagerly and in tf.function, not in a tf.compat.v1 graph that a "
+                                  "session runs. Put the step into a tf.function.")
+
+
+def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    try:
+        arrays = [to_array(tensor) for tensor in tensors]
+        results = runtime.current().engine.submit(make_request(arrays), arrays).wait()
+    except MpistratError as error:
+        raise as_tf_error(error) from error
+    return [to_tensor(result) for result in results]
+
+
+class _Site:
+    """A place in a graph where a collective stands. It may be executed many times, also before earlier ones end."""
+
+    def __init__(self, make_request: MakeRequest):
+        self._make_request = make_request
+        self._tickets = itertools.count()
+        self._lock = threading.Lock()
+        self._handles: dict[int, Handle] = {}
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(1024, [tf.int64], shapes=[[]])
+
+    def submit(self, *arrays: np.ndarray) -> np.int64:
+        prepared = [np.asarray(array) for array in arrays]
+        handle = runtime.current().engine.submit(self._make_request(prepared), prepared)
+        ticket = next(self._tickets)
+        with self._lock:
+            self._handles[ticket] = handle
+            forgotten = self._handles.pop(ticket - _UNFETCHED, None)
+        if forgotten is not None and forgotten.done():
+            self._look_at_unused(forgotten)
+        handle.when_done(lambda: self._deliver(ticket))
+        return np.int64(ticket)
+
+    @staticmethod
+    def _look_at_unused(handle: Handle) -> None:
+        """The graph had no use for the result, so its fetch was pruned; an error shall be seen all the same."""
+        try:
+            handle.wait()
+        except MpistratError as error:
+            logger.error("%s (its result was not used)", error)
+
+    def _deliver(self, ticket: int) -> None:
+        # The raw op takes 17 us where queue.enqueue takes 57.
+        tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=[tf.constant(ticket, tf.int64)],
+                                  timeout_ms=-1)
+
+    def wait_for(self, ticket: tf.Tensor) -> tf.Tensor:
+        """`ticket`, once the engine has delivered one."""
+        with tf.control_dependencies([ticket]):
+            delivered = self._queue.dequeue()
+        with tf.control_dependencies([delivered]):
+            return tf.identity(ticket)
+
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
+        with self._lock:
+            handle = self._handles.pop(int(ticket))
+        return handle.wait()
+
+
+def as_tf_error(error: MpistratError) -> Exception:
+    """`error` as an instance of its own class and of the class of tf.errors that Horovod raises."""
+    for ours, theirs in _TF_ERRORS:
+        if isinstance(error, ours):
+            kind = _merged.get(type(error))
+            if kind is None:
+                def initialise(self: Any, text: str, theirs: Any = theirs) -> None:
+                    theirs.__init__(self, None, None, text)
+                kind = type(type(error).__name__, (type(error), theirs), {"__init__": initialise,
+                                                                          "__module__": __name__})
+                _merged[type(error)] = kind
+            return kind(str(error))
+    return error
+
+
+def to_array(tensor: tf.Tensor) -> np.ndarray:
+    """The memory of an eager CPU tensor as an array, without a copy where numpy knows the dtype."""
+    try:
+        return np.asarray(memoryview(tensor))
+    except (TypeError, BufferError, ValueError, RuntimeError, tf.errors.OpError):
+        return np.asarray(tensor.numpy())
+
+
+def to_tensor(array: np.ndarray) -> tf.Tensor:
+    """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack knows the dtype."""
+    if array.dtype.kind in "iufc" and array.size and array.dtype.itemsize <= 16:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.convert_to_tensor(array)

@@ -1,0 +1,71 @@
+"""DistributedGradientTape: a tf.GradientTape whose gradients are averaged over the ranks."""
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from ..process_sets import ProcessSet, global_process_set, require_global
+from ..requests import Average, ReduceOp
+from .compression import Compression
+from .gradients import GradientReducer, check_groups
+
+_numbers = itertools.count()
+
+
+class _DistributedGradientTape(tf.GradientTape):
+    """Shares the state of the tape it was made from, and reduces what `gradient` returns."""
+
+    def __init__(self, tape: tf.GradientTape, reducer: GradientReducer):
+        self.__dict__ = tape.__dict__  # The very same recording, whichever of the two is used.
+        self._mpistrat_reducer = reducer
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None,
+                 unconnected_gradients: Any = tf.UnconnectedGradients.NONE) -> Any:
+        """As tf.GradientTape.gradient, averaged over the ranks. Collective; `sources` may be nested."""
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        flat = self._mpistrat_reducer.reduce(_flatten(gradients, sources), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(sources, flat)
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradients of this source out of the averaging."""
+        self._mpistrat_reducer.register_local(source)
+
+
+def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
+                            compression: Any = Compression.none, sparse_as_dense: bool = False,
+                            op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
+                            groups: Any = None, process_set: ProcessSet = global_process_set,
+                            scale_local_gradients: bool = True) -> tf.GradientTape:
+    """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
+
+    Every rank makes its tapes in the same places of its program: in a tf.function, where it is traced.
+
+    Args:
+        gradtape: A tf.GradientTape, during or after its recording.
+        device_dense: Accepted for Horovod's sake.
+        device_sparse: Likewise.
+        compression: One of Compression.
+        sparse_as_dense: Make tf.IndexedSlices dense first.
+        op: Average or Sum.
+        gradient_predivide_factor: See GradientReducer.
+        num_groups: Deprecated form of `groups`.
+        groups: Accepted; all gradients are reduced together anyway.
+        process_set: The global one.
+        scale_local_gradients: See GradientReducer.
+    """
+    require_global(process_set)
+    check_groups(groups, num_groups)
+    if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
+        raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
+    # Eager code makes a tape for every step, one after the other; a tf.function makes one per trace.
+    name = "tape" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("tape")
+    reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients)
+    return _DistributedGradientTape(gradtape, reducer)
+
+
+def _flatten(gradients: Any, sources: Any) -> list[Any]:
+    """The gradients in the order of the flattened sources; tf.nest would take tf.IndexedSlices apart."""
+    if tf.nest.is_nested(sources):
+        return list(tf.nest.flatten(tf.nest.map_structure_up_to(sources, lambda gradient: gradient, gradients)))
+    return [gradients]

@@ -1,0 +1,100 @@
+"""GradientReducer: what the tape and the optimizers do with a list of gradients, dense, sparse or None."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from .. import runtime
+from ..errors import InvalidRequestError
+from ..requests import Average, ReduceOp, resolve_op
+from .ops import reduce_dense, reduce_slices
+
+
+class GradientReducer:
+    """Averages (or sums) lists of gradients over the ranks. With one rank it leaves them as they are.
+
+    Args:
+        name: By which the ranks meet; the gradients are numbered, since variables' names repeat.
+        compression: One of Compression.
+        sparse_as_dense: Whether tf.IndexedSlices are made dense first.
+        op: Average or Sum.
+        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
+            N / factor after it. Average only.
+        scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
+    """
+
+    def __init__(self, name: str, compression: Any, sparse_as_dense: bool, op: ReduceOp,
+                 gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True):
+        op = resolve_op(op, None)
+        if gradient_predivide_factor != 1.0 and op is not Average:
+            raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
+        if gradient_predivide_factor <= 0:
+            raise InvalidRequestError(f"gradient_predivide_factor must be positive. Received: "
+                                      f"{gradient_predivide_factor}")
+        self._name, self._compression, self._sparse_as_dense, self._op = name, compression, sparse_as_dense, op
+        self._predivide = gradient_predivide_factor
+        self._scale_local = scale_local_gradients
+        self._local: set[int] = set()
+
+    def register_local(self, variable: Any) -> None:
+        """Leave this variable's gradients out of the reduction."""
+        self._local.add(id(variable))
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients, reduced. Collective; `variables` are those of the gradients. None stays None."""
+        size = runtime.current().topology.size
+        results = list(gradients)
+        if size == 1:
+            return results
+        shared: list[int] = []
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if id(variable) in self._local:
+                results[i] = self._local_gradient(gradient, size)
+                continue
+            if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+                results[i] = tf.convert_to_tensor(gradient)
+            shared.append(i)
+        self._reduce_sparse(results, [i for i in shared if isinstance(results[i], tf.IndexedSlices)])
+        self._reduce_dense(results, [i for i in shared if not isinstance(results[i], tf.IndexedSlices)], variables)
+        return results
+
+    def _reduce_sparse(self, results: list[Any], indices: list[int]) -> None:
+        for i in indices:
+            results[i] = reduce_slices(results[i], self._op, 1.0, 1.0, f"{self._name}/{i}")
+
+    def _reduce_dense(self, results: list[Any], indices: list[int], variables: Sequence[Any]) -> None:
+        compressed = [self._compression.compress(tf.convert_to_tensor(results[i])) for i in indices]
+        labels = [label_of(variables[i]) for i in indices]
+        reduced = reduce_dense([tensor for tensor, _ in compressed], self._op, 1.0 / self._predivide, self._predivide,
+                               self._name, labels)
+        for i, tensor, (_, context) in zip(indices, reduced, compressed, strict=True):
+            results[i] = self._compression.decompress(tensor, context)
+
+    def _local_gradient(self, gradient: Any, size: int) -> Any:
+        if not self._scale_local:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return gradient / size
+
+
+def label_of(variable: Any) -> str:
+    """What a user calls a variable: its Keras path, or its name."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
+
+
+def check_groups(groups: Any, num_groups: int) -> None:
+    """Horovod's `groups` and `num_groups` ask for tensors to be reduced together. Here all of them always are.
+
+    Raises:
+        ValueError: `groups` is neither None, a positive number nor a list of lists of variables.
+    """
+    if groups is None and num_groups >= 0:
+        return
+    if isinstance(groups, list) or (isinstance(groups, int) and groups > 0):
+        return
+    raise InvalidRequestError("groups should be a non-negative integer or a list of list of variables, and not 0. "
+                              f"Received: groups={groups!r}, num_groups={num_groups!r}")

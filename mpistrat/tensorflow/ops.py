@@ -1,0 +1,229 @@
+"""Collectives on TensorFlow tensors: eager, in tf.function, and differentiable. Signatures and semantics are Horovod's.
+
+Calls of different ranks meet by name. An unnamed eager call has the name of its operation; in a graph the name is made
+of the tensor's, as in Horovod.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from .. import array_ops, runtime
+from ..process_sets import ProcessSet, global_process_set, require_global
+from ..requests import (
+    Average,
+    ReduceOp,
+    Sum,
+    allgather_request,
+    broadcast_request,
+    resolve_op,
+    specs_of,
+)
+from . import bridge
+from .buckets import reduce_list
+from .compression import Compression
+
+Tensor = tf.Tensor | tf.IndexedSlices
+
+
+def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
+              compression: Any = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
+              ignore_name_scope: bool = False) -> Tensor:
+    """Return the reduction of `tensor` over all ranks. Collective, differentiable.
+
+    Args:
+        tensor: A tensor or variable, the same shape and dtype on all ranks; or tf.IndexedSlices, which are gathered
+            (Average and Sum only; duplicate indices are not merged, compression does not apply).
+        average: Deprecated form of `op`: True is Average, False is Sum.
+        device_dense: Accepted for Horovod's sake; the result is where `tensor` is.
+        device_sparse: Likewise.
+        compression: One of Compression, or any class with its two methods.
+        op: Average (the default), Sum, Min, Max or Product.
+        prescale_factor: Multiplies every value before the reduction.
+        postscale_factor: Multiplies the result.
+        name: By which the ranks meet.
+        process_set: The global one.
+        ignore_name_scope: Leave name scopes out of the name.
+
+    Raises:
+        MismatchError: On every rank, when the ranks disagree; eagerly it is a tf.errors.FailedPreconditionError too.
+        InvalidRequestError: On this rank, for a dtype that `op` has no meaning for, or a name in flight; eagerly it is
+            a tf.errors.InvalidArgumentError too.
+        EngineError: The engine has ended; eagerly it is a tf.errors.UnknownError too.
+    """
+    require_global(process_set)
+    tensor = _as_tensor(tensor)
+    name = _wire_name("allreduce", tensor, name, ignore_name_scope)
+    return _reduce([tensor], resolve_op(op, average), compression, prescale_factor, postscale_factor, name)[0]
+
+
+def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "",
+                      device_sparse: str = "", compression: Any = Compression.none, op: ReduceOp | None = None,
+                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                      process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
+                      name: str | None = None) -> list[Tensor]:
+    """As allreduce, for a list of tensors that are reduced together. Dtypes may differ; `[]` gives `[]`."""
+    require_global(process_set)
+    if not tensors:
+        return []
+    converted = [_as_tensor(tensor) for tensor in tensors]
+    name = _wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
+    return _reduce(converted, resolve_op(op, average), compression, prescale_factor, postscale_factor, name)
+
+
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
+              process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Return the ranks' tensors joined along the first dimension, which may differ among them. Collective.
+
+    Its gradient is, as in Horovod, this rank's part of the *average* of the ranks' gradients.
+
+    Raises:
+        As allreduce.
+    """
+    require_global(process_set)
+    tensor = _as_tensor(tensor)
+    return _gather(_wire_name("allgather", tensor, name, ignore_name_scope), tensor)
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
+              process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
+
+    Its gradient is, as in Horovod, the average of the ranks' gradients on the root, and zero elsewhere.
+
+    Raises:
+        As allreduce.
+    """
+    require_global(process_set)
+    tensor = _as_tensor(tensor)
+    name = _wire_name("broadcast", tensor, name, ignore_name_scope)
+
+    @tf.custom_gradient
+    def differentiable(value: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
+            return mean if runtime.current().topology.rank == root_rank else mean * 0
+        return broadcast_list([value], root_rank, name)[0], gradient
+
+    return differentiable(tensor)
+
+
+def barrier() -> None:
+    """Return when every rank has called it. Collective; eager only."""
+    array_ops.barrier()
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
+                        inplace: bool = False) -> None:
+    """Assign root_rank's values to the variables of all ranks, in one exchange. Collective, eager or in tf.function.
+
+    Args:
+        variables: tf.Variables or Keras variables, as many and of the same shapes and dtypes on all ranks.
+        root_rank: Whose values all ranks get.
+        process_set: The global one.
+        inplace: Accepted for Horovod's sake; assignment is in place in any case.
+    """
+    require_global(process_set)
+    variables = list(variables)
+    if not variables:
+        return
+    name = _wire_name("broadcast_variables", None, None, False)
+    labels = tuple(getattr(v, "path", v.name) for v in variables)
+    values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
+                   labels: tuple[str, ...] = ()) -> list[tf.Tensor]:
+    """Root_rank's values of dense tensors, in one exchange. Collective."""
+    size = runtime.current().topology.size
+    return bridge.run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
+                      [t.shape for t in tensors])
+
+
+def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: Any, prescale: float, postscale: float,
+            name: str) -> list[Tensor]:
+    """Reduce dense tensors in one go, and each tf.IndexedSlices by gathering."""
+    results: list[Any] = [
+        reduce_slices(tensor, op, prescale, postscale, f"{name}/{i}") if isinstance(tensor, tf.IndexedSlices) else None
+        for i, tensor in enumerate(tensors)]
+    dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
+    compressed = [compression.compress(tensors[i]) for i in dense]
+    reduced = reduce_dense([tensor for tensor, _ in compressed], op, prescale, postscale, name)
+    for i, tensor, (_, context) in zip(dense, reduced, compressed, strict=True):
+        results[i] = compression.decompress(tensor, context)
+    return results
+
+
+def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
+                 labels: Sequence[str] = ()) -> list[tf.Tensor]:
+    """As buckets.reduce_list, and differentiable: the gradient is reduced as the value was."""
+    if not tensors:
+        return []
+
+    @tf.custom_gradient
+    def differentiable(*values: tf.Tensor) -> Any:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels)
+        return reduce_list(values, name, op, prescale, postscale, labels), gradient
+
+    result = differentiable(*tensors)
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float,
+                  name: str) -> tf.IndexedSlices:
+    """All ranks' slices, one after the other; the values divided by the number of ranks for Average. Collective."""
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
+    if prescale != 1.0 or postscale != 1.0:
+        raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
+                                  "sparse_as_dense=True, or tf.convert_to_tensor.")
+    values = _gather(f"{name}/values", slices.values)
+    indices = _gather(f"{name}/indices", slices.indices)
+    if op is Average:
+        values = values / tf.cast(runtime.current().topology.size, values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
+    @tf.custom_gradient
+    def differentiable(value: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
+            rows = _gather_list([tf.shape(value, tf.int64)[:1]], f"{name}/rows")[0]
+            before = tf.reduce_sum(rows[:runtime.current().topology.rank])
+            return mean[before:before + tf.shape(value, tf.int64)[0]]
+        return _gather_list([value], name)[0], gradient
+
+    return differentiable(tensor)
+
+
+def _gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    return bridge.run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
+                      [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        raise ValueError("an array of Python objects is no tensor; use broadcast_object or allgather_object.")
+    return tf.convert_to_tensor(value)
+
+
+def _wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_name_scope: bool) -> str:
+    if tf.executing_eagerly():
+        return name or operation
+    if name is None:
+        if isinstance(tensor, tf.IndexedSlices):
+            tensor = tensor.values
+        name = operation if tensor is None else f"{operation}_{tensor.name}"
+    name = re.sub("[^a-zA-Z0-9_]", "_", name)
+    unique = tf.compat.v1.get_default_graph().unique_name(name)
+    return unique.rsplit("/", 1)[-1] if ignore_name_scope else unique
