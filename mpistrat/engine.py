@@ -158,7 +158,7 @@ class Engine:
             self._control.send(child, message)
 
     def _execute(self, decision: Decision) -> None:
-        self._control.flush()
+        self._control.flush(self._coordinator.children)
         requests = self._coordinator.learn(decision)
         for name, text in decision.errors:
             entry = self._finish(name)

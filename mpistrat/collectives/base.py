@@ -46,8 +46,12 @@ class ControlPlane(ABC):
         """Send without waiting for the receiver."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """Return when what was sent will arrive without this rank's help: call it before a collective blocks."""
+    def flush(self, ranks: Sequence[int]) -> None:
+        """Return when what was sent to `ranks` will arrive without this rank's help.
+
+        To be called before a collective that those ranks must hear of. It waits for room in their queues, so they must
+        be ranks that do not need this one to get on.
+        """
 
     @abstractmethod
     def poll(self) -> list[tuple[int, bytes]]:

@@ -4,7 +4,7 @@ import math
 import select
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _FRAGMENT_BYTES = 32 * 1024  # Well below the kernel's default for one datagram.
 _LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
@@ -32,33 +32,42 @@ class HostMail:
         self._socket.bind(self._own)
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
-        self._outbox: deque[tuple[int, bytes]] = deque()
+        self._outbox: dict[int, deque[bytes]] = {}
         self._partial: dict[int, list[bytes]] = {}
         self._is_woken = False
+
+    def is_sending_to(self, ranks: Iterable[int]) -> bool:
+        """Whether something waits for room in the queue of one of `ranks`."""
+        return any(self._outbox.get(rank) for rank in ranks)
 
     @property
     def is_sending(self) -> bool:
         """Whether something waits for room in a receiver's queue."""
-        return bool(self._outbox)
+        return any(self._outbox.values())
 
     def send(self, rank: int, message: bytes) -> None:
         """Send to a rank of this host. Never blocks."""
+        outbox = self._outbox.setdefault(rank, deque())
         for start in range(0, max(len(message), 1), _FRAGMENT_BYTES):
             end = start + _FRAGMENT_BYTES
-            self._outbox.append((rank, (_LAST if end >= len(message) else _MORE) + message[start:end]))
-        self.flush()
+            outbox.append((_LAST if end >= len(message) else _MORE) + message[start:end])
+        self._flush_to(rank)
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room. One full queue holds up the others, to keep the order simple."""
-        while self._outbox:
-            rank, datagram = self._outbox[0]
+        """Send what waits, as far as there is room."""
+        for rank in self._outbox:
+            self._flush_to(rank)
+
+    def _flush_to(self, rank: int) -> None:
+        outbox = self._outbox[rank]
+        while outbox:
             try:
-                self._socket.sendto(datagram, self._addresses[rank])
+                self._socket.sendto(outbox[0], self._addresses[rank])
             except BlockingIOError:
                 return
             except (ConnectionRefusedError, FileNotFoundError):
                 pass  # That process has ended; the launcher, or its last message, tells of that.
-            self._outbox.popleft()
+            outbox.popleft()
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have come, as (sender, message). Does not wait."""

@@ -123,11 +123,12 @@ class MpiControl(ControlPlane):
         else:
             self._sending.append((self._comm.Isend([message, MPI.BYTE], dest=rank, tag=self._TAG), message))
 
-    def flush(self) -> None:
-        # MPI moves its own messages on while it is in a collective.
-        while self._mail.is_sending:
+    def flush(self, ranks: Sequence[int]) -> None:
+        # What MPI has been given it moves on by itself in the collective that follows.
+        while self._mail.is_sending_to(ranks):
             self._mail.flush()
-            time.sleep(self._SPIN_S)
+            self._comm.Iprobe()  # A receiver that is still in an earlier collective may need MPI to move on here too.
+            os.sched_yield()
 
     def poll(self) -> list[tuple[int, bytes]]:
         if self._mail.is_sending:
@@ -169,7 +170,7 @@ class MpiControl(ControlPlane):
     def close(self) -> None:
         if self._comm == MPI.COMM_NULL:
             return
-        self.flush()
+        self.flush(tuple(self._local))
         MPI.Request.Waitall([request for request, _ in self._sending])
         self._sending.clear()
         self._mail.close()
