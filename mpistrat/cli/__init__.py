@@ -1,0 +1,1 @@
+"""The command `mpistrat`. Nothing here imports TensorFlow; each subcommand is a module that `main` loads when asked."""

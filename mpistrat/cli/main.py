@@ -1,0 +1,64 @@
+"""The entry point: `mpistrat COMMAND ...`.
+
+A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS`. It is imported when it is asked
+for, and raises MpistratError for wrong input.
+"""
+
+import difflib
+import os
+import sys
+from importlib import import_module
+
+from .. import __version__
+from ..errors import LaunchError, MpistratError
+
+COMMANDS = {
+    "run": "start a script on several ranks, with mpirun's options filled in",
+    "check": "show what this machine has, what is missing, and which backends can run",
+}
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code. `argv` excludes the program's name and defaults to sys.argv's rest."""
+    arguments = sys.argv[1:] if argv is None else argv
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if command in ("-v", "--version"):
+        print(f"mpistrat {__version__}")
+        return 0
+    try:
+        if command not in COMMANDS:
+            raise LaunchError(_unknown(command))
+        code: int = import_module(f".{command}", __package__).main(arguments[1:])
+        sys.stdout.flush()
+        return code
+    except MpistratError as error:
+        prefix = f"mpistrat {command}" if command in COMMANDS else "mpistrat"
+        print(f"{prefix}: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left (as in `mpistrat check | head -1`). Python would complain once more when it
+        # flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _help() -> str:
+    lines = ["usage: mpistrat [--help] [--version] COMMAND ...", "", "Data-parallel training over MPI.", "", "commands:"]
+    lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    lines += ["", "`mpistrat COMMAND --help` says more. For example:", "", "  mpistrat run -np 2 python train.py"]
+    return "\n".join(lines)
+
+
+def _unknown(command: str) -> str:
+    if command.startswith("-"):
+        return f"{command} comes after the name of a command, for example: mpistrat run -np 2 python train.py"
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{command!r} is not a command.{hint} There are: {', '.join(COMMANDS)}."

@@ -1,0 +1,153 @@
+"""DistributedOptimizer: a Keras optimizer of the same class whose gradients are averaged over the ranks."""
+
+import itertools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .. import runtime
+from ..errors import InvalidRequestError
+from ..process_sets import ProcessSet, global_process_set, require_global
+from ..requests import Average, Min, ReduceOp, Sum
+from ..tensorflow.buckets import reduce_list
+from ..tensorflow.compression import Compression
+from ..tensorflow.gradients import GradientReducer, check_groups
+from ._keras_private import agree_on_finite, serialise_as
+
+_numbers = itertools.count(1)
+_classes: dict[type, type] = {}
+
+
+class _Distributed:
+    """Mixed in before a Keras optimizer's class: reduces gradients before anything else looks at them.
+
+    With gradient accumulation the sum of the steps is reduced, once per update, and not every step's gradient. Clipping
+    comes after the reduction in either case, and so clips the averaged gradient.
+    """
+
+    is_distributed = True
+    _mpistrat_reducer: GradientReducer
+    _mpistrat_factor: float
+    _mpistrat_accumulating: list[Any] | None
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """As the wrapped class' apply, with the gradients averaged over the ranks. Collective."""
+        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            grads = list(grads)
+            variables = self._trainable_variables if trainable_variables is None else list(  # type: ignore[attr-defined]
+                trainable_variables)
+            if grads:
+                grads = self._mpistrat_reducer.reduce(grads, variables)
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        # Keras calls this from apply, and from here, in the branch of the update only, _clip_gradients.
+        self._mpistrat_accumulating = list(trainable_variables) if self.gradient_accumulation_steps \
+            else None  # type: ignore[attr-defined]
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        if self._mpistrat_accumulating is not None:
+            grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
+            if self._mpistrat_factor != 1.0:
+                grads = [g if g is None else g * tf.cast(self._mpistrat_factor, g.dtype) for g in grads]
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave this variable's gradients out of the averaging."""
+        self._mpistrat_reducer.register_local(variable)
+
+
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None = None,  # noqa: N802
+                         device_dense: str = "", device_sparse: str = "", compression: Any = Compression.none,
+                         sparse_as_dense: bool = False, gradient_predivide_factor: float = 1.0,
+                         op: ReduceOp = Average, backward_passes_per_step: int = 1,
+                         average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
+                         process_set: ProcessSet = global_process_set,
+                         scale_local_gradients: bool = True) -> keras.optimizers.Optimizer:
+    """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
+
+    It is of a subclass of the same name: it compiles, saves and loads as the original does, and a saved model loads
+    where mpistrat is not installed. Clipping is of the averaged gradient. The ranks make their optimizers in the same
+    order. Not collective itself; `apply` is.
+
+    Args:
+        optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.
+        name: A name for the new optimizer; the default is the old one's.
+        device_dense: Accepted for Horovod's sake.
+        device_sparse: Likewise.
+        compression: One of Compression.
+        sparse_as_dense: Make tf.IndexedSlices dense first.
+        gradient_predivide_factor: See GradientReducer.
+        op: Average or Sum.
+        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, by Keras' gradient
+            accumulation.
+        average_aggregated_gradients: Divide that sum by k.
+        num_groups: Deprecated form of `groups`.
+        groups: Accepted; all gradients are reduced together anyway.
+        process_set: The global one.
+        scale_local_gradients: See GradientReducer.
+
+    Raises:
+        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
+    """
+    require_global(process_set)
+    check_groups(groups, num_groups)
+    _check(optimizer, op, backward_passes_per_step)
+    config = optimizer.get_config()
+    if name is not None:
+        config["name"] = name
+    if backward_passes_per_step > 1:
+        config["gradient_accumulation_steps"] = backward_passes_per_step
+    cls = _distributed_class(type(optimizer))
+    distributed = cls.from_config(config)
+    distributed._mpistrat_reducer = GradientReducer(
+        f"optimizer{next(_numbers)}", compression, sparse_as_dense, op, gradient_predivide_factor,
+        scale_local_gradients)
+    distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
+    distributed._mpistrat_accumulating = None
+    if optimizer.built and backward_passes_per_step == 1:
+        # A loaded model's optimizer has learned something.
+        distributed.build(optimizer._trainable_variables)
+        for new, old in zip(distributed.variables, optimizer.variables, strict=True):
+            new.assign(old)
+    agree_on_finite(_on_all_ranks)
+    return distributed
+
+
+def _check(optimizer: Any, op: ReduceOp, passes: int) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}")
+    if is_distributed(optimizer):
+        raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
+    if op not in (Average, Sum):
+        raise InvalidRequestError("op currently only supports Average and Sum. Received: "
+                                  f"{getattr(op, 'name', op)}")
+    if passes < 1:
+        raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    if passes > 1 and optimizer.gradient_accumulation_steps:
+        raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
+                                  "optimizer.")
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether `optimizer`, or the one in it, averages gradients over the ranks."""
+    return any(getattr(o, "is_distributed", False) for o in (optimizer, getattr(optimizer, "inner_optimizer", None)))
+
+
+def _distributed_class(original: type) -> type:
+    """The distributed subclass of an optimizer's class; one for each."""
+    if original not in _classes:
+        body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
+        _classes[original] = type(original.__name__, (_Distributed, original), body)
+        serialise_as(_classes[original], original)
+    return _classes[original]
+
+
+def _on_all_ranks(finite: Any) -> Any:
+    if runtime.current().topology.size == 1:
+        return finite
+    name = "finite" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("finite")
+    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, Min)[0], tf.bool)
