@@ -56,6 +56,7 @@ class Engine:
             stall_abort_s=(settings.stall_abort_s or None) if check else None)
         self._executor = Executor(data, size, settings.fusion_bytes)
         self._queue = TensorQueue()
+        self._executing: list[Entry] = []  # no longer in the queue, and not all complete
         self._thread: threading.Thread | None = None
         self._end_requested = False
         self._end_announced = False
@@ -164,7 +165,9 @@ class Engine:
             entry = self._finish(name)
             entry.handle.fail(MismatchError(text))
         entries = [self._finish(request.name) for request in requests]
+        self._executing = entries
         self._executor.execute(entries)
+        self._executing = []
         if decision.end is not None:
             self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
 
@@ -196,8 +199,9 @@ class Engine:
         self._clean = clean
         self._end_error = error
         refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
-        for entry in self._queue.close(refusal):
-            entry.handle.fail(refusal)
+        for entry in (*self._executing, *self._queue.close(refusal)):
+            if not entry.handle.done():
+                entry.handle.fail(refusal)
         self._ended.set()
 
     _clean = False

@@ -18,7 +18,7 @@ from typing import Any
 from .collectives.base import ControlPlane, DataPlane
 from .collectives.local import ThreadGroup
 from .engine import Engine
-from .errors import EngineError, MissingDependencyError, MpistratError, NotInitializedError, SettingsError
+from .errors import CollectiveError, MissingDependencyError, MpistratError, NotInitializedError, SettingsError
 from .launch_environment import launched_size
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
@@ -158,6 +158,8 @@ def _init_alone() -> Runtime:
 
 def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     mpi = _load_mpi()
+    # From here on, an error on this rank alone would leave the others waiting.
+    _end_job_on_exception(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
     base = _communicator(mpi, comm, launched, launcher)
     _wait_for_all(base)
     own = base.Dup()
@@ -175,7 +177,6 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     if rank == 0:
         for sentence in _differences(everybody):
             logger.warning("%s", sentence)
-    _end_job_on_exception(mpi, rank, topology.host)
     from .collectives.host_mail import HostMail
     from .collectives.mpi import MpiControl, MpiData
     from .coordinator import neighbours
@@ -190,10 +191,12 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
 def _load_mpi() -> Any:
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingDependencyError("mpi4py is not installed (pip install mpi4py).") from error
-    except RuntimeError as error:
-        raise MissingDependencyError(NO_MPI.format(reason=str(error).strip().split("\n")[0])) from error
+    except (ImportError, RuntimeError) as error:
+        # mpi4py's first line only says that there is none; the others say what it tried.
+        lines = str(error).strip().splitlines()
+        raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines))) from error
     return MPI
 
 
@@ -307,7 +310,7 @@ def _end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
         name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
         print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        if isinstance(error, EngineError):
+        if isinstance(error, CollectiveError | SettingsError):
             # All ranks have been told the same, so leave them the time to say so.
             time.sleep(0.5)
         mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

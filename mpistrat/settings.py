@@ -6,7 +6,6 @@ another prefix where Horovod has the same knob, so that HOROVOD_X becomes MPISTR
 
 import difflib
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -67,8 +66,9 @@ class Settings:
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env:
-                near = difflib.get_close_matches(name, by_env, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                # Without the prefix, which would make any two names alike.
+                near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 1)
+                hint = f" Did you mean {PREFIX}{near[0]}?" if near else ""
                 problems.append(f"{name} is not a setting of mpistrat.{hint} Known: {', '.join(sorted(by_env))}.")
                 continue
             try:
@@ -138,6 +138,6 @@ def _parse(setting: Any, text: str) -> Any:
         value = kind(text)
     except ValueError:
         raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}.") from None
-    if not math.isfinite(value) or value < meta["low"] or value > meta["high"]:
+    if not meta["low"] <= value <= meta["high"]:  # NaN is in no range.
         raise ValueError(f"expected a value from {meta['low']:g} to {meta['high']:g}.")
     return value

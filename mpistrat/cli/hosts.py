@@ -126,10 +126,10 @@ def _slots_for(host: Host, dialect: str) -> int:
         what = ", ".join(host.extras) or host.name
         raise LaunchError(f"{host.where}: this mpirun is {dialect}'s, and the hostfile is not in its syntax; {what} "
                           f"cannot be translated. Write the file for {dialect} (see hostfiles/), or use -H.")
-    if host.slots is None and dialect == HYDRA and HYDRA not in host.dialects:
-        # Nothing but Open MPI reads this line, and it would count the cores of that host.
-        raise LaunchError(f"{host.where}: this mpirun is {dialect}'s and must be told how many ranks {host.name} takes; "
-                          f"write {host.name}:4")
+    if host.slots is None and dialect == HYDRA:
+        # The file is Open MPI's, which would count the cores of that host; nobody here knows them.
+        raise LaunchError(f"{host.where}: this mpirun is {dialect}'s and must be told how many ranks {host.name} "
+                          f"takes; write {host.name}:4")
     return 1 if host.slots is None else host.slots
 
 

@@ -24,16 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns the exit code. `argv` excludes the program's name and defaults to sys.argv's rest."""
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else "--help"
-    if command in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if command in ("-v", "--version"):
-        print(f"mpistrat {__version__}")
-        return 0
     try:
-        if command not in COMMANDS:
-            raise LaunchError(_unknown(command))
-        code: int = import_module(f".{command}", __package__).main(arguments[1:])
+        code = _dispatch(command, arguments[1:])
         sys.stdout.flush()
         return code
     except MpistratError as error:
@@ -49,8 +41,22 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
+def _dispatch(command: str, rest: list[str]) -> int:
+    if command in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if command in ("-v", "--version"):
+        print(f"mpistrat {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise LaunchError(_unknown(command))
+    code: int = import_module(f".{command}", __package__).main(rest)
+    return code
+
+
 def _help() -> str:
-    lines = ["usage: mpistrat [--help] [--version] COMMAND ...", "", "Data-parallel training over MPI.", "", "commands:"]
+    lines = ["usage: mpistrat [--help] [--version] COMMAND ...", "", "Data-parallel training over MPI.", ""]
+    lines += ["commands:"]
     lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
     lines += ["", "`mpistrat COMMAND --help` says more. For example:", "", "  mpistrat run -np 2 python train.py"]
     return "\n".join(lines)

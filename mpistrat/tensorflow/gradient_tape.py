@@ -24,7 +24,8 @@ class _DistributedGradientTape(tf.GradientTape):
                  unconnected_gradients: Any = tf.UnconnectedGradients.NONE) -> Any:
         """As tf.GradientTape.gradient, averaged over the ranks. Collective; `sources` may be nested."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
-        flat = self._mpistrat_reducer.reduce(_flatten(gradients, sources), tf.nest.flatten(sources))
+        # tf.nest takes None and tf.IndexedSlices for leaves, as it should.
+        flat = self._mpistrat_reducer.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(sources, flat)
 
     def register_local_source(self, source: Any) -> None:
@@ -62,10 +63,3 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     name = "tape" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("tape")
     reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients)
     return _DistributedGradientTape(gradtape, reducer)
-
-
-def _flatten(gradients: Any, sources: Any) -> list[Any]:
-    """The gradients in the order of the flattened sources; tf.nest would take tf.IndexedSlices apart."""
-    if tf.nest.is_nested(sources):
-        return list(tf.nest.flatten(tf.nest.map_structure_up_to(sources, lambda gradient: gradient, gradients)))
-    return [gradients]

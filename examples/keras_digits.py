@@ -1,0 +1,89 @@
+"""Train a small CNN on handwritten digits with model.fit, on as many ranks as there are.
+
+    python examples/keras_digits.py
+    mpirun -np 2 python examples/keras_digits.py --checkpoint digits.keras
+
+The digits are scikit-learn's, 8 x 8 pixels, unless --data names a file in the layout of Keras' mnist.npz.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import mpistrat.keras as hvd
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--epochs", type=int, default=12)
+parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
+parser.add_argument("--data", metavar="NPZ", help="an .npz file with x_train, y_train, x_test and y_test")
+parser.add_argument("--checkpoint", metavar="PATH", help="save the model here after each epoch, as .keras")
+args = parser.parse_args()
+
+
+def load_data() -> tuple[np.ndarray, ...]:
+    """Images of shape (n, height, width, 1) from 0 to 1 and their labels, for training and for testing."""
+    if args.data:
+        try:
+            with np.load(args.data) as file:
+                x_train, y_train, x_test, y_test = (file[k] for k in ("x_train", "y_train", "x_test", "y_test"))
+        except Exception as error:
+            sys.exit(f"--data {args.data} cannot be read as an .npz file in the layout of Keras' mnist: {error}")
+        return x_train[..., None] / np.float32(255), y_train, x_test[..., None] / np.float32(255), y_test
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        sys.exit("The digits come with scikit-learn, which is not installed: pip install 'mpistrat[examples]'")
+    x, y = load_digits(return_X_y=True)
+    x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
+    order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
+    train, test = order[:1437], order[1437:]
+    return x[train], y[train], x[test], y[test]
+
+
+hvd.init()
+chief = hvd.rank() == 0
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
+
+# Each rank trains on its own shard. All shards have the same length, so that all ranks take the same number of steps.
+x_train, y_train, x_test, y_test = load_data()
+shard = slice(hvd.rank(), len(x_train) // hvd.size() * hvd.size(), hvd.size())
+
+keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the callback makes them equal.
+model = keras.Sequential([
+    keras.Input(x_train.shape[1:]),
+    keras.layers.Conv2D(16, 3, activation="relu"),
+    keras.layers.Conv2D(32, 3, activation="relu"),
+    keras.layers.MaxPooling2D(),
+    keras.layers.Flatten(),
+    keras.layers.Dense(64, activation="relu"),
+    keras.layers.Dropout(0.3),
+    keras.layers.Dense(10),
+])
+# Together the ranks see size() times as many images in a step, so the steps may be larger.
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
+              jit_compile=False)  # A compiled step cannot communicate; on a GPU Keras would compile it.
+
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+if chief and args.checkpoint:
+    callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint))
+
+began = time.monotonic()
+model.fit(x_train[shard], y_train[shard], batch_size=args.batch_size, epochs=args.epochs, callbacks=callbacks,
+          verbose=1 if chief else 0)
+seconds = time.monotonic() - began
+
+digest = hashlib.sha256(b"".join(weight.tobytes() for weight in model.get_weights())).hexdigest()
+digests = hvd.allgather_object(digest)
+if len(set(digests)) > 1:
+    sys.exit(f"The ranks have ended with different weights: {digests}")
+if chief:
+    _, accuracy = model.evaluate(x_test, y_test, verbose=0)
+    print(f"test accuracy {accuracy:.3f}, {seconds:.1f} s, weights {digest}, the same on all {hvd.size()} ranks")

@@ -1,0 +1,113 @@
+"""`mpistrat check`: what this machine has, which backends can run, and with -np a real all-reduce."""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+from ..errors import LaunchError
+from .arguments import Parser, add_launch_options, read_hosts
+from .inventory import Row, backend_rows, gpu_rows, mpi_rows, nvidia_gpus, software
+from .launcher import Job, LaunchLine, Mpirun, compose, find_mpirun, identify, this_machine
+from .probe import probe
+
+DEFAULT_TIMEOUT_S = 120.0
+_PATIENCE_S = 5.0  # between asking mpirun to end its ranks and killing it
+
+_EPILOG = """\
+The exit code is 0 when this machine can train, alone or over MPI (and the all-reduce, if asked for, came out right);
+1 when it cannot; 2 for wrong input.
+
+examples:
+  mpistrat check
+  mpistrat check -np 2
+  mpistrat check -np 4 -H node1:2,node2:2
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand; 0 when the machine can train.
+
+    Raises:
+        LaunchError: The input is wrong.
+    """
+    options = _parser().parse_args(argv)
+    if options.np is None and (options.hosts or options.hostfile):
+        raise LaunchError("hosts are for the all-reduce: say how many ranks, for example: mpistrat check -np 2")
+    hosts = read_hosts(options)
+    mpirun, why_not = _find(options.mpirun)
+    line = None
+    if options.np is not None and mpirun is not None:
+        job = Job(options.np, _selftest(options.np), hosts, options.oversubscribe)
+        line = compose(job, mpirun, this_machine(os.environ), os.environ)
+    found = probe()
+    rows = [*software(), *mpi_rows(found, mpirun, why_not), *gpu_rows(found, nvidia_gpus(os.environ))]
+    backends = backend_rows(found)
+    print(table("This machine", rows))
+    print(table("Backends", backends))
+    lacking = [row.label for row in rows if row.needed and not row.is_there]
+    if lacking:
+        print(f"This machine cannot train: see {', '.join(lacking)} above.")
+    elif not any(row.is_there for row in backends):
+        print("This machine cannot train: no backend can run.")
+        lacking = ["backend"]
+    failure = ""
+    if options.np is not None:
+        print(f"All-reduce over {options.np} ranks")
+        failure = why_not if line is None else _run(line, options.timeout)
+        if failure:
+            print(f"  failed: {failure}")
+    return 1 if lacking or failure else 0
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """The rows as text, labels aligned, with a line below."""
+    width = max((len(row.label) for row in rows), default=0)
+    return "\n".join([title, *(f"  {row.label:<{width}}  {row.text}" for row in rows), ""])
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="mpistrat check", description="Show what this machine has for training over MPI.",
+                    epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_launch_options(parser)
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
+                        help=f"limit for the all-reduce (default {DEFAULT_TIMEOUT_S:g})")
+    return parser
+
+
+def _selftest(ranks: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", "mpistrat.cli.selftest", str(ranks))
+
+
+def _find(wanted: str | None) -> tuple[Mpirun | None, str]:
+    try:
+        return identify(find_mpirun(wanted, os.environ)), ""
+    except LaunchError as error:
+        return None, str(error)
+
+
+def _run(line: LaunchLine, timeout_s: float) -> str:
+    """Run the line; "" when it ended with 0, else what went wrong. No process of it outlives the call."""
+    sys.stdout.flush()
+    environment = {**os.environ, **line.environment}
+    with subprocess.Popen(line.argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"it has not ended after {timeout_s:g} s. The line was: {line}"
+        finally:
+            _end(process)
+    return f"exit code {code}. The line was: {line}" if code else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End mpirun and, through it, its ranks on all hosts."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_PATIENCE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

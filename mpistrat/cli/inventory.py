@@ -1,0 +1,162 @@
+"""What this machine has, as rows of a table: pure functions of what was found, and the few that look."""
+
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from .. import __version__
+from .hosts import HYDRA, OPEN_MPI
+from .launcher import INSTALL_MPI, INTEL_MPI, Mpirun
+from .probe import Findings
+
+INSTALL_TENSORFLOW = "pip install 'mpistrat[tensorflow]'"
+INSTALL_GPU = "pip install 'mpistrat[gpu]'"
+INSTALL_MPI4PY = "pip install mpi4py"
+GPU_TIMEOUT_S = 15.0
+
+# One package may come under several names.
+TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tensorflow-rocm", "tf-nightly")
+KERAS = ("keras", "keras-nightly")
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
+NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
+OLDEST_TENSORFLOW = (2, 16)
+OLDEST_KERAS = (3, 0)
+
+# What mpi4py calls the makers whose mpirun starts their library's ranks.
+_VENDORS = {"Open MPI": OPEN_MPI, "MPICH": HYDRA, "MVAPICH": HYDRA, "Intel MPI": INTEL_MPI}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `needed`: without it this machine cannot train."""
+
+    label: str
+    text: str
+    is_there: bool = True
+    needed: bool = False
+
+
+def software() -> list[Row]:
+    """Rows of what the metadata of the installed packages tells, without importing any of them."""
+    return [
+        Row("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
+        Row("mpistrat", __version__),
+        framework_row("TensorFlow", installed(TENSORFLOW), OLDEST_TENSORFLOW),
+        framework_row("Keras", installed(KERAS), OLDEST_KERAS),
+    ]
+
+
+def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, int]) -> Row:
+    """The row of a package that training needs, `found` as `installed` returns it."""
+    if found is None:
+        return Row(label, f"missing: {INSTALL_TENSORFLOW}", is_there=False, needed=True)
+    name, version = found
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < oldest:
+        text = f"{version} is older than {oldest[0]}.{oldest[1]}: {INSTALL_TENSORFLOW.replace('install', 'install -U')}"
+        return Row(label, text, is_there=False, needed=True)
+    return Row(label, version if name == label.lower() else f"{version} ({name})", needed=True)
+
+
+def mpi_rows(found: Findings, mpirun: Mpirun | None, why_not: str) -> list[Row]:
+    """Rows of mpi4py, the MPI library and mpirun. `why_not`: why there is no `mpirun`."""
+    rows = []
+    mpi = found.mpi
+    if mpi is None:
+        rows.append(Row("MPI library", f"unknown: {found.failure}", is_there=False))
+    else:
+        version = mpi.get("mpi4py")
+        rows.append(Row("mpi4py", version) if version else
+                    Row("mpi4py", f"missing: {INSTALL_MPI4PY}", is_there=False))
+        if "error" not in mpi:
+            rows.append(Row("MPI library", f"{mpi['vendor']} {mpi['version']}, thread level {mpi['threads']}"))
+        elif version:
+            rows.append(Row("MPI library", f"missing: {INSTALL_MPI} ({mpi['error']})", is_there=False))
+    if mpirun is None:
+        rows.append(Row("mpirun", why_not, is_there=False))
+    else:
+        rows.append(Row("mpirun", f"{mpirun.path} ({mpirun.maker} {mpirun.version})"))
+        other = _other_maker(found, mpirun)
+        if other:
+            rows.append(Row("", "does not fit the MPI library: jobs fail, or each rank runs alone. Use the mpirun of "
+                            f"{other} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
+                            is_there=False))
+    return rows
+
+
+def _other_maker(found: Findings, mpirun: Mpirun) -> str:
+    """The maker of the MPI library when it is known not to be mpirun's, else ""."""
+    maker = _VENDORS.get((found.mpi or {}).get("vendor", ""), mpirun.maker)
+    # Intel MPI and MPICH keep one binary interface and one way to start.
+    return maker if (maker == OPEN_MPI) != (mpirun.maker == OPEN_MPI) else ""
+
+
+def gpu_rows(found: Findings, gpus: list[str]) -> list[Row]:
+    """Rows of cupy, NCCL and the GPUs; `gpus` as `nvidia_gpus` returns it."""
+    cupy: dict[str, Any] = found.cupy if found.cupy is not None else {"error": found.failure}
+    rows = [_package_row("cupy", installed(CUPY), cupy.get("error", ""))]
+    code = cupy.get("nccl")
+    rows.append(Row("NCCL", nccl_version(code)) if code else _package_row("NCCL", installed(NCCL), ""))
+    if gpus:
+        rows.append(Row("GPUs", "; ".join(gpus)))
+    elif cupy.get("gpus"):
+        rows.append(Row("GPUs", str(cupy["gpus"])))
+    else:
+        rows.append(Row("GPUs", "none (nvidia-smi lists none)", is_there=False))
+    return rows
+
+
+def _package_row(label: str, found: tuple[str, str] | None, error: str) -> Row:
+    if found is None:
+        return Row(label, f"missing: {INSTALL_GPU}", is_there=False)
+    name, version = found
+    return Row(label, f"{version} ({name})" + (f", but: {error}" if error else ""), is_there=not error)
+
+
+def nccl_version(code: int) -> str:
+    """NCCL's version code as people write it: 22805 is 2.28.5, and before 2.9 2804 was 2.8.4."""
+    major, rest = divmod(code, 10000 if code >= 10000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def backend_rows(found: Findings) -> list[Row]:
+    """A row for each backend: yes, or no with the reason."""
+    if found.backends is None:
+        # Always there, with one rank. What is known of the others is that asking them ended the process.
+        return [Row("local", "yes (one rank only)"), Row("mpi", f"no: {found.failure}", is_there=False)]
+    rows = []
+    for backend in found.backends:
+        reason = backend["reason"]
+        if backend["available"]:
+            rows.append(Row(backend["name"], f"yes ({reason})" if reason else "yes"))
+        else:
+            rows.append(Row(backend["name"], f"no: {reason}", is_there=False))
+    return rows
+
+
+def installed(names: tuple[str, ...]) -> tuple[str, str] | None:
+    """Name and version of the first of these packages that is installed."""
+    for name in names:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Name and memory of each GPU that nvidia-smi lists; [] where there is none."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return []
+    try:
+        done = subprocess.run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GPU_TIMEOUT_S,
+                              check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

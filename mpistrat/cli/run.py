@@ -1,0 +1,88 @@
+"""`mpistrat run`: start a command on several ranks. This process becomes mpirun, so signals and exit codes are its."""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import LaunchError
+from .arguments import Parser, add_launch_options, read_hosts, split
+from .launcher import Job, LaunchLine, compose, find_mpirun, identify, this_machine
+
+EXAMPLE = "mpistrat run -np 2 python train.py"
+
+_DESCRIPTION = "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI)."
+_EPILOG = """\
+The command begins after --, or at the first word that is neither an option nor the value of one. A file that ends in
+.py is run with the Python that runs mpistrat. Options that are not listed here go to mpirun, before the command; with
+one that mpistrat does not know, write -- before the command.
+
+mpistrat adds what root, hosts and oversubscription need, and hands these variables to all hosts: MPISTRAT_*, NCCL_*,
+PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND. --dry-run shows it all.
+
+The exit code is mpirun's: that of the first rank that failed; 2 for wrong input.
+
+examples:
+  mpistrat run -np 2 python train.py
+  mpistrat run -np 8 -H node1:4,node2:4 train.py --epochs 3
+  mpistrat run -np 8 --hostfile hosts.txt -x MY_VARIABLE --tag-output -- python train.py
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand. Does not return when it starts a job.
+
+    Raises:
+        LaunchError: The input is wrong, or there is no mpirun.
+    """
+    words = split(argv)
+    options = _parser().parse_args(words.own)
+    if options.np is None:
+        raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
+    command = _command(words.command, os.environ)
+    hosts = read_hosts(options)
+    mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    job = Job(options.np, command, hosts, options.oversubscribe, words.mpirun)
+    line = compose(job, mpirun, this_machine(os.environ), os.environ)
+    if options.dry_run:
+        print(line)
+        return 0
+    return _become(line)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="mpistrat run", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
+    add_launch_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the line instead of running it")
+    return parser
+
+
+def _command(words: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
+    if not words:
+        raise LaunchError(f"what is to be run? Write the command last, for example: {EXAMPLE}")
+    program = words[0]
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise LaunchError(f"{program}: no such file. Write the path of the script, for example: {EXAMPLE}")
+        return (sys.executable, *words)
+    if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
+        raise LaunchError(f"{program}: no such command. Write a program or a .py file after the options, for example: "
+                          f"{EXAMPLE}")
+    return words
+
+
+def _become(line: LaunchLine) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python ignores SIGPIPE, and what is ignored stays so through exec.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvpe(line.argv[0], line.argv, {**os.environ, **line.environment})
+    except OSError as error:
+        raise LaunchError(f"{line.argv[0]} cannot be started: {error.strerror}. Try --mpirun PATH.") from None

@@ -1,0 +1,45 @@
+"""A small all-reduce on every rank, for `mpistrat check -np 2`: `mpirun -np 2 python -m mpistrat.cli.selftest 2`."""
+
+import statistics
+import sys
+import time
+
+import numpy as np
+
+import mpistrat
+
+COUNT = 1024  # float32 elements
+ROUNDS = 50
+WARM_UP_ROUNDS = 5
+
+
+def main(expected_ranks: int) -> int:
+    """0 when all ranks are there and the sum is right. Collective; rank 0 prints one line."""
+    mpistrat.init()
+    rank, size = mpistrat.rank(), mpistrat.size()
+    if size != expected_ranks:
+        print(f"  wrong: this process sees {size} ranks, {expected_ranks} were started. mpirun belongs to another MPI "
+              "than the library that mpi4py has loaded.")
+        return 1
+    array = np.arange(COUNT, dtype=np.float32) + rank
+    # All terms are small whole numbers, so float32 holds the sum exactly.
+    right = size * np.arange(COUNT, dtype=np.float32) + size * (size - 1) / 2
+    seconds = []
+    is_right = True
+    for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        began = time.perf_counter()
+        result = mpistrat.allreduce(array, op=mpistrat.Sum, name="selftest")
+        seconds.append(time.perf_counter() - began)
+        is_right = is_right and bool(np.array_equal(result, right))
+    everywhere = all(mpistrat.allgather_object(is_right))
+    if rank == 0:
+        microseconds = 1e6 * statistics.median(seconds[WARM_UP_ROUNDS:])
+        print(f"  {'right' if everywhere else 'wrong'}: {size} ranks on {len(mpistrat.hosts())} "
+              f"{'host' if len(mpistrat.hosts()) == 1 else 'hosts'} ({', '.join(mpistrat.hosts())}), "
+              f"{microseconds:.0f} us for {array.nbytes} bytes", flush=True)
+    mpistrat.shutdown()
+    return 0 if everywhere else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(int(sys.argv[1])))

