@@ -11,18 +11,18 @@ scale, device) got it, and any other request of that name travels in full and is
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .messages import Announcement, Decision, End, Kind, ReduceOp, Request
+from .messages import Announcement, Decision, End, Request
+from .mismatch import describe_mismatch, rank_list
+from .tree import children_of, parent_of, subtree, subtree_size
 
-FAN_OUT = 16
 LISTED = 6  # how many names or ranks a message lists before it says "..."
 
 
 @dataclass
 class _Pending:
-    """A name that some rank of the subtree has submitted. `reports[source]` holds what the child (or this rank) said."""
+    """A name that some rank of the subtree has submitted. `reports[source]` is what a child (or this rank) said."""
 
     since: float
     reports: dict[int, dict[Request, set[int] | None]] = field(default_factory=dict)
@@ -47,10 +47,9 @@ class Coordinator:
     def __init__(self, rank: int, size: int, cache_capacity: int = 1024, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None):
         self.rank, self.size = rank, size
-        self.parent = (rank - 1) // FAN_OUT if rank else None
-        self.children = tuple(range(rank * FAN_OUT + 1, min(rank * FAN_OUT + FAN_OUT, size - 1) + 1))
+        self.parent, self.children = parent_of(rank), children_of(rank, size)
         self._sources = frozenset((rank, *self.children))
-        self._subtree = {child: _subtree_size(child, size) for child in self.children} | {rank: 1}
+        self._subtree = {child: subtree_size(child, size) for child in self.children} | {rank: 1}
         self._warning_s, self._abort_s = stall_warning_s, stall_abort_s
         self._pending: dict[str, _Pending] = {}
         self._numbers: dict[Request, int] = {}
@@ -64,6 +63,7 @@ class Coordinator:
         self._someone_ended = False
         self._ended_was_told = False
         self._last_report = 0.0
+        self._next_check = 0.0
         self._finished = False
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -193,6 +193,8 @@ class Coordinator:
             self._ended[rank] = completed
         self._news_ended = []
         end, text = self._reason_to_end(now)
+        if end is End.FAILURE:
+            agreed = []  # The rank that failed takes part in nothing any more, and the others would wait for it.
         tell_ended = bool(self._ended) and not self._ended_was_told
         if self._finished or not (agreed or errors or end or tell_ended):
             return None
@@ -210,7 +212,9 @@ class Coordinator:
                     return End.RANK_ENDED, self._describe_ended(name, pending, lost)
             if len(self._ended) == self.size:
                 return End.SHUTDOWN, "mpistrat has been shut down by all ranks."
-        if self._abort_s is not None:
+        if self._abort_s is not None and now >= self._next_check:
+            # A look at every pending name is dear, and an abort a moment later is as good.
+            self._next_check = now + min(self._abort_s / 10, 0.5)
             stalled = self.stalled(now, self._abort_s)
             if stalled:
                 return End.STALL, self.describe_stall(now, stalled) + \
@@ -234,10 +238,9 @@ class Coordinator:
             pending = self._pending[name]
             instead = sorted(n for n, p in self._pending.items()
                              if n != name and set(missing) - set(self._missing(p)))[:LISTED]
-            parts.append(f"{name}: ranks {_ranks(self._present(pending))} have waited {now - pending.since:.0f} s for "
-                         f"ranks {_ranks(missing)}"
-                         + (f", which wait for {', '.join(instead)} instead" if instead else ", which wait for nothing")
-                         + ".")
+            meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
+            parts.append(f"{name}: ranks {rank_list(self._present(pending))} have waited {now - pending.since:.0f} s "
+                         f"for ranks {rank_list(missing)}, which {meanwhile}.")
         more = f" And {len(stalled) - LISTED} more tensors." if len(stalled) > LISTED else ""
         return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
                 + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
@@ -266,7 +269,7 @@ class Coordinator:
         result: dict[Request, set[int]] = {}
         for source, told in sorted(pending.reports.items()):
             for request, ranks in told.items():
-                whole = {source} if source == self.rank else set(_subtree(source, self.size))
+                whole = {source} if source == self.rank else set(subtree(source, self.size))
                 result.setdefault(request, set()).update(whole if ranks is None else ranks)
         return result
 
@@ -274,83 +277,11 @@ class Coordinator:
         return sorted(set().union(*self._ranks_of(pending).values()))
 
     def _missing(self, pending: _Pending) -> list[int]:
-        return sorted(set(_subtree(self.rank, self.size)) - set(self._present(pending)))
+        return sorted(set(subtree(self.rank, self.size)) - set(self._present(pending)))
 
     def _describe_ended(self, name: str, pending: _Pending, lost: list[int]) -> str:
         counts = Counter(self._ended[rank] for rank in lost)
         after = ", ".join(str(count) for count in sorted(counts))
-        return (f"{name}: ranks {_ranks(self._present(pending))} wait for ranks {_ranks(lost)}, which have already shut "
-                f"down (after {after} operations). The ranks ran different numbers of steps; give every rank the same "
-                f"number, for example by repeating or truncating the data.")
-
-
-def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
-    """The sentence on what the ranks disagree about; checked in Horovod's order.
-
-    Args:
-        by_request: At least two different requests of one name, each with the ranks that submitted it.
-    """
-    first = next(iter(by_request))
-    kind = "kind of collective", lambda r: r.kind.value
-    count = "number of tensors", lambda r: len(r.tensors)
-    aspects = [kind, count]
-    for i in range(min(len(r.tensors) for r in by_request)):
-        label = f" ({first.labels[i]})" if i < len(first.labels) else ""
-        which = f" of tensor {i}{label}" if len(first.tensors) > 1 else label
-        aspects += [(f"dtype{which}", lambda r, i=i: r.tensors[i].dtype),
-                    (f"shape{which}", lambda r, i=i: _shape(r, i))]
-    aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
-                ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
-                ("root rank", lambda r: r.root_rank),
-                ("device", lambda r: r.device)]
-    for what, get in aspects:
-        values: dict = {}
-        for request, ranks in by_request.items():
-            values.setdefault(get(request), set()).update(ranks)
-        if len(values) > 1:
-            said = "; ".join(f"{value} on ranks {_ranks(sorted(ranks))}" for value, ranks in
-                             sorted(values.items(), key=lambda item: min(item[1])))
-            return f"{first.name}: the ranks disagree on {what}: {said}."
-    raise AssertionError("the requests are equal")
-
-
-def _shape(request: Request, index: int) -> str:
-    shape = request.tensors[index].shape
-    if request.kind is Kind.ALLGATHER:
-        return "(" + ", ".join(["any", *map(str, shape[1:])]) + ")"
-    return str(shape)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """`[0, 1, 2]`, with runs of more than three written as `4-9`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
-    return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"
-
-
-def _subtree(root: int, size: int) -> Iterable[int]:
-    """The ranks of the subtree under `root`, in order: level by level a contiguous run."""
-    low = high = root
-    while low < size:
-        yield from range(low, min(high, size - 1) + 1)
-        low, high = low * FAN_OUT + 1, high * FAN_OUT + FAN_OUT
-
-
-def _subtree_size(root: int, size: int) -> int:
-    low = high = root
-    count = 0
-    while low < size:
-        count += min(high, size - 1) - low + 1
-        low, high = low * FAN_OUT + 1, high * FAN_OUT + FAN_OUT
-    return count
-
-
-def neighbours(rank: int, size: int) -> tuple[int, ...]:
-    """The ranks that send to `rank`: its parent and children in the tree."""
-    tree = Coordinator(rank, size)
-    return tree.children if tree.parent is None else (tree.parent, *tree.children)
+        return (f"{name}: ranks {rank_list(self._present(pending))} wait for ranks {rank_list(lost)}, which have "
+                f"already shut down (after {after} operations). The ranks ran different numbers of steps; give every rank "
+                f"the same number, for example by repeating or truncating the data.")

@@ -1,8 +1,8 @@
 """The engine: one background thread that negotiates, fuses and reduces what other threads submit.
 
-One thread owns MPI and NCCL, because MPI libraries are happiest with one calling thread; because the ranks must agree on
-names, shapes and order before a collective, while each of them submits in an order of its own; and because reduction
-then overlaps with the backward pass that still runs in other threads.
+One thread owns MPI and NCCL, because MPI libraries are happiest with one calling thread; because the ranks must agree
+on names, shapes and order before a collective, while each of them submits in an order of its own; and because
+reduction then overlaps with the backward pass that still runs in other threads.
 
 There is no fixed cycle. A submission or a message wakes the thread, and it sleeps in ControlPlane.wait otherwise. While
 it reduces, further submissions gather, and are fused in the next round.
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _ERRORS: dict[End, type[EngineError]] = {
     End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError}
-SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt to "
-                  "allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
+SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
+                  "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 
 class Engine:
@@ -65,7 +65,7 @@ class Engine:
         self._outstanding = 0
         self._completed = 0
 
-    # -- for callers, from any thread -----------------------------------------------------------------------------------
+    # -- for callers, from any thread ---------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the background thread."""
@@ -114,10 +114,12 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not self._ended.is_set():
-                if not self.step():
-                    self._control.wait(self._coordinator.patience(self._clock()),
-                                       expecting=self._outstanding > 0 or self._end_announced)
+            # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
+            with np.errstate(all="ignore"):
+                while not self._ended.is_set():
+                    if not self.step():
+                        self._control.wait(self._coordinator.patience(self._clock()),
+                                           expecting=self._outstanding > 0 or self._end_announced)
         except BaseException as error:  # Whatever it was, nobody may wait for this thread any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
             self._die(error)
@@ -141,13 +143,14 @@ class Engine:
                 decisions.append(Decision.from_bytes(message))
             else:
                 self._coordinator.receive(source, message, now)
-        for decision in decisions:
-            self._execute(decision)
+        for received in decisions:
+            self._execute(received)
         announcement, decision = self._coordinator.advance(now)
         if announcement is not None:
             self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
-            self._relay(decision.to_bytes())
+            if self._coordinator.children:
+                self._relay(decision.to_bytes())
             self._execute(decision)
         report = self._coordinator.stall_report(now)
         if report:

@@ -1,7 +1,7 @@
 """Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +17,12 @@ class _Work:
     """An entry in execution: its result arrays, and how many of them are still to come."""
 
     entry: Entry
-    results: list[np.ndarray] = field(default_factory=list)
-    missing: int = 0
+    results: list[np.ndarray]
+    missing: int
 
-    def arrived(self, count: int) -> None:
-        self.missing -= count
+    def arrived(self) -> None:
+        """One more of the results is there; completes the handle with the last one."""
+        self.missing -= 1
         if self.missing == 0:
             self.entry.handle.complete(self.results)
 
@@ -44,14 +45,19 @@ class Executor:
     def execute(self, entries: Sequence[Entry]) -> None:
         """Run the entries' collectives and complete their handles."""
         fused: list[tuple[_Work, int]] = []
+        members: list[tuple[Hashable, int]] = []
         for entry in entries:
-            if entry.request.kind in (Kind.ALLREDUCE, Kind.BROADCAST):
-                work = _Work(entry, missing=len(entry.arrays))
+            request = entry.request
+            if request.kind is Kind.ALLREDUCE or request.kind is Kind.BROADCAST:
                 # All memory is taken before the first collective, so that a rank short of it fails before the others
                 # wait for it there.
-                work.results = [self._pool.take(array.shape, array.dtype) for array in entry.arrays]
-                fused += [(work, i) for i in range(len(entry.arrays))]
-        members = [(self._key(work.entry, i), work.entry.arrays[i].nbytes) for work, i in fused]
+                results = [self._pool.take(array.shape, array.dtype) for array in entry.arrays]
+                work = _Work(entry, results, len(results))
+                alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
+                         request.device)
+                for i, array in enumerate(entry.arrays):
+                    fused.append((work, i))
+                    members.append(((alike, array.dtype), array.nbytes))
         for bucket in plan_buckets(members, self._fusion_bytes):
             self._run_bucket([fused[i] for i in bucket])
         for entry in entries:
@@ -60,12 +66,6 @@ class Executor:
             elif not entry.arrays:  # A barrier, or an empty group: that all ranks agreed is all there is to it.
                 entry.handle.complete([])
         self._pool.next_turn()
-
-    @staticmethod
-    def _key(entry: Entry, i: int) -> tuple:
-        request = entry.request
-        return (request.kind, entry.arrays[i].dtype, request.reduce_op, request.root_rank, request.prescale,
-                request.postscale, request.device)
 
     def _run_bucket(self, bucket: list[tuple[_Work, int]]) -> None:
         request = bucket[0][0].entry.request
@@ -77,11 +77,8 @@ class Executor:
             self._allreduce(sources, targets, ReduceOp.SUM if average else request.reduce_op, request.prescale, scale)
         else:
             self._broadcast(sources, targets, request.root_rank)
-        counts: dict[int, list] = {}
         for work, _ in bucket:
-            counts.setdefault(id(work), [work, 0])[1] += 1
-        for work, count in counts.values():
-            work.arrived(count)
+            work.arrived()
 
     def _allreduce(self, sources: list[np.ndarray], targets: list[np.ndarray], op: ReduceOp, prescale: float,
                    scale: Scale) -> None:

@@ -1,12 +1,11 @@
-"""Fusion: which tensors share one reduction (plan_buckets), and the buffers that they are packed into (FusionBuffer)."""
+"""Fusion: which tensors share one reduction (plan_buckets), and the buffers they are packed into (FusionBuffer)."""
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from .dtypes import is_half
 from .memory import aligned_empty
-
-HALVES = ("float16", "bfloat16")
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
@@ -103,7 +102,7 @@ def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
     if scale == 1.0:
         if target is not source:
             np.copyto(target, source)
-    elif source.dtype.name in HALVES:
+    elif is_half(source.dtype):
         np.copyto(target, source.astype(np.float32) * np.float32(scale), casting="unsafe")
     elif source.dtype.kind in "iu":
         np.copyto(target, source * np.float64(scale), casting="unsafe")

@@ -4,12 +4,13 @@ Fresh memory costs page faults (a quarter of a millisecond per megabyte), so res
 come from the same blocks. TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned.
 """
 
+import math
 import sys
 
 import numpy as np
 
 ALIGNMENT = 64
-_IDLE_REFERENCES = 2  # the pool's list, and the argument of getrefcount
+_IDLE_REFERENCES = 2  # the pool's aligned view, and the argument of getrefcount
 _KEPT_TURNS = 64
 
 
@@ -34,10 +35,7 @@ class ResultPool:
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialised, aligned, C-contiguous array that nobody else uses."""
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        block = self._free_block(nbytes)
-        offset = -block.ctypes.data % ALIGNMENT
-        return block[offset:offset + nbytes].view(dtype).reshape(shape)
+        return self._free_block(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def next_turn(self) -> None:
         """Mark the end of a round of work; sizes not asked for in the last 64 rounds lose their free blocks."""
@@ -45,16 +43,15 @@ class ResultPool:
         if self._turn % _KEPT_TURNS:
             return
         for nbytes in [n for n, last in self._last_use.items() if self._turn - last > _KEPT_TURNS]:
-            self._blocks[nbytes] = [b for b in self._blocks[nbytes] if sys.getrefcount(b) > _IDLE_REFERENCES + 1]
+            self._blocks[nbytes] = [b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > _IDLE_REFERENCES]
             if not self._blocks[nbytes]:
                 del self._blocks[nbytes], self._last_use[nbytes]
 
     def _free_block(self, nbytes: int) -> np.ndarray:
         self._last_use[nbytes] = self._turn
         blocks = self._blocks.setdefault(nbytes, [])
-        for i in range(len(blocks)):
-            if sys.getrefcount(blocks[i]) == _IDLE_REFERENCES:
-                return blocks[i]
-        block = np.empty(nbytes + ALIGNMENT, np.uint8)
-        blocks.append(block)
-        return block
+        for block in blocks:
+            if sys.getrefcount(block.base) == _IDLE_REFERENCES:
+                return block
+        blocks.append(aligned_empty(nbytes))
+        return blocks[-1]

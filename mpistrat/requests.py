@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
-from .fusion import HALVES
 from .messages import Kind, ReduceOp, Request, TensorSpec
 
 Average, Sum, Adasum, Min, Max, Product = (
@@ -69,12 +69,12 @@ def barrier_request(name: str) -> Request:
 
 def specs_of(arrays: Sequence[np.ndarray]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
-    return tuple(TensorSpec(array.dtype.name, array.shape) for array in arrays)
+    return tuple(TensorSpec(name_of(array.dtype), array.shape) for array in arrays)
 
 
 def _check_bytes(name: str, dtype: str) -> None:
     # A float8 or bfloat16 name is not known to numpy itself, but neither holds Python objects.
-    if dtype == "object" or dtype.startswith(("str", "bytes", "void")):
+    if dtype == "object" or dtype.lower().startswith(("str", "bytes", "void")):
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be sent. Use broadcast_object or allgather_object.")
 
 
@@ -82,14 +82,14 @@ def _check_reducible(name: str, dtype: str, op: ReduceOp) -> None:
     if dtype in HALVES:
         return
     try:
-        kind = np.dtype(dtype).kind
+        kind: str = np.dtype(dtype).kind
     except TypeError:
-        kind = "?"
+        kind = "unknown to numpy"
     if kind == "b" and op in (Sum, Average):
         raise InvalidRequestError(f"{name}: {op.name.capitalize()} of bool has no meaning. Cast to int32 to count, or "
                                   "use Min (all), Max (any) or Product (all).")
     if kind == "c" and op in (Min, Max):
         raise InvalidRequestError(f"{name}: {op.name.capitalize()} of {dtype} has no meaning, for complex numbers have "
                                   "no order.")
-    if kind not in "biufc":
+    if kind not in ("b", "i", "u", "f", "c"):
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be reduced.")

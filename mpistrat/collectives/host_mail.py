@@ -1,8 +1,9 @@
-"""Messages among the ranks of one host over datagram sockets, so that a rank can sleep in the kernel until one comes."""
+"""Messages among the ranks of one host over datagram sockets, so that a rank sleeps in the kernel until one comes."""
 
 import math
 import select
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -30,6 +31,11 @@ class HostMail:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(self._own)
+        # Wake-ups leave from a socket of their own: what a rank has sent and the receivers have yet to read takes room
+        # in the sending socket's buffer.
+        self._waker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._waker.setblocking(False)
+        self._wake_lock = threading.Lock()
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
         self._outbox: dict[int, deque[bytes]] = {}
@@ -71,7 +77,7 @@ class HostMail:
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have come, as (sender, message). Does not wait."""
-        messages = []
+        messages: list[tuple[int, bytes]] = []
         while True:
             try:
                 datagram, address = self._socket.recvfrom(_FRAGMENT_BYTES + 1)
@@ -94,14 +100,16 @@ class HostMail:
 
     def wake(self) -> None:
         """Make this rank's own wait return. Any thread may call it."""
-        if self._is_woken:
-            return  # One wake-up in the queue is enough; many would crowd out messages.
-        self._is_woken = True
-        try:
-            self._socket.sendto(_WAKE, self._own)
-        except BlockingIOError:
-            pass  # The queue is full, so the wait returns anyway.
+        with self._wake_lock:
+            if self._is_woken:
+                return  # One wake-up in the queue is enough; many would crowd out messages.
+            self._is_woken = True
+            try:
+                self._waker.sendto(_WAKE, self._own)
+            except BlockingIOError:
+                self._is_woken = False  # The queue is full, so the wait returns anyway; but the next one may not.
 
     def close(self) -> None:
-        """Release the socket."""
+        """Release the sockets."""
         self._socket.close()
+        self._waker.close()

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..fusion import HALVES
+from ..dtypes import is_half
 from ..messages import ReduceOp
 
 _UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
 
 
-def combine(parts: Sequence[np.ndarray], op: ReduceOp, target: np.ndarray) -> None:
+def combine(parts: Sequence[np.ndarray] | np.ndarray, op: ReduceOp, target: np.ndarray) -> None:
     """Write `parts[0] op parts[1] op ...` to `target`, elementwise, from left to right.
 
     float16 and bfloat16 are combined in float32 and rounded once. Integers wrap, NaN and infinities propagate as IEEE
     754 has it (a NaN wins in MIN and MAX too). `target` may be one of `parts`.
     """
     ufunc = _UFUNCS[op]
-    if target.dtype.name in HALVES:
+    if is_half(target.dtype):
         total = parts[0].astype(np.float32)
         for part in parts[1:]:
             ufunc(total, part.astype(np.float32), out=total)
@@ -26,8 +26,8 @@ def combine(parts: Sequence[np.ndarray], op: ReduceOp, target: np.ndarray) -> No
     if len(parts) == 1:
         np.copyto(target, parts[0])
         return
-    if any(np.may_share_memory(target, part) for part in parts[2:]):
-        parts = [part.copy() for part in parts]
+    if len(parts) > 2 and any(np.may_share_memory(target, part) for part in parts[2:]):
+        parts = np.stack(list(parts))
     ufunc(parts[0], parts[1], out=target)
     for part in parts[2:]:
         ufunc(target, part, out=target)

@@ -43,8 +43,8 @@ class _Distributed:
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         # Keras calls this from apply, and from here, in the branch of the update only, _clip_gradients.
-        self._mpistrat_accumulating = list(trainable_variables) if self.gradient_accumulation_steps \
-            else None  # type: ignore[attr-defined]
+        accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+        self._mpistrat_accumulating = list(trainable_variables) if accumulates else None
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
@@ -137,7 +137,7 @@ def is_distributed(optimizer: Any) -> bool:
     return any(getattr(o, "is_distributed", False) for o in (optimizer, getattr(optimizer, "inner_optimizer", None)))
 
 
-def _distributed_class(original: type) -> type:
+def _distributed_class(original: type) -> Any:
     """The distributed subclass of an optimizer's class; one for each."""
     if original not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}

@@ -37,7 +37,7 @@ class _CastCompressor(Compressor):
     dtype: tf.DType
 
     @classmethod
-    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:  # type: ignore[override]
+    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         if tensor.dtype.is_floating and tensor.dtype.size > cls.dtype.size:
             return tf.cast(tensor, cls.dtype), tensor.dtype
         return tensor, None

@@ -26,7 +26,7 @@ from . import bridge
 from .buckets import reduce_list
 from .compression import Compression
 
-Tensor = tf.Tensor | tf.IndexedSlices
+Tensor = Any  # tf.Tensor or tf.IndexedSlices; TensorFlow has no type information
 
 
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",

@@ -160,7 +160,7 @@ def test_an_integer_average_is_truncated_toward_zero(dtype: type) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 127, 128, 200, 255, 256, 300])
 def test_small_integers_are_divided_by_more_ranks_than_they_can_count(dtype: type, ranks: int) -> None:
     info = np.iinfo(dtype)
-    values = np.arange(info.min, info.max + 1).astype(dtype)
+    values: np.ndarray = np.arange(info.min, info.max + 1).astype(dtype)
     np.testing.assert_array_equal(scaled(values, Scale(1.0, ranks)), [math.trunc(int(v) / ranks) for v in values])
 
 
@@ -193,7 +193,7 @@ def test_halves_are_scaled_in_float32_and_rounded_once(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
 def test_floats_are_multiplied_in_their_own_precision(dtype: type) -> None:
-    values = np.array([1.5, -3, 1e30]).astype(dtype)
+    values: np.ndarray = np.array([1.5, -3, 1e30]).astype(dtype)
     result = scaled(values, Scale(1.0, 4))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result, values / 4)

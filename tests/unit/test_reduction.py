@@ -129,7 +129,7 @@ def test_the_target_may_be_one_of_the_parts(name: str, ranks: int, place: int) -
 def test_the_parts_may_be_the_rows_of_one_array() -> None:
     parts = np.arange(12.0).reshape(3, 4)
     target = np.empty(4)
-    combine(parts, SUM, target)
+    combine(list(parts), SUM, target)
     np.testing.assert_array_equal(target, parts.sum(0))
 
 

@@ -1,0 +1,58 @@
+"""What ranks disagree about, and rank lists, in words."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from .messages import Kind, ReduceOp, Request
+
+
+def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
+    """The sentence on what the ranks disagree about; checked in Horovod's order.
+
+    Args:
+        by_request: At least two different requests of one name, each with the ranks that submitted it.
+    """
+    first = next(iter(by_request))
+    aspects: list[tuple[str, Callable[[Request], Any]]] = [
+        ("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
+    for i in range(min(len(r.tensors) for r in by_request)):
+        label = f" ({first.labels[i]})" if i < len(first.labels) else ""
+        which = f" of tensor {i}{label}" if len(first.tensors) > 1 else label
+        aspects += [(f"dtype{which}", partial(_dtype, i)), (f"shape{which}", partial(_shape, i))]
+    aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
+                ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
+                ("root rank", lambda r: r.root_rank),
+                ("device", lambda r: r.device)]
+    for what, get in aspects:
+        values: dict[Any, set[int]] = {}
+        for request, ranks in by_request.items():
+            values.setdefault(get(request), set()).update(ranks)
+        if len(values) > 1:
+            said = "; ".join(f"{value} on ranks {rank_list(sorted(ranks))}" for value, ranks in
+                             sorted(values.items(), key=lambda item: min(item[1])))
+            return f"{first.name}: the ranks disagree on {what}: {said}."
+    raise AssertionError("the requests are equal")
+
+
+def _dtype(index: int, request: Request) -> str:
+    return request.tensors[index].dtype
+
+
+def _shape(index: int, request: Request) -> str:
+    shape = request.tensors[index].shape
+    if request.kind is Kind.ALLGATHER:
+        return "(" + ", ".join(["any", *map(str, shape[1:])]) + ")"
+    return str(shape)
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`[0, 1, 2]`, with runs of more than three written as `4-9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"

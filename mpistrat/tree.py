@@ -1,0 +1,40 @@
+"""The tree in which ranks negotiate: rank 0 at the root, sixteen children each. Pure arithmetic on rank numbers."""
+
+from collections.abc import Iterator
+
+FAN_OUT = 16
+
+
+def parent_of(rank: int) -> int | None:
+    """The rank that `rank` reports to; None for rank 0."""
+    return (rank - 1) // FAN_OUT if rank else None
+
+
+def children_of(rank: int, size: int) -> tuple[int, ...]:
+    """The ranks that report to `rank`."""
+    return tuple(range(rank * FAN_OUT + 1, min(rank * FAN_OUT + FAN_OUT, size - 1) + 1))
+
+
+def neighbours_of(rank: int, size: int) -> tuple[int, ...]:
+    """The ranks that send to `rank`: its parent and its children."""
+    parent = parent_of(rank)
+    return children_of(rank, size) if parent is None else (parent, *children_of(rank, size))
+
+
+def subtree(root: int, size: int) -> Iterator[int]:
+    """The ranks under `root`, and itself, in order."""
+    for first, last in _levels(root, size):
+        yield from range(first, last + 1)
+
+
+def subtree_size(root: int, size: int) -> int:
+    """How many ranks subtree(root, size) has."""
+    return sum(last - first + 1 for first, last in _levels(root, size))
+
+
+def _levels(root: int, size: int) -> Iterator[tuple[int, int]]:
+    """First and last rank of each level of the subtree: a contiguous run."""
+    first = last = root
+    while first < size:
+        yield first, min(last, size - 1)
+        first, last = first * FAN_OUT + 1, last * FAN_OUT + FAN_OUT

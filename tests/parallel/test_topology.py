@@ -1,0 +1,141 @@
+"""Ranks, sizes and roles as every rank sees them. All ranks of this session run on one host."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat
+
+
+def test_rank_and_size_are_those_of_mpi(rank: int, size: int) -> None:
+    assert (rank, size) == (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+
+
+def test_every_rank_is_there_once(rank: int, size: int) -> None:
+    assert mpistrat.allgather_object(rank) == list(range(size))
+
+
+def test_all_ranks_are_on_one_host(rank: int, size: int) -> None:
+    assert (mpistrat.local_rank(), mpistrat.local_size()) == (rank, size)
+    assert (mpistrat.cross_rank(), mpistrat.cross_size()) == (0, 1)
+    assert mpistrat.is_homogeneous() is True
+
+
+def test_the_host_has_one_name_that_all_ranks_know() -> None:
+    hosts = mpistrat.hosts()
+    assert len(hosts) == 1 and hosts[0]
+    assert mpistrat.allgather_object(hosts) == [hosts] * mpistrat.size()
+
+
+def test_rank_0_is_the_chief_and_all_others_are_workers(rank: int) -> None:
+    assert mpistrat.role() is (mpistrat.Role.CHIEF if rank == 0 else mpistrat.Role.WORKER)
+
+
+def test_roles_are_given_out_in_order(rank: int, size: int) -> None:
+    role = mpistrat.role({"chief": 1, "worker": size - 2, "evaluator": 1})
+    assert role is (mpistrat.Role.CHIEF if rank == 0 else
+                    mpistrat.Role.EVALUATOR if rank == size - 1 else mpistrat.Role.WORKER)
+
+
+def test_roles_that_do_not_add_up_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"need {size + 1} ranks, but there are {size} \(mpirun -np {size + 1}\)"):
+        mpistrat.role({"chief": 1, "worker": size})
+
+
+def test_cluster_spec_is_the_content_of_tf_config(rank: int, size: int) -> None:
+    spec = mpistrat.cluster_spec([2222 + r for r in range(size)])
+    assert spec["cluster"] == {"chief": ["localhost:2222"],
+                               "worker": [f"localhost:{2222 + r}" for r in range(1, size)]}
+    assert spec["task"] == ({"type": "chief", "index": 0} if rank == 0 else {"type": "worker", "index": rank - 1})
+
+
+def test_what_the_run_is_made_of() -> None:
+    assert mpistrat.mpi_enabled() is True
+    assert mpistrat.mpi_built() is True
+    assert mpistrat.mpi_threads_supported() is (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    assert mpistrat.gloo_built() is mpistrat.gloo_enabled() is False
+    assert isinstance(mpistrat.nccl_built(), int)
+
+
+def framework(name: str) -> ModuleType:
+    return pytest.importorskip(name)
+
+
+@pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"])
+def test_every_door_sees_the_same_topology(door: str) -> None:
+    pytest.importorskip("tensorflow")
+    module = framework(door)
+    for getter in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "hosts", "is_homogeneous",
+                   "role", "is_initialized", "mpi_enabled", "mpi_built", "mpi_threads_supported", "nccl_built"):
+        assert getattr(module, getter)() == getattr(mpistrat, getter)(), getter
+
+
+@pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras"])
+def test_the_global_process_set_is_all_ranks(door: str, rank: int, size: int) -> None:
+    pytest.importorskip("tensorflow")
+    everybody = framework(door).global_process_set
+    assert (everybody.ranks, everybody.size(), everybody.rank(), everybody.included()) == \
+        (list(range(size)), size, rank, True)
+
+
+def test_a_second_init_does_nothing(rank: int, size: int) -> None:
+    mpistrat.init()
+    mpistrat.init(comm=[0])
+    assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
+
+
+def test_after_shutdown_init_may_be_called_again(rank: int, size: int) -> None:
+    mpistrat.shutdown()
+    mpistrat.shutdown()
+    assert not mpistrat.is_initialized()
+    for call in (mpistrat.rank, mpistrat.size, mpistrat.local_rank, mpistrat.hosts, mpistrat.role, mpistrat.barrier,
+                 lambda: mpistrat.allreduce(np.ones(1)), lambda: mpistrat.broadcast_object(1)):
+        with pytest.raises(mpistrat.NotInitializedError, match=r"has not been initialized; use hvd\.init\(\)"):
+            call()
+    mpistrat.init()
+    assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum).tolist() == [size]
+
+
+def test_init_takes_a_communicator(rank: int, size: int) -> None:
+    # The ranks in reverse order.
+    reverse = MPI.COMM_WORLD.Split(0, -rank)
+    mpistrat.shutdown()
+    mpistrat.init(comm=reverse)
+    try:
+        assert mpistrat.rank() == size - 1 - rank
+        assert mpistrat.allgather_object(rank) == list(range(size))[::-1]
+    finally:
+        mpistrat.shutdown()
+        mpistrat.init()
+        reverse.Free()
+    assert mpistrat.rank() == rank
+
+
+def test_init_takes_a_list_of_ranks(rank: int, size: int) -> None:
+    # Two jobs side by side: rank 0 alone, and all others.
+    own = [0] if rank == 0 else list(range(1, size))
+    mpistrat.shutdown()
+    mpistrat.init(comm=own)
+    try:
+        assert mpistrat.size() == len(own)
+        assert mpistrat.allgather_object(rank) == own
+    finally:
+        mpistrat.shutdown()
+        mpistrat.init()
+    assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
+
+
+def test_a_list_without_the_calling_rank_is_refused(rank: int, size: int) -> None:
+    mpistrat.shutdown()
+    try:
+        with pytest.raises(ValueError, match=rf"rank {rank} called init with comm=\[{(rank + 1) % size}\], which does "
+                                             "not contain it"):
+            mpistrat.init(comm=[(rank + 1) % size])
+        with pytest.raises(ValueError, match=f"comm must be different ranks from 0 to {size - 1}. Received"):
+            mpistrat.init(comm=[size])
+    finally:
+        mpistrat.init()
+    assert mpistrat.size() == size

