@@ -45,18 +45,6 @@ def load_data() -> tuple[np.ndarray, ...]:
     return x[train], y[train], x[test], y[test]
 
 
-@tf.function
-def train_step(images: tf.Tensor, labels: tf.Tensor) -> None:
-    with tf.GradientTape() as tape:
-        logits = model(images, training=True)
-        loss = loss_function(labels, logits)
-    tape = hvd.DistributedGradientTape(tape)
-    gradients = tape.gradient(loss, model.trainable_variables)
-    optimizer.apply(gradients, model.trainable_variables)
-    loss_metric.update_state(loss)
-    accuracy_metric.update_state(labels, logits)
-
-
 hvd.init()
 chief = hvd.rank() == 0
 gpus = tf.config.list_physical_devices("GPU")
@@ -82,7 +70,20 @@ model = keras.Sequential([
 # Together the ranks see size() times as many images in a step, so the steps may be larger.
 optimizer = keras.optimizers.Adam(1e-3 * hvd.size())
 loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-loss_metric, accuracy_metric = keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy()
+metrics = [keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy()]
+
+
+@tf.function
+def train_step(images: tf.Tensor, labels: tf.Tensor) -> None:
+    with tf.GradientTape() as tape:
+        logits = model(images, training=True)
+        loss = loss_function(labels, logits)
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)  # Averaged over the ranks.
+    optimizer.apply(gradients, model.trainable_variables)
+    metrics[0].update_state(loss)
+    metrics[1].update_state(labels, logits)
+
 
 began = time.monotonic()
 for epoch in range(args.epochs):
@@ -90,9 +91,9 @@ for epoch in range(args.epochs):
         train_step(images, labels)
         if epoch == step == 0:  # After the first step, so that the optimizer has its variables too.
             hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0)
-    loss, accuracy = hvd.allreduce(tf.stack([loss_metric.result(), accuracy_metric.result()])).numpy()
-    loss_metric.reset_state()
-    accuracy_metric.reset_state()
+    loss, accuracy = hvd.allreduce(tf.stack([metric.result() for metric in metrics])).numpy()
+    for metric in metrics:
+        metric.reset_state()
     if chief:
         print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
         if args.checkpoint:

@@ -86,7 +86,8 @@ def allreduce(array: Any, average: bool | None = None, name: str | None = None, 
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return _allreduce([array], average, name or "allreduce", op, prescale_factor, postscale_factor, _only).wait()
+    return _allreduce([array], average, name or "allreduce", op, prescale_factor, postscale_factor, _only,
+                      blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[Any], average: bool | None = None, name: str | None = None,
@@ -100,8 +101,8 @@ def grouped_allreduce(arrays: Sequence[Any], average: bool | None = None, name: 
                       op: ReduceOp | None = None, prescale_factor: float = 1.0,
                       postscale_factor: float = 1.0) -> list[np.ndarray]:
     """As allreduce, for several arrays that are reduced together; their dtypes may differ. `[]` gives `[]`."""
-    return _allreduce(arrays, average, name or "grouped_allreduce", op, prescale_factor, postscale_factor,
-                      list).wait()
+    return _allreduce(arrays, average, name or "grouped_allreduce", op, prescale_factor, postscale_factor, list,
+                      blocking=True).wait()
 
 
 def allgather_async(array: Any, name: str | None = None) -> AsyncResult[np.ndarray]:
@@ -119,7 +120,7 @@ def allgather(array: Any, name: str | None = None) -> np.ndarray:
     Raises:
         As allreduce.
     """
-    return _allgather(array, name or "allgather").wait()
+    return _allgather(array, name or "allgather", blocking=True).wait()
 
 
 def broadcast_async(array: Any, root_rank: int, name: str | None = None) -> AsyncResult[np.ndarray]:
@@ -133,12 +134,12 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> np.ndarray
     Raises:
         As allreduce.
     """
-    return _broadcast(array, root_rank, name or "broadcast").wait()
+    return _broadcast(array, root_rank, name or "broadcast", blocking=True).wait()
 
 
 def barrier(name: str | None = None) -> None:
     """Return when every rank has called it. Collective."""
-    runtime.current().engine.submit(barrier_request(name or "barrier"), []).wait()
+    runtime.current().engine.run(barrier_request(name or "barrier"), []).wait()
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
@@ -167,25 +168,27 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def _allreduce(arrays: Sequence[Any], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
-               postscale: float, finish: Callable[[list[np.ndarray]], T]) -> AsyncResult[T]:
+               postscale: float, finish: Callable[[list[np.ndarray]], T], blocking: bool = False) -> AsyncResult[T]:
     prepared = [_as_array(array) for array in arrays]
     request = allreduce_request(name, specs_of(prepared), resolve_op(op, average), prescale, postscale)
-    return _submit(request, prepared, finish)
+    return _submit(request, prepared, finish, blocking)
 
 
-def _allgather(array: Any, name: str) -> AsyncResult[np.ndarray]:
+def _allgather(array: Any, name: str, blocking: bool = False) -> AsyncResult[np.ndarray]:
     prepared = [_as_array(array)]
-    return _submit(allgather_request(name, specs_of(prepared)), prepared, _only)
+    return _submit(allgather_request(name, specs_of(prepared)), prepared, _only, blocking)
 
 
-def _broadcast(array: Any, root_rank: int, name: str) -> AsyncResult[np.ndarray]:
+def _broadcast(array: Any, root_rank: int, name: str, blocking: bool = False) -> AsyncResult[np.ndarray]:
     prepared = [_as_array(array)]
     size = runtime.current().topology.size
-    return _submit(broadcast_request(name, specs_of(prepared), root_rank, size), prepared, _only)
+    return _submit(broadcast_request(name, specs_of(prepared), root_rank, size), prepared, _only, blocking)
 
 
-def _submit(request: Request, arrays: list[np.ndarray], finish: Callable[[list[np.ndarray]], T]) -> AsyncResult[T]:
-    return AsyncResult(runtime.current().engine.submit(request, arrays), finish)
+def _submit(request: Request, arrays: list[np.ndarray], finish: Callable[[list[np.ndarray]], T],
+            blocking: bool) -> AsyncResult[T]:
+    engine = runtime.current().engine
+    return AsyncResult((engine.run if blocking else engine.submit)(request, arrays), finish)
 
 
 def _only(arrays: list[np.ndarray]) -> np.ndarray:

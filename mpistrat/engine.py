@@ -1,14 +1,20 @@
-"""The engine: one background thread that negotiates, fuses and reduces what other threads submit.
+"""The engine: negotiates, fuses and reduces what is submitted, in one thread at a time, mostly a background thread.
 
 One thread owns MPI and NCCL, because MPI libraries are happiest with one calling thread; because the ranks must agree
 on names, shapes and order before a collective, while each of them submits in an order of its own; and because
 reduction then overlaps with the backward pass that still runs in other threads.
 
-There is no fixed cycle. A submission or a message wakes the thread, and it sleeps in ControlPlane.wait otherwise. While
-it reduces, further submissions gather, and are fused in the next round.
+That thread is a background thread while anything submitted asynchronously is outstanding. A caller that has nothing to
+do but wait (`run`) drives the engine itself instead, if nobody else does: waking another thread, and being woken by it,
+takes longer than a small reduction. A lock sees to it that there is one driver at a time.
+
+There is no fixed cycle. A submission or a message wakes the driver, and it sleeps in ControlPlane.wait otherwise. While
+it reduces, further submissions gather, and are fused in the next round. With nothing outstanding on this rank there is
+nothing that other ranks could wait for, so the background thread then looks at its messages only now and then.
 """
 
 import logging
+import math
 import threading
 import time
 import traceback
@@ -30,6 +36,9 @@ _ERRORS: dict[End, type[EngineError]] = {
     End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError}
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
+
+_IDLE_LOOK_S = 0.05  # how often a rank that waits for nothing looks at its messages
+_SPIN_S = 100e-6  # a sleep and a wake-up take about as long
 
 
 class Engine:
@@ -58,6 +67,8 @@ class Engine:
         self._queue = TensorQueue()
         self._executing: list[Entry] = []  # no longer in the queue, and not all complete
         self._thread: threading.Thread | None = None
+        self._driving = threading.Lock()
+        self._attention = threading.Event()
         self._end_requested = False
         self._end_announced = False
         self._ended = threading.Event()
@@ -84,10 +95,35 @@ class Engine:
             DuplicateNameError: The name is in flight.
             EngineError: The engine has ended.
         """
+        handle = self._put(request, arrays)
+        self._call_background()
+        return handle
+
+    def run(self, request: Request, arrays: Sequence[np.ndarray], limit_s: float = math.inf) -> Handle:
+        """As submit, but returns when the handle is done, or after about `limit_s`. Drives the engine if nobody does."""
+        handle = self._put(request, arrays)
+        if not self._driving.acquire(blocking=False):
+            self._call_background()
+            handle.await_done(-1 if limit_s == math.inf else limit_s)
+            return handle
+        try:
+            self._drive(handle, self._clock() + limit_s)
+        finally:
+            self._driving.release()
+            if self._outstanding:
+                self._attention.set()
+        return handle
+
+    def _put(self, request: Request, arrays: Sequence[np.ndarray]) -> Handle:
         handle = Handle(request.name)
         self._queue.put(Entry(request, arrays, handle))
-        self._control.wake()
         return handle
+
+    def _call_background(self) -> None:
+        self._attention.set()
+        if self._driving.locked():
+            # Whoever drives may be asleep. If it is just about to stop, the background thread is called already.
+            self._control.wake()
 
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
         """Say that this rank submits no more, wait until all ranks have said so, and stop the thread.
@@ -99,7 +135,7 @@ class Engine:
         self._end_requested = True
         if self._thread is None or self._ended.is_set():
             return
-        self._control.wake()
+        self._call_background()
         while not self._ended.wait(report_every_s):
             if report:
                 report(self._clock() - began)
@@ -110,19 +146,39 @@ class Engine:
         """What ended the engine, if anything but a shutdown by all ranks did."""
         return None if isinstance(self._end_error, ShutdownError) and self._clean else self._end_error
 
-    # -- the engine's thread ------------------------------------------------------------------------------------------
+    # -- the thread that drives ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        while not self._ended.is_set():
+            self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
+            self._attention.clear()
+            with self._driving:
+                self._drive(None, math.inf)
+
+    def _drive(self, handle: Handle | None, deadline: float) -> None:
+        """Step until `handle` is done or the deadline has passed; without a handle, until nothing is outstanding."""
         try:
             # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
             with np.errstate(all="ignore"):
                 while not self._ended.is_set():
-                    if not self.step():
-                        self._control.wait(self._coordinator.patience(self._clock()),
-                                           expecting=self._outstanding > 0 or self._end_announced)
-        except BaseException as error:  # Whatever it was, nobody may wait for this thread any longer.
+                    busy = self.step()
+                    # Asked for even if nothing happened: another driver may have been quicker with this handle.
+                    if handle is not None and handle.done():
+                        return
+                    if busy:
+                        continue
+                    if handle is None and not self._outstanding and not self._end_announced:
+                        return
+                    now = self._clock()
+                    if now >= deadline:
+                        return
+                    self._control.wait(min(self._coordinator.patience(now), deadline - now),
+                                       spin_s=0.0 if handle is None else _SPIN_S)
+        except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
             self._die(error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C in a caller that drives.
 
     def step(self) -> bool:
         """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
@@ -193,6 +249,8 @@ class Engine:
             announcement, decision = self._coordinator.advance(self._clock())
             if announcement is not None:
                 self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+                # This rank will not relay what rank 0 decides on that, so its children hear of it from here.
+                decision = Decision(end=End.FAILURE, end_text=text)
             if decision is not None:
                 self._relay(decision.to_bytes())
         except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
@@ -206,5 +264,6 @@ class Engine:
             if not entry.handle.done():
                 entry.handle.fail(refusal)
         self._ended.set()
+        self._attention.set()  # The background thread, too, has to hear of it.
 
     _clean = False

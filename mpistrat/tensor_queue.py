@@ -36,13 +36,17 @@ class Handle:
             CollectiveError: What all ranks were told.
             TimeoutError: Not complete after `timeout_s`; it goes on, and wait may be called again.
         """
-        if not self._is_done:
-            if not self._pending.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
-                raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
-            self._pending.release()  # For the next thread that waits.
+        if not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
+            raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
         if self._error is not None:
             raise self._error
         return self._arrays
+
+    def await_done(self, timeout_s: float) -> bool:
+        """Block until it is complete, for at most `timeout_s` (-1: for ever). Returns whether it is."""
+        if not self._is_done and self._pending.acquire(timeout=timeout_s):
+            self._pending.release()  # For the next thread that waits.
+        return self._is_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback()` on completion, in the engine's thread, or now if it is complete. It must not block."""

@@ -58,12 +58,12 @@ class ControlPlane(ABC):
         """The messages that have come, as (sender, message). Does not wait."""
 
     @abstractmethod
-    def wait(self, timeout_s: float, expecting: bool) -> None:
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
         """Return when a message may have come, after wake(), or after `timeout_s`, whichever is first.
 
         Args:
             timeout_s: Upper limit in seconds. The method may return early.
-            expecting: Whether an answer is awaited; if not, a backend that must poll may do so less often.
+            spin_s: How long to look again and again before going to sleep.
         """
 
     @abstractmethod

@@ -1,9 +1,11 @@
 """Messages among the ranks of one host over datagram sockets, so that a rank sleeps in the kernel until one comes."""
 
 import math
+import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -92,8 +94,17 @@ class HostMail:
             if datagram[:1] == _LAST:
                 messages.append((sender, b"".join(self._partial.pop(sender))))
 
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until something has come, for at most `timeout_s`. Returns whether it has."""
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
+        """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""
+        if spin_s:
+            until = time.monotonic() + min(spin_s, timeout_s)
+            while time.monotonic() < until:
+                if self._has_come(0.0):
+                    return True
+                os.sched_yield()
+        return self._has_come(timeout_s)
+
+    def _has_come(self, timeout_s: float) -> bool:
         if self._socket.fileno() < _SELECT_LIMIT:
             return bool(select.select([self._socket], [], [], timeout_s)[0])
         return bool(self._poller.poll(math.ceil(timeout_s * 1000)))

@@ -94,7 +94,7 @@ class MpiControl(ControlPlane):
     """Messages to ranks of this host through HostMail, to other hosts over MPI point to point.
 
     With all its peers on this host a rank sleeps until a message comes. A rank with peers on other hosts must poll MPI
-    for them: after 50 microseconds of spinning at growing intervals up to 1 ms, or 20 ms when it expects nothing.
+    for them: after 50 microseconds of spinning at growing intervals up to 1 ms.
 
     Args:
         comm: Nobody else uses it.
@@ -106,7 +106,6 @@ class MpiControl(ControlPlane):
     _TAG = 1
     _SPIN_S = 50e-6
     _LONGEST_S = 1e-3
-    _IDLE_S = 20e-3
 
     def __init__(self, comm: MPI.Comm, mail: HostMail, local_ranks: Sequence[int], peers: Sequence[int]):
         self._comm, self._mail = comm, mail
@@ -146,23 +145,18 @@ class MpiControl(ControlPlane):
             self._pause_s = self._spin_until = 0.0
         return messages
 
-    def wait(self, timeout_s: float, expecting: bool) -> None:
-        if self._polls:
-            timeout_s = min(timeout_s, self._next_pause(expecting))
-        if self._mail.is_sending:
-            timeout_s = min(timeout_s, self._LONGEST_S)
-        if self._mail.wait(timeout_s):
-            self._pause_s = self._spin_until = 0.0
-
-    def _next_pause(self, expecting: bool) -> float:
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
+        if not self._polls:
+            self._mail.wait(min(timeout_s, self._LONGEST_S) if self._mail.is_sending else timeout_s, spin_s)
+            return
         now = time.monotonic()
-        if not self._spin_until:
-            self._spin_until = now + self._SPIN_S
+        self._spin_until = self._spin_until or now + max(spin_s, self._SPIN_S)
         if now < self._spin_until:
             os.sched_yield()
-            return 0.0
-        self._pause_s = min(max(2 * self._pause_s, 50e-6), self._LONGEST_S if expecting else self._IDLE_S)
-        return self._pause_s
+            return
+        self._pause_s = min(max(2 * self._pause_s, 50e-6), self._LONGEST_S)
+        if self._mail.wait(min(timeout_s, self._pause_s)):
+            self._pause_s = self._spin_until = 0.0
 
     def wake(self) -> None:
         self._mail.wake()

@@ -6,7 +6,9 @@ nodes, none of which ever holds a TensorFlow thread while other ranks are awaite
 1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, for a stateless
    one would be pruned, and so runs in program order.
 2. *await*, the dequeue of a queue that the engine's completion hook writes the ticket to. It is an asynchronous kernel:
-   with one inter-op thread, and other orders on every rank, nothing can block what others wait for.
+   with one inter-op thread, and other orders on every rank, nothing can block what others wait for. The last submit
+   of a graph first waits itself, for two milliseconds at most: after it there is nothing to submit, and a small
+   collective is then complete without a change of threads.
 3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
    put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
 """
@@ -14,12 +16,14 @@ nodes, none of which ever holds a TensorFlow thread while other ranks are awaite
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from .. import runtime
 from ..errors import (
@@ -36,6 +40,9 @@ from ..tensor_queue import Handle
 logger = logging.getLogger(__name__)
 
 _UNFETCHED = 64  # results of one place in a graph that are kept for their fetch; a loop may be a few ahead
+
+_PATIENCE_S = 2e-3
+_last_site: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
 
 # Given this rank's arrays, the request to submit.
 MakeRequest = Callable[[list[np.ndarray]], Request]
@@ -89,7 +96,7 @@ def _require_function() -> None:
 def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     try:
         arrays = [to_array(tensor) for tensor in tensors]
-        results = runtime.current().engine.submit(make_request(arrays), arrays).wait()
+        results = runtime.current().engine.run(make_request(arrays), arrays).wait()
     except MpistratError as error:
         raise as_tf_error(error) from error
     return [to_tensor(result) for result in results]
@@ -99,6 +106,8 @@ class _Site:
     """A place in a graph where a collective stands. It may be executed many times, also before earlier ones end."""
 
     def __init__(self, make_request: MakeRequest):
+        _last_site[tf.compat.v1.get_default_graph()] = weakref.ref(self)
+        self._graph = weakref.ref(tf.compat.v1.get_default_graph())
         self._make_request = make_request
         self._tickets = itertools.count()
         self._lock = threading.Lock()
@@ -108,7 +117,8 @@ class _Site:
 
     def submit(self, *arrays: np.ndarray) -> np.int64:
         prepared = [np.asarray(array) for array in arrays]
-        handle = runtime.current().engine.submit(self._make_request(prepared), prepared)
+        engine, request = runtime.current().engine, self._make_request(prepared)
+        handle = engine.run(request, prepared, _PATIENCE_S) if self._is_last() else engine.submit(request, prepared)
         ticket = next(self._tickets)
         with self._lock:
             self._handles[ticket] = handle
@@ -117,6 +127,10 @@ class _Site:
             self._look_at_unused(forgotten)
         handle.when_done(lambda: self._deliver(ticket))
         return np.int64(ticket)
+
+    def _is_last(self) -> bool:
+        graph = self._graph()
+        return graph is not None and _last_site[graph]() is self
 
     @staticmethod
     def _look_at_unused(handle: Handle) -> None:
@@ -134,7 +148,8 @@ class _Site:
     def wait_for(self, ticket: tf.Tensor) -> tf.Tensor:
         """`ticket`, once the engine has delivered one."""
         with tf.control_dependencies([ticket]):
-            delivered = self._queue.dequeue()
+            delivered, = tf.raw_ops.QueueDequeueV2(handle=_seen_from_here(self._queue.queue_ref),
+                                                   component_types=[tf.int64])
         with tf.control_dependencies([delivered]):
             return tf.identity(ticket)
 
@@ -142,6 +157,16 @@ class _Site:
         with self._lock:
             handle = self._handles.pop(int(ticket))
         return handle.wait()
+
+
+def _seen_from_here(resource: tf.Tensor) -> tf.Tensor:
+    """The resource as a tensor of the function around this graph: the gradient of a loop can capture no other."""
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, ControlFlowFuncGraph):
+        return resource
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph.capture(resource)
 
 
 def as_tf_error(error: MpistratError) -> Exception:

@@ -9,6 +9,7 @@ from ..process_sets import ProcessSet, global_process_set, require_global
 from ..requests import Average, ReduceOp
 from .compression import Compression
 from .gradients import GradientReducer, check_groups
+from .ops import without_autograph
 
 _numbers = itertools.count()
 
@@ -20,6 +21,7 @@ class _DistributedGradientTape(tf.GradientTape):
         self.__dict__ = tape.__dict__  # The very same recording, whichever of the two is used.
         self._mpistrat_reducer = reducer
 
+    @without_autograph
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None,
                  unconnected_gradients: Any = tf.UnconnectedGradients.NONE) -> Any:
         """As tf.GradientTape.gradient, averaged over the ranks. Collective; `sources` may be nested."""
@@ -33,6 +35,7 @@ class _DistributedGradientTape(tf.GradientTape):
         self._mpistrat_reducer.register_local(source)
 
 
+@without_autograph
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
                             compression: Any = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,

@@ -29,6 +29,11 @@ from .compression import Compression
 Tensor = Any  # tf.Tensor or tf.IndexedSlices; TensorFlow has no type information
 
 
+# There is nothing to convert here, and to find that out takes AutoGraph four seconds at the first trace.
+without_autograph = tf.autograph.experimental.do_not_convert
+
+
+@without_autograph
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
               compression: Any = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
@@ -61,6 +66,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     return _reduce([tensor], resolve_op(op, average), compression, prescale_factor, postscale_factor, name)[0]
 
 
+@without_autograph
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "",
                       device_sparse: str = "", compression: Any = Compression.none, op: ReduceOp | None = None,
                       prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -75,6 +81,7 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     return _reduce(converted, resolve_op(op, average), compression, prescale_factor, postscale_factor, name)
 
 
+@without_autograph
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return the ranks' tensors joined along the first dimension, which may differ among them. Collective.
@@ -89,6 +96,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return _gather(_wire_name("allgather", tensor, name, ignore_name_scope), tensor)
 
 
+@without_autograph
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
@@ -117,6 +125,7 @@ def barrier() -> None:
     array_ops.barrier()
 
 
+@without_autograph
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> None:
     """Assign root_rank's values to the variables of all ranks, in one exchange. Collective, eager or in tf.function.

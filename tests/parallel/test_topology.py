@@ -1,6 +1,6 @@
 """Ranks, sizes and roles as every rank sees them. All ranks of this session run on one host."""
 
-from types import ModuleType
+import importlib
 
 import numpy as np
 import pytest
@@ -59,14 +59,10 @@ def test_what_the_run_is_made_of() -> None:
     assert isinstance(mpistrat.nccl_built(), int)
 
 
-def framework(name: str) -> ModuleType:
-    return pytest.importorskip(name)
-
-
 @pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"])
 def test_every_door_sees_the_same_topology(door: str) -> None:
     pytest.importorskip("tensorflow")
-    module = framework(door)
+    module = importlib.import_module(door)
     for getter in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "hosts", "is_homogeneous",
                    "role", "is_initialized", "mpi_enabled", "mpi_built", "mpi_threads_supported", "nccl_built"):
         assert getattr(module, getter)() == getattr(mpistrat, getter)(), getter
@@ -75,7 +71,7 @@ def test_every_door_sees_the_same_topology(door: str) -> None:
 @pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras"])
 def test_the_global_process_set_is_all_ranks(door: str, rank: int, size: int) -> None:
     pytest.importorskip("tensorflow")
-    everybody = framework(door).global_process_set
+    everybody = importlib.import_module(door).global_process_set
     assert (everybody.ranks, everybody.size(), everybody.rank(), everybody.included()) == \
         (list(range(size)), size, rank, True)
 

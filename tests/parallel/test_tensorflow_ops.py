@@ -1,0 +1,753 @@
+"""mpistrat.tensorflow's collectives on every rank: eager and in tf.function, their gradients, and their errors."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+hvd = pytest.importorskip("mpistrat.tensorflow")
+
+from mpistrat.messages import Request  # noqa: E402
+from mpistrat.tensor_queue import Entry, Handle, TensorQueue  # noqa: E402
+
+INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
+HALVES = [tf.float16, tf.bfloat16]
+NUMERIC = [*INTEGERS, *HALVES, tf.float32, tf.float64, tf.complex64, tf.complex128]
+
+
+def dtype_name(value: Any) -> str:
+    return value.name
+
+
+def of_rank(rank: int, dtype: Any) -> Any:
+    """Small whole numbers that every dtype holds, other ones on every rank."""
+    return tf.cast(tf.range(1, 8) + rank, dtype)
+
+
+def eagerly(function: Callable) -> Callable:
+    return function
+
+
+def in_graph(function: Callable) -> Callable:
+    return tf.function(function, autograph=False)
+
+
+both_ways = pytest.mark.parametrize("way", [eagerly, in_graph], ids=["eager", "graph"])
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Request, Sequence[np.ndarray], Handle]]]:
+    """What this process hands to the engine, as (request, arrays, handle)."""
+    seen = []
+    put = TensorQueue.put
+
+    def spy(self: TensorQueue, entry: Entry) -> None:
+        seen.append((entry.request, entry.arrays, entry.handle))
+        put(self, entry)
+
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    yield seen
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", NUMERIC, ids=dtype_name)
+def test_allreduce_of_every_numeric_dtype(way: Callable, dtype: Any, rank: int, size: int) -> None:
+    result = way(lambda x: hvd.allreduce(x, op=hvd.Sum))(of_rank(rank, dtype))
+    assert result.dtype == dtype
+    expected = tf.cast(tf.add_n([tf.range(1, 8) + r for r in range(size)]), dtype)
+    np.testing.assert_array_equal(result.numpy(), expected.numpy())
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [*NUMERIC, tf.bool], ids=dtype_name)
+def test_allgather_and_broadcast_of_every_dtype(way: Callable, dtype: Any, rank: int, size: int) -> None:
+    gathered, sent = way(lambda x: (hvd.allgather(x), hvd.broadcast(x, size - 1)))(of_rank(rank, dtype))
+    assert gathered.dtype == sent.dtype == dtype
+    expected = tf.concat([of_rank(r, dtype) for r in range(size)], axis=0)
+    np.testing.assert_array_equal(gathered.numpy(), expected.numpy())
+    np.testing.assert_array_equal(sent.numpy(), of_rank(size - 1, dtype).numpy())
+
+
+@both_ways
+def test_the_operations(way: Callable, rank: int, size: int) -> None:
+    def step(x: Any) -> list[Any]:
+        return [hvd.allreduce(x), hvd.allreduce(x, average=False),
+                *[hvd.allreduce(x, op=op) for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)]]
+
+    results = [result.numpy().item() for result in way(step)(tf.constant([rank + 1.0], tf.float64))]
+    total = size * (size + 1) / 2
+    product = float(np.prod(np.arange(1, size + 1)))
+    np.testing.assert_allclose(results, [total / size, total, total / size, total, 1, size, product], rtol=1e-15)
+
+
+@both_ways
+def test_logical_operations_on_bool(way: Callable, rank: int, size: int) -> None:
+    step = way(lambda x: (hvd.allreduce(x, op=hvd.Min), hvd.allreduce(x, op=hvd.Max)))
+    every, some = step(tf.constant([True, rank == 0, False]))
+    assert (every.numpy().tolist(), some.numpy().tolist()) == ([True, False, False], [True, True, False])
+
+
+@both_ways
+def test_prescale_and_postscale(way: Callable, rank: int, size: int) -> None:
+    step = way(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0))
+    assert step(tf.constant(rank + 1.0)).numpy() == 2 * size * (size + 1)
+
+
+@both_ways
+def test_float64_keeps_its_precision(way: Callable, size: int) -> None:
+    step = way(lambda x: hvd.allreduce(x, op=hvd.Sum, postscale_factor=0.1))
+    assert step(tf.constant(1.0, tf.float64)).numpy() == size * 0.1
+
+
+@both_ways
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (3, 1)], ids=str)
+def test_scalars_and_empty_tensors(way: Callable, shape: tuple[int, ...], size: int) -> None:
+    reduced, sent = way(lambda x: (hvd.allreduce(x, op=hvd.Sum), hvd.broadcast(x, 0)))(tf.ones(shape))
+    assert reduced.shape == sent.shape == shape
+    assert np.all(reduced.numpy() == size) and np.all(sent.numpy() == 1)
+
+
+@both_ways
+def test_nan_and_infinity_pass_through(way: Callable, rank: int) -> None:
+    value = tf.constant([np.nan, np.inf, -np.inf] if rank == 0 else [1.0, 1.0, 1.0])
+    reduced, sent = way(lambda x: (hvd.allreduce(x), hvd.broadcast(x, 0)))(value)
+    np.testing.assert_array_equal(reduced.numpy(), [np.nan, np.inf, -np.inf])
+    np.testing.assert_array_equal(sent.numpy(), [np.nan, np.inf, -np.inf])
+
+
+@both_ways
+def test_allgather_of_different_numbers_of_rows(way: Callable, rank: int, size: int) -> None:
+    result = way(hvd.allgather)(tf.fill([rank, 2], rank))
+    np.testing.assert_array_equal(result.numpy(), np.repeat(np.arange(size), np.arange(size))[:, None].repeat(2, 1))
+
+
+@both_ways
+def test_whatever_becomes_a_tensor_is_taken(way: Callable, rank: int, size: int) -> None:
+    variable = tf.Variable([1.0, 2.0])
+    step = way(lambda: [hvd.allreduce(value, op=hvd.Sum) for value in
+                        (1.0, [1, 2], np.ones(2), variable)])
+    assert [result.numpy().tolist() for result in step()] == [
+        size, [size, 2 * size], [size, size], [size, 2 * size]]
+
+
+def test_an_array_of_objects_is_refused() -> None:
+    with pytest.raises(ValueError, match="use broadcast_object or allgather_object"):
+        hvd.allreduce(np.array([None]))
+
+
+@both_ways
+def test_a_group_may_mix_dtypes_and_shapes(way: Callable, rank: int, size: int) -> None:
+    # Small tensors of a dtype are joined in the graph, large ones are not.
+    tensors = [tf.fill(shape, tf.cast(1 + rank, dtype)) for dtype in (tf.float32, tf.bfloat16, tf.int32)
+               for shape in ((), (3, 2), (0,), (40_000,))]
+    results = way(lambda *values: hvd.grouped_allreduce(values, op=hvd.Sum))(*tensors)
+    assert [(r.dtype, r.shape) for r in results] == [(t.dtype, t.shape) for t in tensors]
+    assert all(np.all(r.numpy() == size * (size + 1) // 2) for r in results)
+
+
+def test_an_empty_group_gives_an_empty_list() -> None:
+    assert hvd.grouped_allreduce([]) == []
+
+
+def test_a_group_has_the_bits_that_its_tensors_have_alone(rank: int) -> None:
+    generator = np.random.default_rng(rank)
+    tensors = [tf.constant(generator.standard_normal(n), tf.float32) for n in (1, 10, 20_000, 3, 100_000, 7)]
+    together = in_graph(lambda *values: hvd.grouped_allreduce(values))(*tensors)
+    for one, tensor in zip(together, tensors):
+        assert one.numpy().tobytes() == hvd.allreduce(tensor).numpy().tobytes()
+
+
+def test_a_group_above_the_size_of_a_bucket(rank: int, size: int) -> None:
+    # Three buckets of 16 MiB.
+    tensors = [tf.fill([3_000_000], float(i + rank)) for i in range(3)]
+    results = in_graph(lambda *values: hvd.grouped_allreduce(values, op=hvd.Max))(*tensors)
+    assert [(r.numpy().min(), r.numpy().max()) for r in results] == [(i + size - 1.0,) * 2 for i in range(3)]
+
+
+# -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
+
+
+def slices_of(rank: int, dtype: Any = tf.float32) -> Any:
+    """rank + 1 rows, with an index that all ranks have."""
+    rows = tf.reshape(tf.cast(tf.range(2 * (rank + 1)), dtype) + tf.cast(10 * rank, dtype), [-1, 2])
+    return tf.IndexedSlices(rows, tf.range(rank + 1, dtype=tf.int64), tf.constant([9, 2], tf.int64))
+
+
+@both_ways
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_slices_are_gathered(way: Callable, op: str, rank: int, size: int) -> None:
+    result = way(lambda: hvd.allreduce(slices_of(rank), op=getattr(hvd, op)))()
+    assert isinstance(result, tf.IndexedSlices)
+    everybody = [slices_of(r) for r in range(size)]
+    assert result.indices.numpy().tolist() == np.concatenate([s.indices for s in everybody]).tolist()
+    divisor = size if op == "Average" else 1
+    np.testing.assert_allclose(result.values, np.concatenate([s.values for s in everybody]) / divisor, rtol=1e-6)
+    assert result.dense_shape.numpy().tolist() == [9, 2]
+    dense = sum(tf.convert_to_tensor(s).numpy() for s in everybody) / divisor
+    np.testing.assert_allclose(tf.convert_to_tensor(result), dense, rtol=1e-6)
+
+
+@both_ways
+def test_slices_of_a_rank_may_be_empty(way: Callable, rank: int, size: int) -> None:
+    rows = 0 if rank == 0 else 1
+    result = way(lambda: hvd.allreduce(tf.IndexedSlices(
+        tf.fill([rows, 3], float(rank)), tf.fill([rows], rank), tf.constant([9, 3])), op=hvd.Sum))()
+    assert result.indices.numpy().tolist() == list(range(1, size))
+    np.testing.assert_array_equal(result.values, np.arange(1.0, size)[:, None].repeat(3, 1))
+
+
+@both_ways
+def test_a_group_may_mix_dense_and_sparse_and_keeps_their_order(way: Callable, rank: int, size: int) -> None:
+    def step() -> list[Any]:
+        return hvd.grouped_allreduce(
+            [tf.ones([2]), slices_of(rank), tf.fill([3], 2.0), slices_of(rank, tf.float64)], op=hvd.Sum)
+
+    first, second, third, fourth = way(step)()
+    assert first.numpy().tolist() == [size] * 2
+    assert third.numpy().tolist() == [2 * size] * 3
+    for result, dtype in ((second, tf.float32), (fourth, tf.float64)):
+        assert isinstance(result, tf.IndexedSlices) and result.values.dtype == dtype
+        np.testing.assert_array_equal(result.values, np.concatenate([slices_of(r, dtype).values for r in range(size)]))
+
+
+@pytest.mark.parametrize("arguments, text", [
+    ({"op": mpistrat.Min}, "can be reduced with Average or Sum. Received: MIN"),
+    ({"prescale_factor": 2.0}, "do not apply to tf.IndexedSlices"),
+    ({"postscale_factor": 2.0}, "do not apply to tf.IndexedSlices")], ids=["op", "prescale", "postscale"])
+def test_what_slices_cannot_do(arguments: dict, text: str, rank: int) -> None:
+    with pytest.raises(NotImplementedError, match=text):
+        hvd.allreduce(slices_of(rank), **arguments)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradient_of(way: Callable, collective: Callable, x: Any, upstream: Any) -> Any:
+    """d sum(collective(x) * upstream) / dx."""
+    def step(value: Any, weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = tf.reduce_sum(collective(value) * weight)
+        return tape.gradient(loss, value)
+
+    return way(step)(x, upstream)
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.bfloat16], ids=dtype_name)
+def test_the_gradient_of_allreduce_is_reduced_likewise(way: Callable, dtype: Any, rank: int, size: int) -> None:
+    x, upstream = tf.ones([3], dtype), tf.cast(tf.fill([3], rank + 1), dtype)
+    total = size * (size + 1) / 2
+    for arguments, expected in (({"op": hvd.Sum}, total), ({}, total / size),
+                                ({"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 4.0}, total * 2)):
+        gradient = gradient_of(way, lambda v, arguments=arguments: hvd.allreduce(v, **arguments), x, upstream)
+        assert gradient.dtype == dtype
+        tolerance = 1e-2 if dtype.size == 2 else 1e-7
+        np.testing.assert_allclose(tf.cast(gradient, tf.float64), [expected] * 3, rtol=tolerance)
+
+
+@both_ways
+def test_the_gradient_of_a_float64_allreduce_keeps_its_precision(way: Callable, rank: int, size: int) -> None:
+    upstream = tf.constant([1.0 + 1e-12 * (rank + 1)], tf.float64)
+    gradient = gradient_of(way, lambda v: hvd.allreduce(v, op=hvd.Sum), tf.ones([1], tf.float64), upstream)
+    assert gradient.numpy() == pytest.approx(size + 1e-12 * size * (size + 1) / 2, rel=1e-15)
+
+
+@both_ways
+def test_the_gradient_of_a_group(way: Callable, rank: int, size: int) -> None:
+    def step(a: Any, b: Any, unused: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([a, b, unused])
+            first, second, _ = hvd.grouped_allreduce([a, b, unused], op=hvd.Sum)
+            loss = tf.reduce_sum(first) * (rank + 1) + tf.cast(tf.reduce_sum(second) * 10 * (rank + 1), tf.float32)
+        return tape.gradient(loss, [a, b, unused])
+
+    first, second, unused = way(step)(tf.ones([2, 2]), tf.ones([3], tf.float64), tf.ones([2]))
+    total = size * (size + 1) / 2
+    np.testing.assert_array_equal(first, np.full((2, 2), total))
+    np.testing.assert_array_equal(second, np.full(3, 10 * total))
+    np.testing.assert_array_equal(unused, np.zeros(2))
+
+
+@both_ways
+def test_the_gradient_of_allgather_is_this_ranks_part_of_the_average(way: Callable, rank: int, size: int) -> None:
+    # Rank 0 brings no rows, rank 1 one, and so on; row i of the result has weight (i + 1) * (rank + 1).
+    rows = size * (size - 1) // 2
+    upstream = tf.reshape(tf.range(1.0, rows + 1) * (rank + 1), [-1, 1])
+    gradient = gradient_of(way, hvd.allgather, tf.ones([rank, 1]), upstream)
+    begin = rank * (rank - 1) // 2
+    expected = np.arange(begin + 1, begin + rank + 1) * (size + 1) / 2
+    np.testing.assert_allclose(gradient.numpy()[:, 0], expected, rtol=1e-6)
+
+
+@both_ways
+def test_the_gradient_of_broadcast_is_the_average_on_the_root(way: Callable, rank: int, size: int) -> None:
+    root = size - 1
+    gradient = gradient_of(way, lambda v: hvd.broadcast(v, root), tf.ones([2], tf.float64),
+                           tf.constant([1.0, 2.0], tf.float64) * (rank + 1))
+    mean = (size + 1) / 2 if rank == root else 0.0
+    np.testing.assert_allclose(gradient, [mean, 2 * mean], rtol=1e-15)
+
+
+@both_ways
+def test_a_gradient_has_a_gradient(way: Callable, rank: int, size: int) -> None:
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = hvd.allreduce(x ** 3, op=hvd.Sum)
+            first = inner.gradient(y, x)
+        return first, outer.gradient(first, x)
+
+    first, second = way(step)(tf.constant([2.0]))
+    assert first.numpy() == 12 * size  # 3 x^2, times the sum of the ones that come down
+    assert second.numpy() == 12 * size  # 6 x times the same
+
+
+@both_ways
+def test_compression_lets_gradients_through(way: Callable, rank: int, size: int) -> None:
+    gradient = gradient_of(way, lambda v: hvd.allreduce(v, op=hvd.Sum, compression=hvd.Compression.fp16), tf.ones([2]),
+                           tf.fill([2], rank + 1.0))
+    assert gradient.dtype == tf.float32
+    assert gradient.numpy().tolist() == [size * (size + 1) / 2] * 2
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_in_a_graph_ranks_may_have_their_collectives_in_other_orders(rank: int, size: int) -> None:
+    names = [f"ordered{i}" for i in range(12)]
+    random.Random(rank).shuffle(names)
+
+    def step(x: Any) -> dict[str, Any]:
+        return {name: hvd.allreduce(x + int(name[7:]), op=hvd.Sum, name=name) for name in names}
+
+    graph = in_graph(step)
+    for _ in range(3):
+        results = {name: result.numpy() for name, result in graph(tf.constant(0.0)).items()}
+        assert results == {f"ordered{i}": i * size for i in range(12)}
+
+
+def test_a_name_used_twice_in_a_graph_is_made_unique(size: int) -> None:
+    step = in_graph(lambda x: [hvd.allreduce(x * i, op=hvd.Sum, name="twice") for i in range(3)])
+    assert [result.numpy() for result in step(tf.constant(1.0))] == [0, size, 2 * size]
+
+
+def test_unnamed_collectives_of_one_tensor_are_told_apart(size: int) -> None:
+    step = in_graph(lambda x: [hvd.allreduce(x, op=hvd.Sum), hvd.allreduce(x, op=hvd.Max), hvd.broadcast(x, 0)])
+    assert [result.numpy() for result in step(tf.constant(1.0))] == [size, 1, 1]
+
+
+def test_name_scopes_can_be_ignored(rank: int, size: int) -> None:
+    def step(x: Any) -> Any:
+        with tf.name_scope(f"scope_of_rank_{rank}"):
+            return hvd.allreduce(x, op=hvd.Sum, name="meet", ignore_name_scope=True)
+
+    assert in_graph(step)(tf.constant(1.0)).numpy() == size
+
+
+def test_ranks_may_trace_a_different_number_of_times(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any, python_value: int) -> Any:
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    for i in range(4):
+        assert step(tf.constant(1.0), i if rank == 0 else 0).numpy() == size
+
+
+# -- in graphs --------------------------------------------------------------------------------------------------------
+
+
+def test_autograph_leaves_the_collectives_as_they_are() -> None:
+    # It would find nothing to convert, and takes seconds for it.
+    status = []
+
+    class Compression(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor: Any) -> tuple[Any, Any]:
+            status.append(tf.__internal__.autograph.control_status_ctx().status.name)
+            return tensor, None
+
+    @tf.function
+    def step(x: Any) -> Any:
+        return hvd.allreduce(x, compression=Compression)
+
+    step(tf.ones([2]))
+    assert status == ["DISABLED"]
+
+
+def test_static_shapes_are_kept() -> None:
+    shapes = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec(None), tf.TensorSpec([2, 3])],
+                 autograph=False)
+    def step(batch: Any, anything: Any, known: Any) -> Any:
+        results = {"reduce": hvd.allreduce(batch), "anything": hvd.allreduce(anything), "known": hvd.allreduce(known),
+                   "gather": hvd.allgather(known), "broadcast": hvd.broadcast(batch, 0)}
+        shapes.update({name: result.shape for name, result in results.items()})
+        return results
+
+    step(tf.ones([4, 3]), tf.ones([1]), tf.ones([2, 3]))
+    assert shapes["reduce"].as_list() == shapes["broadcast"].as_list() == shapes["gather"].as_list() == [None, 3]
+    assert shapes["known"].as_list() == [2, 3]
+    assert shapes["anything"].rank is None
+
+
+def test_shapes_that_are_not_known_may_change_from_step_to_step(rank: int, size: int) -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None, None]), tf.TensorSpec(None)], autograph=False)
+    def step(a: Any, b: Any) -> Any:
+        return [*hvd.grouped_allreduce([a, tf.ones([2]), b], op=hvd.Sum), hvd.allgather(b)]
+
+    for rows in (3, 0, 50):
+        results = step(tf.ones([rows, 2]), tf.ones([rows]))
+        assert [r.shape.as_list() for r in results] == [[rows, 2], [2], [rows], [rows * size]]
+        assert all(np.all(r.numpy() == size) for r in results[:3])
+
+
+def test_in_a_branch(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any, flag: Any) -> Any:
+        y = hvd.allreduce(x, op=hvd.Sum)
+        return tf.cond(flag, lambda: hvd.allreduce(y + x, op=hvd.Sum), lambda: hvd.broadcast(y * 10, 0))
+
+    for _ in range(3):
+        assert step(tf.constant(1.0), tf.constant(True)).numpy() == size * (size + 1)
+        assert step(tf.constant(1.0), tf.constant(False)).numpy() == 10 * size
+
+
+def test_a_branch_may_be_taken_on_all_ranks_by_a_reduced_condition(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(bad: Any) -> Any:
+        some = hvd.allreduce(bad, op=hvd.Max)
+        return tf.cond(some, lambda: hvd.allreduce(1, op=hvd.Sum), lambda: -1)
+
+    assert step(tf.constant(rank == 0)).numpy() == size
+    assert step(tf.constant(False)).numpy() == -1
+
+
+def test_in_a_loop(rank: int, size: int) -> None:
+    @tf.function
+    def dependent(x: Any) -> Any:
+        for _ in tf.range(5):
+            x = hvd.allreduce(x, op=hvd.Sum)
+        return x
+
+    @tf.function
+    def independent(x: Any) -> Any:
+        results = tf.TensorArray(tf.float32, 20, element_shape=[])
+        for i in tf.range(20):
+            results = results.write(i, hvd.allreduce(x + tf.cast(i, tf.float32), op=hvd.Sum, name="in_a_loop"))
+        return results.stack()
+
+    assert dependent(tf.constant(1.0)).numpy() == size ** 5
+    assert independent(tf.constant(0.0)).numpy().tolist() == [float(i * size) for i in range(20)]
+
+
+def test_in_a_while_loop_and_its_gradient(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            _, y = tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, 2.0 * hvd.allreduce(v)), [0, x])
+        return y, tape.gradient(y, x)
+
+    y, gradient = step(tf.constant(1.0))
+    assert (y.numpy(), gradient.numpy()) == (8.0, 8.0)
+
+
+def test_in_a_function_that_is_called_twice(size: int) -> None:
+    inner = in_graph(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    outer = in_graph(lambda x: (inner(x), inner(x + 1)))
+    assert [result.numpy() for result in outer(tf.constant(1.0))] == [size, 2 * size]
+
+
+def test_a_result_may_go_unused_on_one_rank(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        total = hvd.allreduce(x, op=hvd.Sum, name="unused_on_rank_0")
+        return x * size if rank == 0 else total
+
+    # More often than the number of results that are kept for a later use.
+    for _ in range(150):
+        assert step(tf.constant(1.0)).numpy() == size
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
+
+
+def test_a_mismatch_of_an_unused_result_does_no_harm(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        hvd.allreduce(x, name="unused_mismatch")
+        return tf.constant(1)
+
+    step(tf.ones([1 + rank]))
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
+
+
+def test_a_dataset_may_be_reduced_in_a_map(size: int) -> None:
+    data = tf.data.Dataset.range(5).map(lambda i: hvd.allreduce(i, op=hvd.Sum))
+    assert [value.numpy() for value in data] == [i * size for i in range(5)]
+
+
+# -- compression ------------------------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("name, wire", [("none", tf.float32), ("fp16", tf.float16), ("bf16", tf.bfloat16)])
+def test_compression_sets_the_dtype_on_the_wire(way: Callable, name: str, wire: Any, rank: int, size: int,
+                                                submitted: list) -> None:
+    compression = getattr(hvd.Compression, name)
+    value = tf.constant([1.0 + rank, 1 / 3], tf.float32)
+    result = way(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=compression))(value)
+    assert result.dtype == tf.float32
+    assert [request.tensors[0].dtype for request, _, _ in submitted] == [wire.name]
+    third = tf.cast(tf.cast(1 / 3, wire), tf.float32) * size
+    np.testing.assert_array_equal(result.numpy(), [size * (size + 1) / 2, tf.cast(tf.cast(third, wire), tf.float32)])
+
+
+@pytest.mark.parametrize("dtype, wire", [(tf.float64, "float16"), (tf.float16, "float16"), (tf.bfloat16, "bfloat16"),
+                                         (tf.int32, "int32"), (tf.complex64, "complex64")],
+                         ids=lambda v: getattr(v, "name", v))
+def test_compression_takes_wider_floating_point_only(dtype: Any, wire: str, submitted: list) -> None:
+    result = hvd.allreduce(tf.ones([2], dtype), op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert result.dtype == dtype
+    assert submitted[0][0].tensors[0].dtype == wire
+
+
+def test_compression_may_be_any_class_with_its_two_methods(size: int) -> None:
+    class Negated:
+        @staticmethod
+        def compress(tensor: Any) -> tuple[Any, Any]:
+            return -tensor, "context"
+
+        @staticmethod
+        def decompress(tensor: Any, context: Any) -> Any:
+            assert context == "context"
+            return -tensor
+
+    assert hvd.allreduce(tf.constant(2.0), op=hvd.Max, compression=Negated).numpy() == 2.0
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call, aspect", [
+    (lambda rank: hvd.allreduce(tf.ones([2 + (rank == 0)]), name="odd"), "shape"),
+    (lambda rank: hvd.allreduce(tf.ones([2], tf.float64 if rank == 0 else tf.float32), name="odd"), "dtype"),
+    (lambda rank: hvd.allreduce(tf.ones([2]), op=hvd.Sum if rank == 0 else hvd.Min, name="odd"), "reduce operation"),
+    (lambda rank: hvd.allgather(tf.ones([2, 3 + (rank == 0)]), name="odd"), "shape"),
+    (lambda rank: hvd.broadcast(tf.ones([2]), int(rank == 0), name="odd"), "root rank"),
+    (lambda rank: (hvd.allgather if rank == 0 else hvd.allreduce)(tf.ones([2]), name="odd"), "kind of collective"),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_a_disagreement_is_an_error_of_both_kinds_on_every_rank(call: Callable, aspect: str, rank: int,
+                                                                size: int) -> None:
+    with pytest.raises(mpistrat.MismatchError, match=f"odd: the ranks disagree on {aspect}: ") as ours:
+        call(rank)
+    assert "ranks [0]" in str(ours.value)
+    assert isinstance(ours.value, tf.errors.FailedPreconditionError)
+    with pytest.raises(tf.errors.FailedPreconditionError) as theirs:
+        call(rank)
+    assert theirs.value.message == str(ours.value) == str(theirs.value)
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
+
+
+def test_a_disagreement_in_a_graph_has_the_same_text(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        return hvd.allreduce(x, name="odd_graph")
+
+    for _ in range(2):
+        with pytest.raises(tf.errors.OpError, match=r"odd_graph: the ranks disagree on shape: \(1,\) on ranks \[0\]; "):
+            step(tf.ones([1 + rank]))
+    assert step(tf.ones([1])).numpy() == [1.0]
+
+
+def test_a_disagreement_about_a_tensor_that_is_joined_names_that_tensor(rank: int) -> None:
+    step = in_graph(lambda *values: hvd.grouped_allreduce(values, name="joined"))
+    # The shapes have the same number of elements, so the joined tensors are of one length.
+    with pytest.raises(tf.errors.OpError, match=r"disagree on shape of tensor \d: \(6,\) on ranks \[0\]; \(2, 3\) on"):
+        step(tf.ones([4]), tf.ones([6] if rank == 0 else [2, 3]), tf.ones([5]))
+
+
+@both_ways
+def test_the_gradient_of_a_disagreement_is_not_reached(way: Callable, rank: int, size: int) -> None:
+    with pytest.raises(tf.errors.OpError, match="the ranks disagree on shape"):
+        gradient_of(way, lambda v: hvd.allreduce(v, name="odd_gradient"), tf.ones([1 + rank]), tf.ones([1 + rank]))
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
+
+
+def test_a_request_that_makes_no_sense_is_refused(rank: int, size: int) -> None:
+    calls = [(lambda: hvd.allreduce(tf.constant([True])), "Average of bool has no meaning"),
+             (lambda: hvd.allgather(tf.constant(1.0)), "allgather needs at least one dimension"),
+             (lambda: hvd.broadcast(tf.ones([1]), size), f"invalid root rank {size}"),
+             (lambda: hvd.allgather(tf.constant(["text"])), "dtype object cannot be sent")]
+    for call, text in calls:
+        with pytest.raises(mpistrat.InvalidRequestError, match=text) as eager:
+            call()
+        assert isinstance(eager.value, tf.errors.InvalidArgumentError)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            in_graph(call)()
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
+
+
+def test_a_name_in_flight_is_an_invalid_argument(rank: int, size: int) -> None:
+    if rank == 0:
+        handle = mpistrat.allreduce_async(np.ones(1), name="tf_busy")
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the same name as another one that is") as raised:
+            hvd.allreduce(tf.ones([1]), name="tf_busy")
+        assert isinstance(raised.value, mpistrat.DuplicateNameError)
+        mpistrat.barrier()
+    else:
+        mpistrat.barrier()
+        handle = mpistrat.allreduce_async(np.ones(1), name="tf_busy")
+    handle.wait()
+
+
+def test_the_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="The op parameter supersedes average"):
+        hvd.allreduce(tf.ones([1]), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="op=Adasum is not available"):
+        hvd.allreduce(tf.ones([1]), op=hvd.Adasum)
+    with pytest.raises(ValueError, match="only process_set=global_process_set is available"):
+        hvd.allreduce(tf.ones([1]), process_set=object())
+
+
+@pytest.mark.parametrize("collective", [
+    lambda x: hvd.allreduce(x), lambda x: hvd.grouped_allreduce([x, x]), lambda x: hvd.allgather(x),
+    lambda x: hvd.broadcast(x, 0)], ids=["allreduce", "grouped_allreduce", "allgather", "broadcast"])
+def test_compilation_is_refused_with_what_to_write_instead(collective: Callable) -> None:
+    compiled = tf.function(collective, jit_compile=True, autograph=False)
+    with pytest.raises(ValueError, match=r"cannot be compiled by XLA\. Write model\.compile\(.*, jit_compile=False\)"):
+        compiled(tf.ones([2]))
+
+
+def test_compilation_of_a_caller_is_refused_too() -> None:
+    inner = in_graph(lambda x: hvd.allreduce(x))
+    with pytest.raises(ValueError, match=r"jit_compile=False"):
+        tf.function(lambda x: inner(x) + 1, jit_compile=True, autograph=False)(tf.ones([2]))
+
+
+def test_a_graph_for_a_session_is_refused() -> None:
+    with tf.Graph().as_default(), pytest.raises(ValueError, match=r"not in a tf\.compat\.v1 graph that a session runs"):
+        hvd.allreduce(tf.ones([2]))
+
+
+# -- variables --------------------------------------------------------------------------------------------------------
+
+
+def variables_of(rank: int) -> list[Any]:
+    return [tf.Variable(tf.fill([3, 2], rank + 0.5)), tf.Variable(rank, dtype=tf.int64), tf.Variable([rank == 1, True]),
+            tf.Variable(tf.cast([rank, rank], tf.bfloat16)), tf.Variable(tf.cast([rank], tf.float16)),
+            tf.Variable(rank, dtype=tf.int32), tf.Variable(tf.zeros([0, 2]))]
+
+
+@both_ways
+def test_broadcast_variables(way: Callable, rank: int, size: int) -> None:
+    for root in range(size):
+        variables = variables_of(rank)
+        way(lambda variables=variables, root=root: hvd.broadcast_variables(variables, root))()
+        for variable, expected in zip(variables, variables_of(root)):
+            assert variable.dtype == expected.dtype
+            np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+
+
+def test_broadcast_variables_in_a_function_happens_at_each_call(rank: int) -> None:
+    variable = tf.Variable(float(rank))
+    send = in_graph(lambda: hvd.broadcast_variables([variable], root_rank=1))
+    for value in (10.0, 20.0):
+        variable.assign(value + rank)
+        send()
+        assert variable.numpy() == value + 1
+
+
+def test_broadcast_variables_takes_keras_variables(rank: int) -> None:
+    keras = pytest.importorskip("keras")
+    variables = [keras.Variable(np.full(3, float(rank))), keras.Variable(rank, dtype="int32", trainable=False)]
+    hvd.broadcast_variables(variables, root_rank=1)
+    assert [variable.numpy().tolist() for variable in variables] == [[1.0] * 3, 1]
+
+
+def test_broadcast_variables_names_the_variable_that_differs(rank: int) -> None:
+    variables = [tf.Variable(1.0, name="same"), tf.Variable(tf.ones([2 + rank]), name="kernel")]
+    with pytest.raises(mpistrat.MismatchError, match=r"disagree on shape of tensor 1 \(kernel.*\): \(2,\) on ranks "):
+        hvd.broadcast_variables(variables, root_rank=0)
+
+
+def test_broadcast_variables_of_nothing_does_nothing(rank: int) -> None:
+    hvd.broadcast_variables([], root_rank=0)
+
+
+def test_objects_and_barriers(rank: int, size: int) -> None:
+    assert hvd.broadcast_object({"root": rank}, root_rank=1) == {"root": 1}
+    assert hvd.allgather_object(rank) == list(range(size))
+    hvd.barrier()
+
+
+# -- hand-over without copies -----------------------------------------------------------------------------------------
+
+
+def address_of(tensor: Any) -> int:
+    return np.asarray(memoryview(tensor)).ctypes.data
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.int32], ids=dtype_name)
+def test_eager_tensors_are_handed_over_and_back_without_a_copy(dtype: Any, submitted: list) -> None:
+    value = tf.ones([300_000], dtype)
+    for call in (lambda: hvd.allreduce(value), lambda: hvd.broadcast(value, 0), lambda: hvd.allgather(value)):
+        result = call()
+        _, arrays, handle = submitted.pop()
+        assert arrays[0].ctypes.data == address_of(value)
+        assert handle.wait()[0].ctypes.data == address_of(result)
+        assert address_of(result) % 64 == 0
+
+
+def test_tensors_of_a_graph_are_handed_over_and_back_without_a_copy(submitted: list) -> None:
+    seen = {}
+
+    def look(name: str, tensor: Any) -> Any:
+        def note(array: np.ndarray) -> np.int32:
+            seen[name] = array.ctypes.data
+            return np.int32(0)
+        return tf.numpy_function(note, [tensor], tf.int32)
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        value = x * 2.0
+        results = [hvd.allreduce(value), hvd.broadcast(value, 0), hvd.allgather(value)]
+        return [look("value", value), *[look(str(i), result) for i, result in enumerate(results)]]
+
+    step(tf.ones([300_000]))
+    assert len(submitted) == 3
+    for i, (_, arrays, handle) in enumerate(submitted):
+        assert arrays[0].ctypes.data == seen["value"]
+        assert handle.wait()[0].ctypes.data == seen[str(i)]
+
+
+def test_memory_is_used_again_when_nobody_has_it_any_more(submitted: list) -> None:
+    value = tf.ones([300_000])
+    kept = hvd.allreduce(value, op=hvd.Max)
+    addresses = set()
+    for i in range(20):
+        result = hvd.allreduce(value * i, op=hvd.Max)
+        assert result.numpy()[0] == i
+        addresses.add(address_of(result))
+        submitted.clear()
+        del result
+    assert len(addresses) <= 3
+    assert address_of(kept) not in addresses
+    assert np.all(kept.numpy() == 1)
+
+
+def test_a_result_that_is_kept_does_not_change(rank: int) -> None:
+    graph = in_graph(lambda x: hvd.allreduce(x, op=hvd.Max))
+    kept = [(way(tf.fill([100_000], float(i))), float(i)) for i in range(10)
+            for way in (graph, lambda x: hvd.allreduce(x, op=hvd.Max))]
+    assert all(np.all(result.numpy() == value) for result, value in kept)

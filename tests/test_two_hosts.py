@@ -1,0 +1,123 @@
+"""Ranks on two hosts: what they see, what they reduce, and how their job ends."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .hosts_in_namespaces import Hosts, two_hosts, why_not
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with two_hosts() as made:
+        yield made
+
+
+def test_the_hosts_are_a_pair_without_a_way_out(hosts: Hosts) -> None:
+    job = hosts.run([1, 1], ["sh", "-c", "echo $(hostname): $(ip -o route)"])
+    first, second = hosts.names
+    assert sorted(line.split(" dev ")[0] for line in job.output.splitlines()) == [
+        f"{first}: 10.200.77.0/24", f"{second}: 10.200.77.0/24"], job.output
+
+
+# By how the ranks are placed: the host of each rank, local_rank and local_size, cross_rank and cross_size.
+PLACES = {
+    "2 and 2": ([2, 2], "slot", [0, 0, 1, 1], [[0, 2], [1, 2], [0, 2], [1, 2]], [[0, 2], [0, 2], [1, 2], [1, 2]]),
+    "taking turns": ([2, 2], "node", [0, 1, 0, 1], [[0, 2], [0, 2], [1, 2], [1, 2]], [[0, 2], [1, 2], [0, 2], [1, 2]]),
+    "3 and 1": ([3, 1], "slot", [0, 0, 0, 1], [[0, 3], [1, 3], [2, 3], [0, 1]], [[0, 2], [0, 1], [0, 1], [1, 2]]),
+}
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_every_rank_sees_the_topology(hosts: Hosts, placement: str) -> None:
+    ranks_per_host, map_by, host_of, local, cross = PLACES[placement]
+    job = hosts.run(ranks_per_host, ["python", "tests/scripts/hosts_seen.py"], map_by=map_by)
+    addresses = [f"{hosts.names[host]}:{7000 + rank}" for rank, host in enumerate(host_of)]
+    for rank, host in enumerate(host_of):
+        line, = job.of_rank(rank)
+        assert json.loads(line) == {
+            "name": hosts.names[host], "hosts": list(hosts.names), "size": 4, "local": local[rank],
+            "cross": cross[rank], "is_homogeneous": ranks_per_host[0] == ranks_per_host[1],
+            "role": "worker" if rank else "chief",
+            "cluster_spec": {
+                "cluster": {"chief": addresses[:1], "worker": addresses[1:]},
+                "task": {"type": "worker", "index": rank - 1} if rank else {"type": "chief", "index": 0}},
+        }, job.output
+    assert job.code == 0, job.output
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_every_collective_is_right_on_every_rank(hosts: Hosts, placement: str) -> None:
+    ranks_per_host, map_by, *_ = PLACES[placement]
+    before = hosts.wire_bytes()
+    job = hosts.run(ranks_per_host, ["python", "tests/scripts/all_collectives.py"], map_by=map_by)
+    print(f"{placement}: {hosts.wire_bytes() - before:,} bytes on the wire, {job.seconds:.1f} s")
+    for rank in range(4):
+        assert job.of_rank(rank) == ["allreduce", "allgather", "broadcast", "objects", "another order on each rank",
+                                     "barriers"], job.output
+    assert job.code == 0, job.output
+    assert job.left == (), job.output
+
+
+def test_an_allreduce_of_two_hosts_sends_every_byte_once_in_each_direction(hosts: Hosts) -> None:
+    size, times = 2**23, 4
+    before = hosts.wire_bytes()
+    job = hosts.run([1, 1], ["python", "tests/scripts/large_allreduce.py", str(size), str(times)])
+    sent = hosts.wire_bytes() - before
+    print(f"{times} all-reduces of {size:,} bytes: {sent:,} bytes on the wire")
+    assert job.code == 0, job.output
+    # Each of two ranks sends half of the array to be summed, and half of the sum.
+    assert 1 <= sent / (2 * size * times) < 1.2
+
+
+def test_an_exception_on_the_second_host_ends_the_job_with_its_traceback(hosts: Hosts, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    job = hosts.run([1, 1], ["python", "tests/scripts/one_rank_ends.py", "raises", "are busy", str(mark)])
+    print(f"ended {job.ended_at - float(mark.read_text()):.2f} s after the exception")
+    assert job.code != 0, job.output
+    assert "RuntimeError: failed on purpose" in job.output, job.output
+    assert f"[mpistrat] rank 1 on {hosts.names[1]} ends the job: " in job.output, job.output
+    assert job.left == (), job.output
+
+
+def test_ranks_of_different_hosts_with_different_numbers_of_steps_are_told_so(hosts: Hosts) -> None:
+    job = hosts.run([1, 2], ["python", "tests/scripts/unequal_steps.py"])
+    assert job.of_rank(2) == ["returned 3.0"] * 3 + ["ends"], job.output
+    for rank in (0, 1):
+        assert "wait for ranks [2], which have already shut down (after 3 operations)" in job.of_rank(rank)[3], job.output
+        assert job.of_rank(rank)[-1] == "ends", job.output
+    assert job.code == 0, job.output
+
+
+def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
+    job = hosts.run([1, 2], ["python", "tests/scripts/stalled.py", "for nothing"], env={
+        "MPISTRAT_STALL_CHECK_TIME_SECONDS": "0.5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "2"})
+    for rank in range(3):
+        error = job.of_rank(rank)[-2]
+        assert error.startswith("StallError: ") and "lonely: ranks [0, 2] have waited " in error, job.output
+        assert job.of_rank(rank)[-1] == "ends", job.output
+    assert job.code == 0, job.output
+
+
+def test_a_setting_reaches_the_second_host_only_if_it_is_passed_on(hosts: Hosts) -> None:
+    job = hosts.run([1, 1], ["python", "tests/scripts/init_only.py", "1:MPISTRAT_CACHE_CAPACITY=7"],
+                    env={"MPISTRAT_CACHE_CAPACITY": "9"})
+    for rank in range(2):
+        assert job.of_rank(rank) == ["SettingsError: MPISTRAT_CACHE_CAPACITY: the ranks disagree: 9 on ranks [0]; "
+                                     "7 on ranks [1]."], job.output
+
+
+def test_nothing_is_left_of_hosts() -> None:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with two_hosts() as hosts:
+        job = hosts.run([1, 1], ["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 &"])
+        assert job.code == 0, job.output

@@ -1,0 +1,815 @@
+"""The engine: by hand, round by round, and with threads as ranks."""
+
+import contextlib
+import logging
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.local import ThreadControl, ThreadData, ThreadGroup
+from mpistrat.engine import SHUT_DOWN_TEXT, Engine
+from mpistrat.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
+from mpistrat.messages import ReduceOp, Request
+from mpistrat.requests import (
+    Average,
+    Max,
+    Sum,
+    allgather_request,
+    allreduce_request,
+    barrier_request,
+    broadcast_request,
+    specs_of,
+)
+from mpistrat.settings import Settings
+from mpistrat.tensor_queue import Handle
+
+LONG_S = 30.0  # only a failing test waits for so long
+
+
+def submit(engine: Engine, name: str, *arrays: np.ndarray, op: ReduceOp = Sum, prescale: float = 1.0,
+           postscale: float = 1.0) -> Handle:
+    """Submit an all-reduce."""
+    return engine.submit(allreduce_request(name, specs_of(arrays), op, prescale, postscale), arrays)
+
+
+def submit_barrier(engine: Engine, name: str) -> Handle:
+    """Submit a barrier, which needs no collective on data."""
+    return engine.submit(barrier_request(name), [])
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """Engines without threads. Work that moves no data can be driven in one thread, whatever the number of ranks."""
+
+    def __init__(self, size: int, settings: Settings | None = None):
+        group = ThreadGroup(size, timeout_s=0.01)
+        self.now = 0.0
+        self.engines = [Engine(rank, size, group.control(rank), group.data(rank), settings or Settings(),
+                               clock=lambda: self.now) for rank in range(size)]
+
+    def settle(self, now: float | None = None) -> None:
+        """Step all engines until nothing happens any more."""
+        if now is not None:
+            self.now = now
+        while sum(engine.step() for engine in reversed(self.engines)):
+            pass
+
+
+def test_a_step_says_whether_anything_happened() -> None:
+    engine, = ByHand(1).engines
+    assert not engine.step()
+    submit_barrier(engine, "a")
+    assert engine.step()
+    assert not engine.step()
+
+
+def test_a_lone_rank_is_done_after_one_step() -> None:
+    engine, = ByHand(1).engines
+    handle = submit(engine, "a", np.arange(3.0))
+    assert not handle.done()
+    engine.step()
+    np.testing.assert_array_equal(handle.wait(0)[0], [0, 1, 2])
+
+
+@pytest.mark.parametrize("size", [2, 18, 40])
+def test_work_is_done_when_the_last_rank_has_submitted_it(size: int) -> None:
+    job = ByHand(size)
+    handles = [submit_barrier(engine, "a") for engine in job.engines[:-1]]
+    job.settle()
+    assert not any(handle.done() for handle in handles)
+    handles.append(submit_barrier(job.engines[-1], "a"))
+    job.settle()
+    assert [handle.wait(0) for handle in handles] == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 18])
+def test_the_same_names_are_used_again_step_after_step(size: int) -> None:
+    job = ByHand(size)
+    for _ in range(4):
+        handles = [submit_barrier(engine, name) for engine in job.engines for name in "ab"]
+        job.settle()
+        assert all(handle.done() for handle in handles)
+
+
+def test_a_stall_is_reported_once_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    job = ByHand(3)
+    for rank in (0, 2):
+        submit_barrier(job.engines[rank], "a")
+    with caplog.at_level(logging.WARNING, "mpistrat"):
+        job.settle(0.0)
+        job.settle(60.0)
+        assert not caplog.messages
+        job.settle(61.0)
+        job.settle(62.0)
+    assert len(caplog.messages) == 1
+    assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for nothing." in caplog.messages[0]
+
+
+@pytest.mark.parametrize("size", [2, 18])
+def test_a_stall_fails_every_handle_on_every_rank(size: int) -> None:
+    job = ByHand(size)
+    waiting = [submit_barrier(engine, "a") for engine in job.engines[:-1]]
+    other = submit_barrier(job.engines[-1], "b")
+    for now in (0.0, 31.0, 62.0, 600.0):
+        job.settle(now)
+        assert not any(handle.done() for handle in [*waiting, other])
+    job.settle(632.0)
+    for handle in [*waiting, other]:
+        with pytest.raises(StallError, match=rf"a: ranks \[.*\] have waited 632 s for ranks \[{size - 1}\], which wait "
+                                             r"for b instead"):
+            handle.wait(0)
+    for engine in job.engines:
+        with pytest.raises(StallError):
+            submit_barrier(engine, "c")
+        assert isinstance(engine.error, StallError)
+
+
+@pytest.mark.parametrize("settings", [Settings(stall_check_disable=True), Settings(stall_abort_s=0.0)])
+def test_without_a_limit_a_stall_lasts(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    job = ByHand(2, settings)
+    handle = submit_barrier(job.engines[0], "a")
+    for now in (0.0, 1e5):
+        job.settle(now)
+    assert not handle.done()
+    assert bool(caplog.messages) != settings.stall_check_disable
+    submit_barrier(job.engines[1], "a")
+    job.settle()
+    assert handle.done()
+
+
+def test_a_mismatch_fails_the_handle_on_every_rank_and_nothing_else() -> None:
+    job = ByHand(3)
+    odd = [submit(engine, "a", np.zeros(rank // 2 + 1)) for rank, engine in enumerate(job.engines)]
+    fine = [submit_barrier(engine, "b") for engine in job.engines]
+    job.settle()
+    for handle in odd:
+        with pytest.raises(MismatchError, match=r"^a: the ranks disagree on shape: \(1,\) on ranks \[0, 1\]; \(2,\) on "
+                                                r"ranks \[2\]\.$"):
+            handle.wait(0)
+    assert all(handle.wait(0) == [] for handle in fine)
+    again = [submit_barrier(engine, "a") for engine in job.engines]
+    job.settle()
+    assert all(handle.done() for handle in again)
+
+
+@pytest.mark.parametrize("size", [1, 2, 18])
+def test_when_all_ranks_have_ended_later_work_is_refused(size: int) -> None:
+    job = ByHand(size)
+    for engine in job.engines:
+        engine.end()
+        job.settle()
+    for engine in job.engines:
+        with pytest.raises(ShutdownError) as caught:
+            submit_barrier(engine, "a")
+        assert str(caught.value) == SHUT_DOWN_TEXT
+        assert engine.error is None
+
+
+@pytest.mark.parametrize("size", [2, 18])
+def test_work_that_waits_for_a_rank_that_has_ended_fails_with_the_number_of_its_operations(size: int) -> None:
+    job = ByHand(size)
+    for engine in job.engines:
+        submit_barrier(engine, "step")
+    job.settle()
+    job.engines[-1].end()
+    job.settle()
+    handles = [submit_barrier(engine, "step") for engine in job.engines[:-1]]
+    job.settle()
+    for handle in handles:
+        with pytest.raises(ShutdownError, match=rf"^step: ranks .* wait for ranks \[{size - 1}\], which have already "
+                                                r"shut down \(after 1 operations\)\. The ranks ran different numbers"):
+            handle.wait(0)
+    assert all(isinstance(engine.error, ShutdownError) for engine in job.engines)
+
+
+def test_a_rank_that_has_ended_still_takes_part_in_what_it_submitted() -> None:
+    job = ByHand(2)
+    early = submit_barrier(job.engines[1], "a")
+    job.engines[1].end()
+    job.settle()
+    late = submit_barrier(job.engines[0], "a")
+    job.settle()
+    assert early.done() and late.done()
+
+
+def test_a_name_in_flight_is_refused_and_free_when_done() -> None:
+    engine, = ByHand(1).engines
+    first = submit_barrier(engine, "a")
+    with pytest.raises(DuplicateNameError):
+        submit_barrier(engine, "a")
+    engine.step()
+    assert first.done()
+    submit_barrier(engine, "a")
+
+
+def test_a_callback_may_submit_the_same_name_again() -> None:
+    engine, = ByHand(1).engines
+    later: list[Handle] = []
+    submit_barrier(engine, "a").when_done(lambda: later.append(submit_barrier(engine, "a")))
+    engine.step()
+    engine.step()
+    assert later[0].done()
+
+
+# -- with threads as ranks --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(size: int, settings: Settings | None = None, planes: Sequence[DataPlane] | None = None,
+            group: ThreadGroup | None = None, start: bool = True) -> Iterator[list[Engine]]:
+    """Engines of that many ranks, each with its thread, which end together."""
+    group = group or ThreadGroup(size, timeout_s=LONG_S)
+    engines = [Engine(rank, size, group.control(rank), planes[rank] if planes else group.data(rank),
+                      settings or Settings()) for rank in range(size)]
+    if start:
+        for engine in engines:
+            engine.start()
+    try:
+        yield engines
+    finally:
+        end_all(engines)
+
+
+def end_all(engines: Sequence[Engine]) -> None:
+    """End engines as their ranks would, all at once."""
+    threads = [threading.Thread(target=engine.end, daemon=True) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert not any(thread.is_alive() for thread in threads), "an engine does not end"
+
+
+def on_all(engines: Sequence[Engine], work: Callable[[int, Engine], list]) -> list[list]:
+    """What `work(rank, engine)` returns on every rank, each in a thread of its own, by rank."""
+    with ThreadPoolExecutor(len(engines)) as ranks:
+        return list(ranks.map(work, range(len(engines)), engines))
+
+
+class CountingData(ThreadData):
+    """Notes how many elements each all-reduce and broadcast had."""
+
+    def __init__(self, group: ThreadGroup, rank: int):
+        super().__init__(group, rank)
+        self.reduced: list[int] = []
+        self.broadcasts: list[int] = []
+
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        self.reduced.append(source.size)
+        super().allreduce(source, target, op)
+
+    def broadcast(self, array: np.ndarray, root_rank: int) -> None:
+        self.broadcasts.append(array.size)
+        super().broadcast(array, root_rank)
+
+
+def run_once(size: int, work: Callable[[int, Engine], list[Handle]],
+             settings: Settings | None = None) -> tuple[list[list[list[np.ndarray]]], list[CountingData]]:
+    """The results of work that is submitted as one batch, by rank, and the collectives it took."""
+    group = ThreadGroup(size, timeout_s=LONG_S)
+    planes = [CountingData(group, rank) for rank in range(size)]
+    with running(size, settings, planes, group, start=False) as engines:
+        handles = [work(rank, engine) for rank, engine in enumerate(engines)]
+        for engine in engines:
+            engine.start()
+        return [[handle.wait(LONG_S) for handle in each] for each in handles], planes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 18])
+def test_every_rank_gets_the_same_sum(size: int) -> None:
+    results, _ = run_once(size, lambda rank, engine: [submit(engine, "a", np.arange(4.0) + rank)])
+    for result in results:
+        np.testing.assert_array_equal(result[0][0], np.arange(4.0) * size + size * (size - 1) / 2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_may_submit_in_different_orders(size: int) -> None:
+    names = [f"{i}" for i in range(30)]
+
+    def work(rank: int, engine: Engine) -> list:
+        source, results = random.Random(rank), []
+        for step in range(5):
+            handles = {name: submit(engine, name, np.full(3, float(name) + rank + step))
+                       for name in source.sample(names, len(names))}
+            results.append([float(handles[name].wait(LONG_S)[0][0]) for name in names])
+        return results
+
+    with running(size) as engines:
+        for result in on_all(engines, work):
+            assert result == [[size * (i + step) + size * (size - 1) / 2 for i in range(30)] for step in range(5)]
+
+
+def test_many_threads_may_submit() -> None:
+    size, threads, each = 2, 6, 20
+
+    def work(rank: int, engine: Engine) -> list:
+        def one(thread: int) -> list[float]:
+            return [float(submit(engine, f"{thread}/{i}", np.array(float(thread + i + rank))).wait(LONG_S)[0])
+                    for i in range(each)]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(one, range(threads)))
+
+    with running(size) as engines:
+        for result in on_all(engines, work):
+            assert result == [[2.0 * (thread + i) + 1 for i in range(each)] for thread in range(threads)]
+
+
+def test_a_result_is_not_touched_by_later_work() -> None:
+    with running(2) as engines:
+        def work(rank: int, engine: Engine) -> list:
+            kept = [submit(engine, "a", np.full(100, float(step))).wait(LONG_S)[0] for step in range(10)]
+            return [set(array.tolist()) for array in kept]
+
+        for result in on_all(engines, work):
+            assert result == [{2.0 * step} for step in range(10)]
+
+
+def test_the_input_is_not_touched() -> None:
+    arrays = [np.arange(3.0), np.arange(5.0)]
+    for array in arrays:
+        array.flags.writeable = False
+    results, _ = run_once(2, lambda rank, engine: [submit(engine, "a", *arrays, op=Average, prescale=2.0),
+                                                   submit(engine, "b", arrays[0])])
+    np.testing.assert_array_equal(arrays[0], np.arange(3.0))
+    assert not any(np.shares_memory(result, array) for rank in results for handle in rank for result in handle
+                   for array in arrays)
+
+
+# -- callers that drive -----------------------------------------------------------------------------------------------
+
+
+def run(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
+    """As submit, but waits, and drives the engine if nobody else does."""
+    return engine.run(allreduce_request(name, specs_of(arrays), Sum), arrays, limit_s)
+
+
+def test_a_caller_that_waits_needs_no_thread() -> None:
+    engine, = ByHand(1).engines
+    np.testing.assert_array_equal(run(engine, "a", np.arange(3.0)).wait(0)[0], [0, 1, 2])
+
+
+def test_a_caller_that_waits_takes_what_was_submitted_before_along() -> None:
+    engine, = ByHand(1).engines
+    earlier = submit(engine, "a", np.ones(1))
+    assert run(engine, "b", np.ones(1)).done()
+    assert earlier.done()
+
+
+def test_a_caller_stops_waiting_at_its_limit() -> None:
+    job = ByHand(2)
+    handle = run(job.engines[0], "a", np.ones(1), limit_s=0.0)
+    assert not handle.done()
+    mismatch = submit_barrier(job.engines[1], "a")
+    job.settle()
+    assert handle.done() and mismatch.done()
+
+
+class NoWait(ThreadControl):
+    """Control messages of a rank that has nothing to wait for."""
+
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
+        raise AssertionError("waits for nothing")
+
+
+class LateLock:
+    """A lock whose owner-to-be is overtaken by another driver."""
+
+    def __init__(self, overtake: Callable[[], object]):
+        self._overtake, self._lock = overtake, threading.Lock()
+        self.release, self.locked = self._lock.release, self._lock.locked
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Let the other driver finish, then succeed."""
+        self._overtake()
+        return self._lock.acquire(blocking)
+
+
+def test_a_caller_whose_work_another_driver_has_done_does_not_wait() -> None:
+    group = ThreadGroup(1)
+    engine = Engine(0, 1, NoWait(group, 0), group.data(0), Settings())
+    engine._driving = LateLock(engine.step)  # type: ignore[assignment]
+    assert run(engine, "a", np.ones(1)).done()
+    assert engine.error is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 18])
+def test_ranks_may_wait_for_one_thing_after_another(size: int) -> None:
+    with running(size) as engines:
+        for result in on_all(engines, lambda rank, engine: [
+                float(run(engine, "a", np.array(float(rank + step))).wait(0)[0]) for step in range(10)]):
+            assert result == [size * step + size * (size - 1) / 2 for step in range(10)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_many_threads_may_wait_and_submit_at_once(size: int) -> None:
+    def work(rank: int, engine: Engine) -> list:
+        def one(thread: int) -> list[float]:
+            results = []
+            for i in range(15):
+                call = run if (thread + i + rank) % 2 else submit
+                results.append(float(call(engine, f"{thread}", np.array(float(i))).wait(LONG_S)[0]))
+            return results
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(one, range(4)))
+
+    with running(size) as engines:
+        for result in on_all(engines, work):
+            assert result == [[float(size * i) for i in range(15)]] * 4
+
+
+def test_what_is_submitted_while_a_caller_drives_is_done_after_the_caller_has_left() -> None:
+    with running(2) as engines:
+        def work(rank: int, engine: Engine) -> list:
+            later: list[Handle] = []
+            submit(engine, "first", np.ones(1)).when_done(lambda: later.append(submit(engine, "later", np.ones(1))))
+            run(engine, "second", np.ones(1))
+            submit(engine, "third", np.ones(1)).wait(LONG_S)
+            return later[0].wait(LONG_S)
+
+        for result in on_all(engines, work):
+            np.testing.assert_array_equal(result[0], [2])
+
+
+# -- fusion -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_ready_together_is_reduced_together() -> None:
+    results, planes = run_once(2, lambda rank, engine: [submit(engine, f"{i}", np.full(i, 1.0)) for i in range(5)])
+    assert [plane.reduced for plane in planes] == [[10], [10]]
+    for rank in results:
+        for i, (result,) in enumerate(rank):
+            np.testing.assert_array_equal(result, np.full(i, 2.0))
+
+
+def test_with_threshold_0_nothing_is_reduced_together() -> None:
+    results, planes = run_once(2, lambda rank, engine: [submit(engine, f"{i}", np.full(i + 1, 1.0)) for i in range(4)],
+                               Settings(fusion_bytes=0))
+    assert [sorted(plane.reduced) for plane in planes] == [[1, 2, 3, 4]] * 2
+    assert all((result[0] == 2.0).all() for rank in results for result in rank)
+
+
+def test_a_group_that_is_larger_than_the_threshold_comes_back_whole() -> None:
+    group = [np.full(10, float(i)) for i in range(7)]
+    results, planes = run_once(3, lambda rank, engine: [submit(engine, "g", *group)], Settings(fusion_bytes=240))
+    assert planes[0].reduced == planes[1].reduced == planes[2].reduced == [30, 30, 10]
+    for rank in results:
+        for i, result in enumerate(rank[0]):
+            np.testing.assert_array_equal(result, np.full(10, 3.0 * i))
+
+
+def test_groups_of_mixed_dtypes_are_reduced_by_dtype() -> None:
+    arrays: list[np.ndarray] = [
+        np.full(2, 1, np.float32), np.full(3, 2, np.int8), np.full(4, 3, np.float32), np.full(5, 4, np.float16),
+        np.full(6, 5, np.int8)]
+    results, planes = run_once(2, lambda rank, engine: [submit(engine, "g", *arrays)])
+    assert planes[0].reduced == planes[1].reduced == [6, 9, 5]
+    for rank in results:
+        for result, array in zip(rank[0], arrays, strict=True):
+            assert result.dtype == array.dtype
+            np.testing.assert_array_equal(result, 2 * array)
+
+
+def test_different_operations_and_scales_do_not_share_a_reduction() -> None:
+    one = np.full(2, 3.0)
+
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        return [submit(engine, "sum", one + rank), submit(engine, "max", one + rank, op=Max),
+                submit(engine, "average", one + rank, op=Average), submit(engine, "pre", one + rank, prescale=2.0),
+                submit(engine, "post", one + rank, postscale=3.0), submit(engine, "sum2", one + rank)]
+
+    results, planes = run_once(2, work)
+    assert planes[0].reduced == [4, 2, 2, 2, 2]
+    for rank in results:
+        assert [float(result[0][0]) for result in rank] == [7, 4, 3.5, 14, 21, 7]
+
+
+def test_fusion_does_not_change_a_bit() -> None:
+    source = np.random.default_rng(0)
+    parts = [[source.standard_normal(n).astype(np.float32) for n in (1, 100, 33, 7)] for _ in range(3)]
+
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        return [submit(engine, f"{i}", array, op=Average) for i, array in enumerate(parts[rank])]
+
+    fused, _ = run_once(3, work)
+    alone, _ = run_once(3, work, Settings(fusion_bytes=0))
+    bits = [[result[0].tobytes() for result in rank] for rank in [*fused, *alone]]
+    assert all(other == bits[0] for other in bits)
+
+
+def test_broadcasts_of_one_root_and_dtype_are_sent_together() -> None:
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        arrays = [np.full(3, 10.0 * rank), np.full(4, 10.0 * rank + 1)]
+        requests = [broadcast_request(f"{root}/{i}", specs_of([array]), root, 3)
+                    for root in (2, 0) for i, array in enumerate(arrays)]
+        return [engine.submit(request, [array]) for request, array in zip(requests, arrays * 2, strict=True)]
+
+    results, planes = run_once(3, work)
+    assert [plane.broadcasts for plane in planes] == [[7, 7]] * 3
+    for rank in results:
+        assert [float(result[0][0]) for result in rank] == [20, 21, 0, 1]
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_scalars_and_arrays_without_elements_keep_their_shapes(size: int, together: bool) -> None:
+    arrays = [np.array(2.0), np.empty((0, 3)), np.empty((2, 0)), np.full((1, 1), 5.0)]
+    results, _ = run_once(size, lambda rank, engine: [submit(engine, "g", *arrays)] if together else
+                          [submit(engine, f"{i}", array) for i, array in enumerate(arrays)],
+                          Settings(fusion_bytes=1000 if together else 0))
+    for rank in results:
+        flat = [array for result in rank for array in result]
+        assert [array.shape for array in flat] == [(), (0, 3), (2, 0), (1, 1)]
+        assert float(flat[0]) == 2.0 * size
+        assert float(flat[3][0, 0]) == 5.0 * size
+
+
+def test_a_group_of_nothing_is_complete() -> None:
+    results, planes = run_once(2, lambda rank, engine: [submit(engine, "g")])
+    assert results == [[[]], [[]]]
+    assert planes[0].reduced == []
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["fused", "alone"])
+def test_integer_averages_are_exact_and_truncated(together: bool) -> None:
+    size = 3
+
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        arrays = [np.array([49, -5], np.int32), np.array([7 if rank else 0, -2], np.int32)]
+        return [submit(engine, "g", *(arrays if together else arrays[:1]), op=Average)]
+
+    for rank in run_once(size, work)[0]:
+        np.testing.assert_array_equal(rank[0][0], [49, -5])
+        if together:
+            np.testing.assert_array_equal(rank[0][1], [4, -2])
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["fused", "alone"])
+def test_values_are_scaled_before_and_after(together: bool) -> None:
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        arrays = [np.array([1.0 + rank]), np.array([10.0])][:1 + together]
+        return [submit(engine, "g", *arrays, op=Average, prescale=0.5, postscale=4.0)]
+
+    for rank in run_once(2, work)[0]:
+        assert float(rank[0][0][0]) == 3.0
+        assert not together or float(rank[0][1][0]) == 20.0
+
+
+def test_nan_and_infinities_pass_even_where_warnings_are_errors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results, _ = run_once(2, lambda rank, engine: [
+            submit(engine, "a", np.array([np.nan, np.inf, -np.inf if rank else np.inf])),
+            submit(engine, "b", np.array([60000], np.float16)),
+            submit(engine, "c", np.array([2**31 - 1], np.int32), prescale=3.0)])
+    for rank in results:
+        np.testing.assert_array_equal(rank[0][0], [np.nan, np.inf, np.nan])
+        np.testing.assert_array_equal(rank[1][0], [np.inf])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_bring_different_numbers_of_rows_to_an_allgather(size: int) -> None:
+    def work(rank: int, engine: Engine) -> list:
+        results = []
+        for step in range(3):  # Rank 0 brings none at first, and every rank others in each step.
+            array = np.full(((rank + step) % 4, 2), rank, np.int16)
+            request = allgather_request("g", specs_of([array]))
+            results.append(engine.submit(request, [array]).wait(LONG_S)[0])
+        return results
+
+    with running(size) as engines:
+        for results in on_all(engines, work):
+            for step, result in enumerate(results):
+                assert result.dtype == np.int16
+                assert result[:, 0].tolist() == [rank for rank in range(size) for _ in range((rank + step) % 4)]
+                assert result.shape[1] == 2
+
+
+def test_an_allgather_may_be_empty_on_all_ranks() -> None:
+    array = np.empty((0, 3))
+    results, _ = run_once(2, lambda rank, engine: [engine.submit(allgather_request("g", specs_of([array])), [array])])
+    assert [rank[0][0].shape for rank in results] == [(0, 3)] * 2
+
+
+def test_several_arrays_are_gathered_each_for_itself() -> None:
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        arrays = [np.full(rank + 1, rank), np.full((2, 2), rank, np.float32)]
+        return [engine.submit(allgather_request("g", specs_of(arrays)), arrays)]
+
+    for rank in run_once(2, work)[0]:
+        np.testing.assert_array_equal(rank[0][0], [0, 1, 1])
+        np.testing.assert_array_equal(rank[0][1][:, 0], [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("root", [0, 1, 2])
+def test_a_broadcast_brings_the_roots_values(root: int) -> None:
+    def work(rank: int, engine: Engine) -> list[Handle]:
+        array = np.array([rank, rank + 0.5]) if rank != root else np.array([np.nan, 7.0])
+        return [engine.submit(broadcast_request("b", specs_of([array]), root, 3), [array])]
+
+    for rank in run_once(3, work)[0]:
+        np.testing.assert_array_equal(rank[0][0], [np.nan, 7.0])
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    """What the data plane raises in these tests."""
+
+
+class FailingData(ThreadData):
+    """Fails on an all-reduce of 13 elements: after the exchange, or before it, so that no rank gets its result."""
+
+    def __init__(self, group: ThreadGroup, rank: int, before: bool):
+        super().__init__(group, rank)
+        self._before = before
+
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        if source.size == 13 and self._before:
+            self._group.barrier.abort()  # As MPI would end the others' wait, sooner or later.
+            raise BrokenError("the network is gone")
+        super().allreduce(source, target, op)
+        if source.size == 13:
+            raise BrokenError("the network is gone")
+
+
+def failing(size: int, failed: int, before: bool) -> tuple[ThreadGroup, list[DataPlane]]:
+    """Data planes of which one fails."""
+    group = ThreadGroup(size, timeout_s=LONG_S)
+    return group, [FailingData(group, rank, before) if rank == failed else group.data(rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("size", "failed"), [(1, 0), (2, 0), (2, 1), (3, 2), (18, 1), (18, 17)])
+def test_a_failure_on_one_rank_reaches_every_handle_on_every_rank(size: int, failed: int) -> None:
+    # Rank 1 of 18 is the one that rank 17 hears everything from.
+    group, planes = failing(size, failed, before=False)
+    with running(size, None, planes, group) as engines:
+        # Only some ranks submit "open", so that it is still in flight when the engine fails.
+        waiting = [submit(engine, "open", np.zeros(1)) for engine in engines[:max(1, size - 1)]] if size > 1 else []
+        fatal = [submit(engine, "fatal", np.zeros(13)) for engine in engines]
+        with pytest.raises(EngineError) as first:
+            fatal[failed].wait(LONG_S)
+        for handle in waiting:
+            with pytest.raises(EngineError) as caught:
+                handle.wait(LONG_S)
+            assert str(caught.value) == str(first.value)
+        for rank in set(range(size)) - {failed}:
+            np.testing.assert_array_equal(fatal[rank].wait(LONG_S)[0], np.zeros(13))
+        text = str(first.value)
+        assert text.startswith(f"The engine of rank {failed} failed: BrokenError('the network is gone')")
+        assert "Traceback (most recent call last)" in text
+        assert "in allreduce" in text
+    for engine in engines:
+        with pytest.raises(EngineError) as caught:
+            submit(engine, "later", np.zeros(1))
+        assert str(caught.value) == text
+        assert str(engine.error) == text
+
+
+@pytest.mark.parametrize(("size", "failed"), [(2, 0), (3, 1)])
+def test_a_failure_in_the_midst_of_a_collective_leaves_no_handle_behind(size: int, failed: int) -> None:
+    group, planes = failing(size, failed, before=True)
+    with running(size, None, planes, group, start=False) as engines:
+        handles = [submit(engine, name, np.zeros(elements, dtype)) for engine in engines
+                   for name, elements, dtype in (("fatal", 13, np.float64), ("other", 4, np.float32))]
+        for engine in engines:
+            engine.start()
+        for handle in handles:
+            with pytest.raises(EngineError, match=r"^The engine of rank \d failed: "):
+                handle.wait(LONG_S)
+
+
+def test_what_was_complete_before_a_failure_stays_so() -> None:
+    group, planes = failing(2, 0, before=True)
+    with running(2, None, planes, group, start=False) as engines:
+        good = [submit(engine, "good", np.ones(4, np.float32)) for engine in engines]
+        fatal = [submit(engine, "fatal", np.zeros(13)) for engine in engines]
+        for engine in engines:
+            engine.start()
+        for handle in good:
+            np.testing.assert_array_equal(handle.wait(LONG_S)[0], np.full(4, 2))
+        for handle in fatal:
+            with pytest.raises(EngineError):
+                handle.wait(LONG_S)
+
+
+def test_callbacks_are_called_on_a_failure_too() -> None:
+    group, planes = failing(1, 0, before=False)
+    called = threading.Event()
+    with running(1, None, planes, group) as engines:
+        submit(engines[0], "fatal", np.zeros(13)).when_done(called.set)
+        assert called.wait(LONG_S)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_failure_reaches_a_caller_that_drives_as_it_reaches_all(size: int) -> None:
+    group, planes = failing(size, 0, before=False)
+    with running(size, None, planes, group) as engines:
+        on_all(engines, lambda rank, engine: [run(engine, "fatal", np.zeros(13))])
+        for engine in engines:
+            with pytest.raises(EngineError, match=r"^The engine of rank 0 failed: BrokenError"):
+                run(engine, "later", np.zeros(1)).wait(LONG_S)
+
+
+def test_ctrl_c_in_a_caller_that_drives_is_raised_there_and_ends_all() -> None:
+    class Interrupted(ThreadData):
+        def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+            raise KeyboardInterrupt
+
+    group = ThreadGroup(1)
+    engine = Engine(0, 1, group.control(0), Interrupted(group, 0), Settings())
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, "a", np.ones(1))
+    with pytest.raises(EngineError, match="KeyboardInterrupt"):
+        submit(engine, "b", np.ones(1))
+
+
+def test_a_mismatch_leaves_the_engines_running() -> None:
+    with running(3) as engines:
+        def work(rank: int, engine: Engine) -> list:
+            with pytest.raises(MismatchError, match=r"^a: the ranks disagree on dtype: float64 on ranks \[0, 2\]; "
+                                                    r"int64 on ranks \[1\]\.$"):
+                submit(engine, "a", np.zeros(2, np.int64 if rank == 1 else np.float64)).wait(LONG_S)
+            return submit(engine, "a", np.ones(2)).wait(LONG_S)
+
+        for result in on_all(engines, work):
+            np.testing.assert_array_equal(result[0], [3, 3])
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 18])
+def test_after_the_end_the_threads_are_gone_and_work_is_refused(size: int) -> None:
+    before = threading.active_count()
+    with running(size) as engines:
+        on_all(engines, lambda rank, engine: submit(engine, "a", np.ones(1)).wait(LONG_S))
+    assert threading.active_count() == before
+    for engine in engines:
+        assert engine.error is None
+        with pytest.raises(ShutdownError) as caught:
+            submit(engine, "b", np.ones(1))
+        assert str(caught.value) == SHUT_DOWN_TEXT
+
+
+def test_an_engine_may_be_ended_twice() -> None:
+    with running(2) as engines:
+        end_all(engines)
+    assert all(engine.error is None for engine in engines)
+
+
+def test_a_rank_that_ends_early_fails_what_others_wait_for() -> None:
+    with running(2) as engines:
+        on_all(engines, lambda rank, engine: submit(engine, "step", np.ones(1)).wait(LONG_S))
+        with ThreadPoolExecutor(1) as other:
+            ended = other.submit(engines[1].end)
+            with pytest.raises(ShutdownError, match=r"^step: ranks \[0\] wait for ranks \[1\], which have already shut "
+                                                    r"down \(after 1 operations\)"):
+                submit(engines[0], "step", np.ones(1)).wait(LONG_S)
+            ended.result(LONG_S)
+    assert all(isinstance(engine.error, ShutdownError) for engine in engines)
+
+
+def test_a_rank_that_has_ended_waits_for_the_others_and_reports_it() -> None:
+    reports: list[float] = []
+    reported = threading.Event()
+
+    def report(waited_s: float) -> None:
+        reports.append(waited_s)
+        reported.set()
+
+    with running(2) as engines, ThreadPoolExecutor(1) as other:
+        ended = other.submit(engines[0].end, report, 0.001)
+        assert reported.wait(LONG_S)
+        assert not ended.done()
+        engines[1].end()
+        ended.result(LONG_S)
+    assert reports == sorted(reports)
+
+
+def test_work_in_flight_is_done_before_the_end() -> None:
+    with running(3) as engines:
+        handles = [submit(engine, f"{i}", np.ones(2)) for engine in engines for i in range(20)]
+    for handle in handles:
+        np.testing.assert_array_equal(handle.wait(0)[0], [3, 3])
+
+
+def test_a_request_has_its_own_handle() -> None:
+    request: Request = barrier_request("a")
+    with running(1) as engines:
+        first = engines[0].submit(request, [])
+        first.wait(LONG_S)
+        second = engines[0].submit(request, [])
+        assert second is not first
+        assert second.name == "a"
