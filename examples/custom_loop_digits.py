@@ -106,4 +106,4 @@ if len(set(digests)) > 1:
     sys.exit(f"The ranks have ended with different weights: {digests}")
 if chief:
     accuracy = np.mean(model.predict(x_test, verbose=0).argmax(axis=1) == y_test)
-    print(f"test accuracy {accuracy:.3f}, {seconds:.1f} s, weights {digest}, the same on all {hvd.size()} ranks")
+    print(f"test accuracy {accuracy:.3f}, {seconds:.1f} s, weights {digest}, the same on all ranks ({hvd.size()})")

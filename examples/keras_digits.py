@@ -86,4 +86,4 @@ if len(set(digests)) > 1:
     sys.exit(f"The ranks have ended with different weights: {digests}")
 if chief:
     _, accuracy = model.evaluate(x_test, y_test, verbose=0)
-    print(f"test accuracy {accuracy:.3f}, {seconds:.1f} s, weights {digest}, the same on all {hvd.size()} ranks")
+    print(f"test accuracy {accuracy:.3f}, {seconds:.1f} s, weights {digest}, the same on all ranks ({hvd.size()})")

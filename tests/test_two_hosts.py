@@ -1,7 +1,6 @@
 """Ranks on two hosts: what they see, what they reduce, and how their job ends."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,7 +90,8 @@ def test_ranks_of_different_hosts_with_different_numbers_of_steps_are_told_so(ho
     job = hosts.run([1, 2], ["python", "tests/scripts/unequal_steps.py"])
     assert job.of_rank(2) == ["returned 3.0"] * 3 + ["ends"], job.output
     for rank in (0, 1):
-        assert "wait for ranks [2], which have already shut down (after 3 operations)" in job.of_rank(rank)[3], job.output
+        error = job.of_rank(rank)[3]
+        assert "wait for ranks [2], which have already shut down (after 3 operations)" in error, job.output
         assert job.of_rank(rank)[-1] == "ends", job.output
     assert job.code == 0, job.output
 

@@ -1,22 +1,23 @@
 """The bridge between TensorFlow's tensors and the engine's arrays, eager and in tf.function.
 
 Eagerly a tensor's memory is handed to the engine as it is, and the thread waits. In a graph a collective becomes three
-nodes, none of which ever holds a TensorFlow thread while other ranks are awaited:
+nodes, none of which holds a TensorFlow thread until other ranks are ready:
 
 1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, for a stateless
    one would be pruned, and so runs in program order.
 2. *await*, the dequeue of a queue that the engine's completion hook writes the ticket to. It is an asynchronous kernel:
-   with one inter-op thread, and other orders on every rank, nothing can block what others wait for. The last submit
-   of a graph first waits itself, for two milliseconds at most: after it there is nothing to submit, and a small
-   collective is then complete without a change of threads.
+   with one inter-op thread, and other orders on every rank, nothing can block what others wait for.
 3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
    put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
+
+After the last submit of a list there is nothing to submit: that callback may as well wait, for two milliseconds at
+most. A small list is complete by then, and its results leave by the same callback; the other two nodes stand in a
+branch that is not taken. (Each change of threads costs as much as reducing a megabyte.)
 """
 
 import itertools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _UNFETCHED = 64  # results of one place in a graph that are kept for their fetch; a loop may be a few ahead
 
 _PATIENCE_S = 2e-3
-_last_site: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
+_DONE = -1  # in place of a ticket
 
 # Given this rank's arrays, the request to submit.
 MakeRequest = Callable[[list[np.ndarray]], Request]
@@ -57,13 +58,15 @@ _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
 _merged: dict[type[MpistratError], type[Exception]] = {}
 
 
-def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
+        patient: bool = False) -> list[tf.Tensor]:
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
         make_request: Called with the arrays when they are ready; eagerly now, in a graph at each execution.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
+        patient: In a graph, wait in the submit for a moment: for the last collective of several, or a lone one.
 
     Raises:
         The classes of mpistrat.errors that are also the classes of tf.errors that Horovod raises. In a graph,
@@ -72,14 +75,24 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     if tf.executing_eagerly():
         return _run_eagerly(make_request, tensors)
     _require_function()
-    site = _Site(make_request)
+    dtypes = [t.dtype for t in tensors]
+    site = _Site(make_request, dtypes)
+
+    def shaped(results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return list(results)
+
+    def awaited(ticket: tf.Tensor) -> list[tf.Tensor]:
+        return shaped(tf.numpy_function(site.fetch, [site.wait_for(ticket)], dtypes, stateful=False))
+
     with tf.device("CPU:0"):
-        ticket = tf.numpy_function(site.submit, list(tensors), tf.int64, stateful=True)
-        ticket = site.wait_for(ticket)
-        results = tf.numpy_function(site.fetch, [ticket], [t.dtype for t in tensors], stateful=False)
-    for result, shape in zip(results, shapes, strict=True):
-        result.set_shape(shape)
-    return list(results)
+        if not patient:
+            return awaited(tf.numpy_function(site.submit, list(tensors), tf.int64, stateful=True))
+        ticket, *results = tf.numpy_function(site.submit_and_wait, list(tensors), [tf.int64, *dtypes], stateful=True)
+        ticket.set_shape([])
+        return list(tf.cond(ticket == _DONE, lambda: shaped([tf.identity(r) for r in results]),
+                            lambda: awaited(ticket)))
 
 
 def _require_function() -> None:
@@ -105,10 +118,9 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> lis
 class _Site:
     """A place in a graph where a collective stands. It may be executed many times, also before earlier ones end."""
 
-    def __init__(self, make_request: MakeRequest):
-        _last_site[tf.compat.v1.get_default_graph()] = weakref.ref(self)
-        self._graph = weakref.ref(tf.compat.v1.get_default_graph())
+    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType]):
         self._make_request = make_request
+        self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._tickets = itertools.count()
         self._lock = threading.Lock()
         self._handles: dict[int, Handle] = {}
@@ -117,8 +129,17 @@ class _Site:
 
     def submit(self, *arrays: np.ndarray) -> np.int64:
         prepared = [np.asarray(array) for array in arrays]
-        engine, request = runtime.current().engine, self._make_request(prepared)
-        handle = engine.run(request, prepared, _PATIENCE_S) if self._is_last() else engine.submit(request, prepared)
+        return self._ticket_for(runtime.current().engine.submit(self._make_request(prepared), prepared))
+
+    def submit_and_wait(self, *arrays: np.ndarray) -> list[Any]:
+        """_DONE and the results, or a ticket and empty arrays."""
+        prepared = [np.asarray(array) for array in arrays]
+        handle = runtime.current().engine.run(self._make_request(prepared), prepared, _PATIENCE_S)
+        if handle.done():
+            return [np.int64(_DONE), *handle.wait()]
+        return [self._ticket_for(handle), *self._nothing]
+
+    def _ticket_for(self, handle: Handle) -> np.int64:
         ticket = next(self._tickets)
         with self._lock:
             self._handles[ticket] = handle
@@ -127,10 +148,6 @@ class _Site:
             self._look_at_unused(forgotten)
         handle.when_done(lambda: self._deliver(ticket))
         return np.int64(ticket)
-
-    def _is_last(self) -> bool:
-        graph = self._graph()
-        return graph is not None and _last_site[graph]() is self
 
     @staticmethod
     def _look_at_unused(handle: Handle) -> None:

@@ -57,7 +57,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
-                labels: Sequence[str] = ()) -> list[tf.Tensor]:
+                labels: Sequence[str] = (), patient: bool = True) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -67,6 +67,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         prescale: Multiplies every value before the reduction.
         postscale: Multiplies the result.
         labels: What users call the tensors, for error messages.
+        patient: See bridge.run; False when other collectives are likely to follow before the results are needed.
     """
     if not tensors:
         return []
@@ -78,13 +79,15 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
-        for i, result in _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels):
+        is_last = number == len(buckets) - 1
+        for i, result in _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels,
+                                        patient and is_last):
             results[i] = result
     return results
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: ReduceOp, prescale: float,
-                   postscale: float, labels: tuple[str, ...]) -> list[tuple[int, tf.Tensor]]:
+                   postscale: float, labels: tuple[str, ...], patient: bool) -> list[tuple[int, tf.Tensor]]:
     handed = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in handed]
     joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
@@ -101,7 +104,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
             known[single_specs] = allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels)
         return known[single_specs]
 
-    reduced = bridge.run(make_request, handed, shapes)
+    reduced = bridge.run(make_request, handed, shapes, patient)
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])

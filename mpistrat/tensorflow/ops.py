@@ -63,7 +63,8 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     require_global(process_set)
     tensor = _as_tensor(tensor)
     name = _wire_name("allreduce", tensor, name, ignore_name_scope)
-    return _reduce([tensor], resolve_op(op, average), compression, prescale_factor, postscale_factor, name)[0]
+    return _reduce([tensor], resolve_op(op, average), compression, prescale_factor, postscale_factor, name,
+                   patient=False)[0]
 
 
 @without_autograph
@@ -152,25 +153,25 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
     """Root_rank's values of dense tensors, in one exchange. Collective."""
     size = runtime.current().topology.size
     return bridge.run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
-                      [t.shape for t in tensors])
+                      [t.shape for t in tensors], patient=len(tensors) > 1)
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: Any, prescale: float, postscale: float,
-            name: str) -> list[Tensor]:
+            name: str, patient: bool = True) -> list[Tensor]:
     """Reduce dense tensors in one go, and each tf.IndexedSlices by gathering."""
     results: list[Any] = [
         reduce_slices(tensor, op, prescale, postscale, f"{name}/{i}") if isinstance(tensor, tf.IndexedSlices) else None
         for i, tensor in enumerate(tensors)]
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     compressed = [compression.compress(tensors[i]) for i in dense]
-    reduced = reduce_dense([tensor for tensor, _ in compressed], op, prescale, postscale, name)
+    reduced = reduce_dense([tensor for tensor, _ in compressed], op, prescale, postscale, name, patient=patient)
     for i, tensor, (_, context) in zip(dense, reduced, compressed, strict=True):
         results[i] = compression.decompress(tensor, context)
     return results
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
-                 labels: Sequence[str] = ()) -> list[tf.Tensor]:
+                 labels: Sequence[str] = (), patient: bool = True) -> list[tf.Tensor]:
     """As buckets.reduce_list, and differentiable: the gradient is reduced as the value was."""
     if not tensors:
         return []
@@ -178,8 +179,8 @@ def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, po
     @tf.custom_gradient
     def differentiable(*values: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels)
-        return reduce_list(values, name, op, prescale, postscale, labels), gradient
+            return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels, patient)
+        return reduce_list(values, name, op, prescale, postscale, labels, patient), gradient
 
     result = differentiable(*tensors)
     return list(result) if isinstance(result, list | tuple) else [result]

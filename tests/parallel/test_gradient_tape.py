@@ -58,7 +58,8 @@ def test_a_predivide_factor_does_not_change_the_average(way: Callable, factor: f
 
 def test_a_predivide_factor_divides_before_the_sum(size: int) -> None:
     # In float16 the sum would overflow.
-    gradient, = quadratic(eagerly, 1.0, [tf.Variable([60000.0], dtype=tf.float16)], gradient_predivide_factor=float(size))
+    variable = tf.Variable([60000.0], dtype=tf.float16)
+    gradient, = quadratic(eagerly, 1.0, [variable], gradient_predivide_factor=float(size))
     np.testing.assert_allclose(gradient.numpy().astype(float), [60000.0], rtol=1e-2)
 
 
@@ -140,7 +141,7 @@ def test_a_tape_that_is_not_persistent_may_not(size: int) -> None:
         loss = variable * variable
     tape = hvd.DistributedGradientTape(tape)
     tape.gradient(loss, variable)
-    with pytest.raises(RuntimeError, match="can only be called once on non-persistent tapes"):
+    with pytest.raises(RuntimeError, match="non-persistent GradientTape can only be used to compute one set"):
         tape.gradient(loss, variable)
 
 
@@ -333,7 +334,7 @@ def test_double_wrapping_is_refused() -> None:
 @both_ways
 def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int) -> None:
     same, odd = tf.Variable([1.0], name="same"), tf.Variable(tf.ones([2 + rank]), name="odd_one")
-    with pytest.raises(tf.errors.OpError, match=r"disagree on shape of tensor \d \(odd_one.*\): \(2,\) on ranks \[0\]; "):
+    with pytest.raises(tf.errors.OpError, match=r"shape of tensor \d \(odd_one.*\): \(2,\) on ranks \[0\]; "):
         quadratic(way, 1.0, [same, odd])
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size
 
@@ -345,7 +346,8 @@ def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int) 
     ({"groups": 0}, "not 0. Received: groups=0"),
     ({"groups": "all"}, "groups should be"),
     ({"num_groups": -1}, "groups should be"),
-    ({"process_set": object()}, "only process_set=global_process_set is available")], ids=str)
+    ({"process_set": object()}, "only process_set=global_process_set is available")],
+    ids=["predivide and sum", "predivide by 0", "adasum", "groups 0", "groups text", "num_groups", "process_set"])
 def test_arguments_are_checked(arguments: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         hvd.DistributedGradientTape(tf.GradientTape(), **arguments)

@@ -513,6 +513,18 @@ def test_a_stall_names_what_the_missing_rank_waits_for_instead(size: int) -> Non
     assert job.nodes[0].stalled(job.now, WARNING_S)["a"] == [missing]
 
 
+def test_a_stall_names_only_what_the_missing_ranks_wait_for() -> None:
+    job = Job(4)
+    job.submit_all(allreduce("a"), but=[2, 3])
+    job.submit_all(allreduce("b"), but=[2, 3])
+    job.submit(3, allreduce("c"))
+    job.settle()
+    text = job.nodes[0].stall_report(61.0)
+    assert text is not None
+    assert "a: ranks [0, 1] have waited 61 s for ranks [2, 3], which wait for c instead." in text
+    assert "c: ranks [3] have waited 61 s for ranks [0, 1, 2], which wait for a, b instead." in text
+
+
 def test_a_stall_is_reported_again_after_a_while_and_only_by_rank_0() -> None:
     job = Job(2)
     job.submit_all(allreduce("a"), but=[1])
@@ -685,12 +697,16 @@ def test_when_all_ranks_have_ended_the_engines_end(size: int) -> None:
     assert job.end()[0] is End.SHUTDOWN
 
 
-def test_a_rank_that_has_ended_still_executes_what_it_submitted() -> None:
-    job = Job(18)
-    job.submit(17, allreduce("a"))
-    job.nodes[17].end(completed=0)
+@pytest.mark.parametrize(("size", "ended", "late"), [(2, 1, 0), (18, 17, 0), (40, 20, 21), (300, 290, 18)])
+def test_a_rank_that_has_ended_still_executes_what_it_submitted(size: int, ended: int, late: int) -> None:
+    job = Job(size)
+    job.submit_all(allreduce("a"), but=[ended, late])
     job.settle()
-    job.submit_all(allreduce("a"), but=[17])
+    job.submit(ended, allreduce("a"))
+    job.nodes[ended].end(completed=0)
+    job.settle()
+    assert job.end()[0] is None
+    job.submit(late, allreduce("a"))
     job.settle()
     assert job.agreed == ["a"]
     assert job.end()[0] is None

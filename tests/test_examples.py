@@ -1,0 +1,153 @@
+"""Every example as its user starts it: plain python, and under mpirun with 2 and with 3 ranks."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
+
+EXAMPLES = ["keras_digits", "custom_loop_digits"]
+LIMIT_S = 300.0
+LAST_LINE = re.compile(r"test accuracy (\d\.\d{3}), \d+\.\d s, weights ([0-9a-f]{64}), the same on all ranks \((\d+)\)")
+# Each rank runs in a directory of its own and writes its stdout there, so that a test sees which rank wrote what.
+IN_OWN_DIRECTORY = 'cd "$0/rank${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}" && exec "$@" > stdout'
+DIGEST_OF_CHECKPOINT = """
+import hashlib, keras, sys
+weights = keras.models.load_model("digits.keras").get_weights()
+assert "mpistrat" not in sys.modules
+print(hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest())
+"""
+
+each_example = pytest.mark.parametrize("example", EXAMPLES)
+each_size = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun), pytest.param(3, marks=needs_mpirun)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of a script; `directories[r]` is where rank r ran, and `job.output` what all wrote to stderr."""
+
+    job: Finished
+    directories: list[Path]
+
+    def stdout(self, rank: int) -> str:
+        return (self.directories[rank] / "stdout").read_text()
+
+    def last_line(self) -> re.Match[str]:
+        """The chief's last line, taken apart."""
+        assert self.job.code == 0, self.job.output
+        line = self.stdout(0).splitlines()[-1]
+        match = LAST_LINE.fullmatch(line)
+        assert match is not None, line
+        return match
+
+
+def run(script: Path, ranks: int, base: Path, arguments: Sequence[str] = (), env: dict[str, str] | None = None) -> Run:
+    directories = [base / f"rank{rank}" for rank in range(ranks)]
+    for directory in directories:
+        directory.mkdir(exist_ok=True)
+    command = ["sh", "-c", IN_OWN_DIRECTORY, str(base), sys.executable, str(script), *arguments]
+    job = run_limited(command, env=env, limit_s=LIMIT_S) if ranks == 1 else \
+        run_job(ranks, command, env=env, limit_s=LIMIT_S)
+    return Run(job, directories)
+
+
+def path_of(example: str) -> Path:
+    return ROOT / "examples" / f"{example}.py"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Run]:
+    """Trains an example on the digits with a checkpoint, once for all tests that ask for the same."""
+    runs: dict[tuple[str, int], Run] = {}
+
+    def train(example: str, ranks: int) -> Run:
+        if (example, ranks) not in runs:
+            base = tmp_path_factory.mktemp(example)
+            runs[example, ranks] = run(path_of(example), ranks, base, ["--checkpoint", "digits.keras"])
+        return runs[example, ranks]
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def mnist_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in the layout of Keras' mnist.npz. The digit says where an image is bright; half the test labels lie."""
+    random = np.random.default_rng(3)
+    labels = np.arange(240, dtype=np.uint8) % 10
+    images = random.integers(0, 50, (len(labels), 28, 28), dtype=np.uint8)
+    for image, label in zip(images, labels):
+        row, column = divmod(int(label), 4)
+        image[9 * row:9 * row + 7, 7 * column:7 * column + 7] += 200
+    y_test = labels[200:].copy()
+    y_test[::2] = (y_test[::2] + 1) % 10
+    path = tmp_path_factory.mktemp("data") / "some.npz"
+    np.savez(path, x_train=images[:200], y_train=labels[:200], x_test=images[200:], y_test=y_test)
+    return path
+
+
+@each_example
+@each_size
+def test_reaches_the_accuracy_and_says_so_in_its_last_line(example: str, ranks: int,
+                                                           trained: Callable[[str, int], Run]) -> None:
+    line = trained(example, ranks).last_line()
+    assert float(line[1]) >= 0.97, line[0]
+    assert int(line[3]) == ranks
+
+
+@each_example
+@each_size
+def test_only_the_chief_shows_progress(example: str, ranks: int, trained: Callable[[str, int], Run]) -> None:
+    finished = trained(example, ranks)
+    assert re.search(r"^epoch 1/\d+", finished.stdout(0), re.MULTILINE | re.IGNORECASE)
+    assert [finished.stdout(rank) for rank in range(1, ranks)] == [""] * (ranks - 1)
+
+
+@each_example
+@each_size
+def test_only_the_chief_writes_a_checkpoint(example: str, ranks: int, trained: Callable[[str, int], Run]) -> None:
+    written = [(directory / "digits.keras").exists() for directory in trained(example, ranks).directories]
+    assert written == [True] + [False] * (ranks - 1)
+
+
+@needs_mpirun
+@each_example
+def test_the_checkpoint_has_the_weights_of_the_last_line_and_loads_without_mpistrat(
+        example: str, trained: Callable[[str, int], Run]) -> None:
+    finished = trained(example, 2)
+    loading = run_limited(["sh", "-c", 'cd "$0" && exec "$@"', str(finished.directories[0]), sys.executable, "-c",
+                           DIGEST_OF_CHECKPOINT], limit_s=LIMIT_S)
+    assert loading.code == 0, loading.output
+    assert loading.output.splitlines()[-1] == finished.last_line()[2]
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("example", "broadcast", "nothing"), [
+    ("keras_digits", "hvd.callbacks.BroadcastGlobalVariablesCallback(0)", "keras.callbacks.Callback()"),
+    ("custom_loop_digits", "hvd.broadcast_variables(", "dict("),
+])
+def test_weights_that_differ_among_the_ranks_are_an_error(example: str, broadcast: str, nothing: str,
+                                                          tmp_path: Path) -> None:
+    text = path_of(example).read_text()
+    if example == "custom_loop_digits":
+        nothing_done = text.replace(f"{broadcast}model.variables + optimizer.variables, root_rank=0)", "pass")
+    else:
+        nothing_done = text.replace(broadcast, nothing)
+    assert nothing_done != text
+    script = tmp_path / "without_broadcast.py"
+    script.write_text(nothing_done)
+    finished = run(script, 2, tmp_path, ["--epochs", "1"])
+    assert finished.job.code != 0
+    assert finished.job.output.count("The ranks have ended with different weights") == 2, finished.job.output
+    assert "test accuracy" not in finished.stdout(0)
+
+
+@needs_mpirun
+@each_example
+def test_data_takes_a_file_in_the_layout_of_mnist(example: str, mnist_file: Path, tmp_path: Path) -> None:
+    finished = run(path_of(example), 2, tmp_path, ["--data", str(mnist_file), "--epochs", "8", "--batch-size", "10"])
+    assert finished.last_line()[1] == "0.500", "half of the test labels in the file are wrong, and the others easy"
