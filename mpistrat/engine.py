@@ -100,7 +100,7 @@ class Engine:
         return handle
 
     def run(self, request: Request, arrays: Sequence[np.ndarray], limit_s: float = math.inf) -> Handle:
-        """As submit, but returns when the handle is done, or after about `limit_s`. Drives the engine if nobody does."""
+        """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
         handle = self._put(request, arrays)
         if not self._driving.acquire(blocking=False):
             self._call_background()

@@ -77,10 +77,11 @@ class Hosts:
 
     Attributes:
         names: Their names, as they call themselves and each other.
+        directory: What they are made of; scripts, among others.
     """
 
     names: tuple[str, str]
-    _directory: Path
+    directory: Path
     _first_process: int
 
     def run(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str] | None = None,
@@ -102,8 +103,8 @@ class Hosts:
 
     def run_line(self, line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120) -> Finished:
         """As jobs.run_limited: any command line, on the first host. A mpirun in it knows how to reach the second."""
-        ssh = str(self._directory / "ssh")
-        here = {"TMPDIR": str(self._directory / "tmp"),
+        ssh = str(self.directory / "ssh")
+        here = {"TMPDIR": str(self.directory / "tmp"),
                 "PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5, and before it
         return run_limited(self._on(0, line), env={**here, **(env or {})}, limit_s=limit_s)
 
@@ -121,7 +122,7 @@ class Hosts:
         # The child of this shell is the first in the PID namespace. nsenter could make one itself, but would then stop
         # for good if somebody stops and continues the child.
         return ["nsenter", "--target", str(self._first_process), "--mount", "--pid", "--no-fork", f"--wd={ROOT}", "--",
-                "sh", "-c", '"$0" "$@"; exit $?', str(self._directory / "on"), self.names[host], *map(str, line)]
+                "sh", "-c", '"$0" "$@"; exit $?', str(self.directory / "on"), self.names[host], *map(str, line)]
 
 
 @contextlib.contextmanager

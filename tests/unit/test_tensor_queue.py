@@ -53,7 +53,7 @@ def test_a_wait_that_is_too_short_names_the_tensor_and_may_be_repeated() -> None
 def test_every_waiting_thread_gets_the_result() -> None:
     handle, arrays = Handle("a"), [np.arange(3)]
     got: list[list[np.ndarray]] = []
-    threads = [threading.Thread(target=lambda: got.append(handle.wait(LONG_S)), daemon=True) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: got.append(handle.wait()), daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     with pytest.raises(TimeoutError):

