@@ -16,9 +16,7 @@ def serialise_as(subclass: type, original: type) -> None:
     Keras looks up the public name of a class in a registry; a subclass made at run time is not in it, and its name
     would lead nowhere when the file is loaded. A user's registered class is in a second registry.
     """
-    names = getattr(api_export, "REGISTERED_OBJS_TO_NAMES", None)
-    if names is None:
-        names = api_export.REGISTERED_NAMES_TO_OBJS.inverse
+    names = api_export.REGISTERED_OBJS_TO_NAMES
     if original in names:
         names[subclass] = names[original]
     custom = object_registration.GLOBAL_CUSTOM_NAMES
