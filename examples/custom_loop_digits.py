@@ -53,6 +53,8 @@ if gpus:
 
 # Each rank trains on its own shard. All shards have the same length, so that all ranks take the same number of steps.
 x_train, y_train, x_test, y_test = load_data()
+if len(x_train) < hvd.size():
+    sys.exit(f"{len(x_train)} training images are too few for {hvd.size()} ranks")
 shard = slice(hvd.rank(), len(x_train) // hvd.size() * hvd.size(), hvd.size())
 
 keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the broadcast makes them equal.

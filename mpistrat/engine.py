@@ -73,6 +73,7 @@ class Engine:
         self._end_announced = False
         self._ended = threading.Event()
         self._end_error: Exception | None = None
+        self._clean = False  # all ranks have shut down
         self._outstanding = 0
         self._completed = 0
 
@@ -265,5 +266,3 @@ class Engine:
                 entry.handle.fail(refusal)
         self._ended.set()
         self._attention.set()  # The background thread, too, has to hear of it.
-
-    _clean = False

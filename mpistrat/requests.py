@@ -1,5 +1,6 @@
 """From a caller's arguments to a Request: validation of what one rank can see alone."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,10 +34,13 @@ def allreduce_request(name: str, tensors: Sequence[TensorSpec], op: ReduceOp, pr
     """A request to reduce `tensors` together.
 
     Raises:
-        InvalidRequestError: A dtype that cannot be reduced with `op`.
+        InvalidRequestError: A dtype that cannot be reduced with `op`, or a factor that is not finite.
     """
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, op)
+    if not (math.isfinite(prescale) and math.isfinite(postscale)):
+        raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
+                                  f"{postscale}")
     return Request(Kind.ALLREDUCE, name, tuple(tensors), op, prescale=float(prescale), postscale=float(postscale),
                    labels=labels)
 

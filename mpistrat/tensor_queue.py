@@ -1,5 +1,6 @@
 """Hand-over between the caller's threads and the engine's: Handle, Entry and TensorQueue."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,6 +10,8 @@ import numpy as np
 
 from .errors import DuplicateNameError
 from .messages import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Handle:
@@ -72,7 +75,10 @@ class Handle:
             callbacks, self._callbacks = self._callbacks, []
         self._pending.release()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # It must not keep other handles from being completed.
+                logger.exception("%s: what was to be done on completion failed", self.name)
 
 
 @dataclass

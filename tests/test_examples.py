@@ -1,5 +1,6 @@
 """Every example as its user starts it: plain python, and under mpirun with 2 and with 3 ranks."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,9 +23,17 @@ weights = keras.models.load_model("digits.keras").get_weights()
 assert "mpistrat" not in sys.modules
 print(hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest())
 """
+# What makes the ranks' weights equal in each example; the script still runs without it.
+BROADCASTS = {
+    "keras_digits": "hvd.callbacks.BroadcastGlobalVariablesCallback(0), ",
+    "custom_loop_digits": """        if epoch == step == 0:  # After the first step, so that the optimizer has its variables too.
+            hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0)
+""",
+}
 
 each_example = pytest.mark.parametrize("example", EXAMPLES)
-each_size = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun), pytest.param(3, marks=needs_mpirun)])
+each_size = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun),
+                                              pytest.param(3, marks=needs_mpirun)])
 
 
 @dataclass(frozen=True)
@@ -126,20 +135,13 @@ def test_the_checkpoint_has_the_weights_of_the_last_line_and_loads_without_mpist
 
 
 @needs_mpirun
-@pytest.mark.parametrize(("example", "broadcast", "nothing"), [
-    ("keras_digits", "hvd.callbacks.BroadcastGlobalVariablesCallback(0)", "keras.callbacks.Callback()"),
-    ("custom_loop_digits", "hvd.broadcast_variables(", "dict("),
-])
-def test_weights_that_differ_among_the_ranks_are_an_error(example: str, broadcast: str, nothing: str,
-                                                          tmp_path: Path) -> None:
+@each_example
+def test_weights_that_differ_among_the_ranks_are_an_error(example: str, tmp_path: Path) -> None:
     text = path_of(example).read_text()
-    if example == "custom_loop_digits":
-        nothing_done = text.replace(f"{broadcast}model.variables + optimizer.variables, root_rank=0)", "pass")
-    else:
-        nothing_done = text.replace(broadcast, nothing)
-    assert nothing_done != text
+    without = text.replace(BROADCASTS[example], "")
+    assert without != text
     script = tmp_path / "without_broadcast.py"
-    script.write_text(nothing_done)
+    script.write_text(without)
     finished = run(script, 2, tmp_path, ["--epochs", "1"])
     assert finished.job.code != 0
     assert finished.job.output.count("The ranks have ended with different weights") == 2, finished.job.output
@@ -151,3 +153,49 @@ def test_weights_that_differ_among_the_ranks_are_an_error(example: str, broadcas
 def test_data_takes_a_file_in_the_layout_of_mnist(example: str, mnist_file: Path, tmp_path: Path) -> None:
     finished = run(path_of(example), 2, tmp_path, ["--data", str(mnist_file), "--epochs", "8", "--batch-size", "10"])
     assert finished.last_line()[1] == "0.500", "half of the test labels in the file are wrong, and the others easy"
+
+
+@needs_mpirun
+@each_example
+@pytest.mark.parametrize("content", [None, b"no archive"], ids=["missing", "no archive"])
+def test_every_rank_names_a_data_file_that_cannot_be_read(example: str, content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.npz"
+    if content is not None:
+        path.write_bytes(content)
+    job = run(path_of(example), 3, tmp_path, ["--data", str(path)]).job
+    assert job.code != 0
+    assert job.output.count(f"--data {path} cannot be read as an .npz file in the layout of Keras' mnist: ") == 3, \
+        job.output
+    assert "Traceback" not in job.output
+
+
+@needs_mpirun
+@each_example
+def test_a_data_file_that_one_rank_lacks_ends_the_job(example: str, mnist_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank0").mkdir()
+    (tmp_path / "rank0" / "own.npz").write_bytes(mnist_file.read_bytes())
+    finished = run(path_of(example), 2, tmp_path, ["--data", "own.npz"])
+    assert finished.job.code != 0
+    assert finished.job.output.count("--data own.npz cannot be read") == 1, finished.job.output
+    assert "have already shut down" in finished.job.output, "rank 0 is told why it cannot go on"
+    assert "test accuracy" not in finished.stdout(0)
+
+
+@each_example
+def test_a_data_file_with_fewer_images_than_ranks_is_an_error(example: str, tmp_path: Path) -> None:
+    images, labels = np.zeros((0, 28, 28), np.uint8), np.zeros(0, np.uint8)
+    np.savez(tmp_path / "few.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    job = run(path_of(example), 1, tmp_path, ["--data", str(tmp_path / "few.npz")]).job
+    assert job.code != 0
+    assert job.output.splitlines()[-1] == "0 training images are too few for 1 ranks"
+
+
+@each_example
+def test_without_scikit_learn_the_pip_line_is_named(example: str, tmp_path: Path) -> None:
+    broken = tmp_path / "sklearn"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('not installed')")
+    job = run(path_of(example), 1, tmp_path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}).job
+    assert job.code != 0
+    assert "pip install 'mpistrat[examples]'" in job.output.splitlines()[-1], job.output
+    assert "Traceback" not in job.output

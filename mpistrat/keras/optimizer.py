@@ -107,13 +107,21 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
         scale_local_gradients)
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
-    if optimizer.built and backward_passes_per_step == 1:
-        # A loaded model's optimizer has learned something.
-        distributed.build(optimizer._trainable_variables)
-        for new, old in zip(distributed.variables, optimizer.variables, strict=True):
-            new.assign(old)
+    if optimizer.built:
+        _take_over(distributed, optimizer, backward_passes_per_step)
     agree_on_finite(_on_all_ranks)
     return distributed
+
+
+def _take_over(new: Any, old: Any, passes: int) -> None:
+    """Give `new` the state of `old`: a loaded model's optimizer has learned something."""
+    new.build(old._trainable_variables)
+    accumulators = {id(v) for v in new._accumulated_gradients} if passes > 1 else set()
+    variables = [v for v in new.variables if id(v) not in accumulators]
+    for variable, value in zip(variables, old.variables, strict=True):
+        variable.assign(value)
+    if passes > 1:
+        new._iterations.assign(old._iterations * passes)  # Keras counts the passes then, and divides.
 
 
 def _check(optimizer: Any, op: ReduceOp, passes: int) -> None:

@@ -25,7 +25,8 @@ def test_the_settings_table_is_that_of_the_code() -> None:
 def test_the_extras_in_commands_exist() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    named = {extra.strip() for group in re.findall(r"(?:mpistrat|\.)\[([a-z,]+)\]", README) for extra in group.split(",")}
+    groups = re.findall(r"(?:mpistrat|\.)\[([a-z,]+)\]", README)
+    named = {extra for group in groups for extra in group.split(",")}
     assert named
     assert named <= set(config["options.extras_require"])
 

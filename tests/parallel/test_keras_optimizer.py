@@ -1,0 +1,552 @@
+"""DistributedOptimizer on every rank: what it does to gradients, and how it gets on with the rest of Keras."""
+
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+hvd = pytest.importorskip("mpistrat.keras")
+
+from mpistrat.tensor_queue import Entry, TensorQueue  # noqa: E402
+
+SHAPES = [(3, 2), (4,), (2, 1)]
+
+
+def eagerly(function: Callable) -> Callable:
+    return function
+
+
+def in_graph(function: Callable) -> Callable:
+    return tf.function(function, autograph=False)
+
+
+both_ways = pytest.mark.parametrize("way", [eagerly, in_graph], ids=["eager", "graph"])
+
+
+def new_variables() -> list[Any]:
+    generator = np.random.default_rng(7)
+    return [keras.Variable(generator.standard_normal(shape).astype(np.float32), name=f"weight{i}")
+            for i, shape in enumerate(SHAPES)]
+
+
+def gradients_of(rank: int, step: int) -> list[np.ndarray]:
+    """Gradients of a length of about ten, which differ much among the ranks."""
+    generator = np.random.default_rng((rank, step))
+    return [generator.normal(0.3, 4.0, shape).astype(np.float32) for shape in SHAPES]
+
+
+def mean_gradients(size: int, step: int) -> list[np.ndarray]:
+    """The average over the ranks."""
+    return [np.mean(np.array(parts, np.float64), axis=0).astype(np.float32)
+            for parts in zip(*(gradients_of(r, step) for r in range(size)))]
+
+
+def steps_with(optimizer: Any, gradients: Sequence[Sequence[np.ndarray]], way: Callable = eagerly) -> list[np.ndarray]:
+    """Apply a list of gradients for each step to new variables, and return what they are then."""
+    variables = new_variables()
+    optimizer.build(variables)
+    step = way(lambda *values: optimizer.apply(values, variables))
+    for values in gradients:
+        step(*[tf.constant(value) for value in values])
+    return [variable.numpy() for variable in variables]
+
+
+def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
+    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
+    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
+
+
+def assert_like_one_process(make: Callable, rank: int, size: int, way: Callable = eagerly, steps: int = 4,
+                            **arguments: Any) -> None:
+    """The distributed optimizer does with the ranks' gradients what the plain one does with their average."""
+    got = steps_with(hvd.DistributedOptimizer(make(), **arguments), [gradients_of(rank, s) for s in range(steps)], way)
+    expected = steps_with(make(), [mean_gradients(size, s) for s in range(steps)])
+    for value, reference, start in zip(got, expected, new_variables()):
+        np.testing.assert_allclose(value, reference, rtol=1e-5, atol=1e-6)
+        assert not np.array_equal(value, start.numpy())
+    assert_equal_on_all_ranks(got)
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Entry]]:
+    """The gradients that this process hands to the engine."""
+    seen: list[Entry] = []
+    put = TensorQueue.put
+
+    def spy(self: TensorQueue, entry: Entry) -> None:
+        if entry.request.name.startswith("optimizer"):
+            seen.append(entry)
+        put(self, entry)
+
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    yield seen
+
+
+# -- what becomes of gradients ----------------------------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
+    "weight decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.2),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.1, centered=True),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.5),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.3),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)),
+    "gradient accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "accumulation and clipping": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2, global_clipnorm=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_does_with_the_ranks_gradients_what_one_process_does_with_their_average(name: str, rank: int,
+                                                                                   size: int) -> None:
+    assert_like_one_process(OPTIMIZERS[name], rank, size)
+
+
+@pytest.mark.parametrize("name", ["momentum", "global_clipnorm", "ema", "schedule", "accumulation and clipping"])
+def test_so_it_does_in_a_graph(name: str, rank: int, size: int) -> None:
+    assert_like_one_process(OPTIMIZERS[name], rank, size, in_graph)
+
+
+@pytest.mark.parametrize("factor", [0.5, 4.0])
+def test_a_predivide_factor_does_not_change_the_average(factor: float, rank: int, size: int) -> None:
+    assert_like_one_process(OPTIMIZERS["sgd"], rank, size, gradient_predivide_factor=factor)
+
+
+@both_ways
+def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) -> None:
+    got = steps_with(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum), [gradients_of(rank, 0)], way)
+    for value, start, mean in zip(got, new_variables(), mean_gradients(size, 0)):
+        np.testing.assert_allclose(value, start.numpy() - size * mean, rtol=1e-5, atol=1e-5)
+
+
+def test_apply_gradients_takes_pairs(rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    variables = new_variables()
+    optimizer.apply_gradients(zip(map(tf.constant, gradients_of(rank, 0)), variables))
+    for variable, start, mean in zip(variables, new_variables(), mean_gradients(size, 0)):
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_built_optimizer_needs_no_variables_to_apply(rank: int, size: int) -> None:
+    optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
+    optimizer.build(variables)
+    optimizer.apply(list(map(tf.constant, gradients_of(rank, 0))))
+    np.testing.assert_allclose(variables[1].numpy(), new_variables()[1].numpy() - mean_gradients(size, 0)[1], rtol=1e-5,
+                               atol=1e-6)
+
+
+def test_two_optimizers_are_told_apart(rank: int, size: int) -> None:
+    first, second = (hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2))
+    a, b = keras.Variable([0.0]), keras.Variable([0.0, 0.0])
+    first.build([a])
+    second.build([b])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        # The ranks reach them in different orders.
+        parts = [lambda: first.apply([tf.ones([1])], [a]), lambda: second.apply([tf.fill([2], rank + 1.0)], [b])]
+        for part in parts if rank == 0 else parts[::-1]:
+            part()
+
+    step()
+    assert (a.numpy().tolist(), b.numpy().tolist()) == ([-1.0], [-(size + 1) / 2] * 2)
+
+
+@both_ways
+def test_a_gradient_that_is_none_is_left_out(way: Callable, rank: int, size: int) -> None:
+    optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
+    optimizer.build(variables)
+    values = gradients_of(rank, 0)
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+        way(lambda: optimizer.apply([tf.constant(values[0]), None, tf.constant(values[2])], variables))()
+    mean = mean_gradients(size, 0)
+    for i, (variable, start) in enumerate(zip(variables, new_variables())):
+        change = 0 if i == 1 else mean[i]
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - change, rtol=1e-5, atol=1e-6)
+
+
+def test_none_and_accumulation(rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2))
+    variables = new_variables()
+    optimizer.build(variables)
+    for step in range(2):
+        with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+            optimizer.apply([None, tf.constant(gradients_of(rank, step)[1]), None], variables)
+    mean = (mean_gradients(size, 0)[1] + mean_gradients(size, 1)[1]) / 2
+    np.testing.assert_allclose(variables[1].numpy(), new_variables()[1].numpy() - mean, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(variables[0].numpy(), new_variables()[0].numpy())
+
+
+def test_compression_sets_the_dtype_on_the_wire(rank: int, size: int, reduced: list[Entry]) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.fp16)
+    got = steps_with(optimizer, [gradients_of(rank, 0)])
+    assert {spec.dtype for entry in reduced for spec in entry.request.tensors} == {"float16"}
+    for value, start, mean in zip(got, new_variables(), mean_gradients(size, 0)):
+        np.testing.assert_allclose(value, start.numpy() - mean, rtol=2e-2, atol=2e-2)
+
+
+@both_ways
+def test_local_variables_are_not_averaged(way: Callable, rank: int, size: int) -> None:
+    optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
+    optimizer.build(variables)
+    optimizer.register_local_var(variables[1])
+    values = gradients_of(rank, 0)
+    way(lambda: optimizer.apply(list(map(tf.constant, values)), variables))()
+    expected = mean_gradients(size, 0)
+    expected[1] = values[1] / size
+    for variable, start, gradient in zip(variables, new_variables(), expected):
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - gradient, rtol=1e-5, atol=1e-6)
+
+
+# -- gradient accumulation --------------------------------------------------------------------------------------------
+
+
+@both_ways
+def test_accumulated_gradients_are_reduced_at_updates_only(way: Callable, rank: int, size: int,
+                                                           reduced: list[Entry]) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+    variables = new_variables()
+    optimizer.build(variables)
+    step = way(lambda *values: optimizer.apply(values, variables))
+    counts = []
+    for i in range(7):
+        step(*map(tf.constant, gradients_of(rank, i)))
+        counts.append(len(reduced))
+    assert counts == [0, 0, 1, 1, 1, 2, 2]
+
+
+@both_ways
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
+def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size: int, reduced: list[Entry]) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2,
+                                         average_aggregated_gradients=average)
+    got = steps_with(optimizer, [gradients_of(rank, s) for s in range(5)], way)
+    assert len(reduced) == 2  # The fifth pass waits for the sixth.
+    means = [mean_gradients(size, s) for s in range(4)]
+    for value, start, *passes in zip(got, new_variables(), *means):
+        np.testing.assert_allclose(value, start.numpy() - sum(passes) / (2 if average else 1), rtol=1e-5, atol=1e-5)
+    assert_equal_on_all_ranks(got)
+
+
+def test_the_sum_of_backward_passes_is_what_is_clipped(rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, clipvalue=1.0), backward_passes_per_step=2)
+    got = steps_with(optimizer, [gradients_of(rank, s) for s in range(2)])
+    for value, start, first, second in zip(got, new_variables(), mean_gradients(size, 0), mean_gradients(size, 1)):
+        np.testing.assert_allclose(value, start.numpy() - np.clip(first + second, -1, 1), rtol=1e-5, atol=1e-6)
+
+
+# -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
+
+
+def embedding_model() -> Any:
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(10, 4), keras.layers.Flatten(),
+                             keras.layers.Dense(1)])
+
+
+def embedding_batch(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng((rank, step))
+    return generator.integers(0, 10, (4, 3)), generator.standard_normal((4, 1)).astype(np.float32)
+
+
+def train_embedding(optimizer: Any, batches: Sequence[tuple[np.ndarray, ...]], way: Callable) -> list[np.ndarray]:
+    model = embedding_model()
+    optimizer.build(model.trainable_variables)
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    step = way(step)
+    for x, y in batches:
+        step(tf.constant(x), tf.constant(y))
+    return model.get_weights()
+
+
+@both_ways
+@pytest.mark.parametrize("make", [
+    lambda: keras.optimizers.SGD(0.5), lambda: keras.optimizers.Adam(0.1),
+    lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)], ids=["sgd", "adam", "accumulation"])
+def test_an_embedding_learns_as_in_one_process(way: Callable, make: Callable, rank: int, size: int) -> None:
+    got = train_embedding(hvd.DistributedOptimizer(make()), [embedding_batch(rank, s) for s in range(4)], way)
+    together = [tuple(map(np.concatenate, zip(*(embedding_batch(r, s) for r in range(size))))) for s in range(4)]
+    for value, reference in zip(got, train_embedding(make(), together, way)):
+        np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-5)
+    assert_equal_on_all_ranks(got)
+
+
+def test_sparse_gradients_are_made_dense_on_request(rank: int, size: int, reduced: list[Entry]) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), sparse_as_dense=True)
+    got = train_embedding(optimizer, [embedding_batch(rank, 0)], eagerly)
+    assert {entry.request.kind.value for entry in reduced} == {"allreduce"}
+    together = tuple(map(np.concatenate, zip(*(embedding_batch(r, 0) for r in range(size)))))
+    for value, reference in zip(got, train_embedding(keras.optimizers.SGD(0.5), [together], eagerly)):
+        np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-5)
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------------
+
+
+def loss_scaled(inside: bool) -> Any:
+    """A LossScaleOptimizer with a scale of 8 around a distributed SGD, or a distributed one around SGD."""
+    scaled, inner = keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(1.0)
+    if inside:
+        return scaled(hvd.DistributedOptimizer(inner), initial_scale=8.0)
+    return hvd.DistributedOptimizer(scaled(inner, initial_scale=8.0))
+
+
+where = pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+
+
+@both_ways
+@where
+def test_loss_scaling(way: Callable, inside: bool, rank: int, size: int) -> None:
+    got = steps_with(loss_scaled(inside), [[8 * g for g in gradients_of(rank, s)] for s in range(2)], way)
+    for value, start, *means in zip(got, new_variables(), mean_gradients(size, 0), mean_gradients(size, 1)):
+        np.testing.assert_allclose(value, start.numpy() - sum(means), rtol=1e-5, atol=1e-5)
+    assert_equal_on_all_ranks(got)
+
+
+@both_ways
+@where
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(way: Callable, inside: bool, bad: float, rank: int,
+                                                       size: int) -> None:
+    optimizer, variables = loss_scaled(inside), new_variables()
+    optimizer.build(variables)
+    step = way(lambda *values: optimizer.apply(values, variables))
+    for overflowing in range(size):
+        values = gradients_of(rank, 0)
+        if rank == overflowing:
+            values[1][2] = bad
+        step(*map(tf.constant, values))
+        assert float(optimizer.dynamic_scale.numpy()) == 8.0 / 2 ** (overflowing + 1)
+    assert all(np.array_equal(variable.numpy(), start.numpy()) for variable, start in zip(variables, new_variables()))
+    assert int(optimizer.iterations.numpy()) == 0
+    scale = float(optimizer.dynamic_scale.numpy())
+    step(*[tf.constant(scale * value) for value in gradients_of(rank, 1)])
+    for variable, start, mean in zip(variables, new_variables(), mean_gradients(size, 1)):
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def mixed_float16() -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_mixed_precision_with_an_overflow_on_one_rank(rank: int, size: int) -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model.optimizer.initial_scale = 16.0
+    generator = np.random.default_rng(rank)
+    x, y = generator.standard_normal((8, 4)).astype(np.float32), np.ones((8, 1), np.float32)
+    start = model.get_weights()
+    model.train_on_batch(x, y)
+    learned = model.get_weights()
+    model.train_on_batch(x, y * (1e6 if rank == size - 1 else 1.0))  # No float16 holds that.
+    assert not np.array_equal(start[0], learned[0])
+    assert_equal_on_all_ranks(learned)
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), learned))
+    assert float(model.optimizer.dynamic_scale.numpy()) == 8.0
+    assert int(model.optimizer.iterations.numpy()) == 1
+
+
+# -- being a Keras optimizer ------------------------------------------------------------------------------------------
+
+
+def test_it_is_of_a_subclass_of_the_same_name() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert type(optimizer) is not keras.optimizers.Adam
+    assert type(optimizer).__name__ == "Adam"
+    assert type(optimizer) is type(hvd.DistributedOptimizer(keras.optimizers.Adam(0.2)))
+
+
+def test_it_has_the_configuration_of_the_original_and_leaves_that_alone(rank: int) -> None:
+    original = keras.optimizers.AdamW(0.3, weight_decay=0.1, clipnorm=2.0, use_ema=True, name="mine")
+    config = original.get_config()
+    optimizer = hvd.DistributedOptimizer(original)
+    assert optimizer.get_config() == config == original.get_config()
+    assert not original.built
+    assert hvd.DistributedOptimizer(original, name="other").name == "other"
+    assert optimizer.name == "mine"
+
+
+def test_a_learning_rate_can_be_set(rank: int, size: int) -> None:
+    optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), keras.Variable([0.0])
+    optimizer.learning_rate = 2.0
+    optimizer.apply([tf.fill([1], rank + 1.0)], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-(size + 1)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "schedule"])
+def test_it_serialises_as_the_original(name: str) -> None:
+    original = OPTIMIZERS[name]()
+    original.name = "same"
+    optimizer = hvd.DistributedOptimizer(original)
+    assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(original)
+    restored = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert type(restored) is type(original)
+
+
+@keras.saving.register_keras_serializable(package="tests_of_mpistrat")
+class Registered(keras.optimizers.SGD):
+    """An optimizer of the user's own."""
+
+
+def test_a_registered_class_of_the_users_serialises_too(rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(Registered(0.1))
+    serialised = keras.optimizers.serialize(optimizer)
+    assert serialised["registered_name"] == "tests_of_mpistrat>Registered"
+    assert type(keras.optimizers.deserialize(serialised)) is Registered
+    variable = keras.Variable([0.0])
+    optimizer.apply([tf.fill([1], rank + 1.0)], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-0.1 * (size + 1) / 2], rtol=1e-6)
+
+
+def trained_model(rank: int, optimizer: Any) -> Any:
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    generator = np.random.default_rng(rank)
+    for _ in range(2):
+        model.train_on_batch(generator.standard_normal((4, 3)), generator.standard_normal((4, 1)))
+    return model
+
+
+def test_a_saved_model_loads_without_mpistrat(rank: int, shared_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained_model(rank, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
+    path = os.path.join(shared_dir, f"model{rank}.keras")
+    model.save(path)
+    with zipfile.ZipFile(path) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".json") and b"mpistrat" in archive.read(name)]
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mpistrat"]:
+            patch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        loaded = keras.models.load_model(path)
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert int(loaded.optimizer.iterations.numpy()) == 2
+    for new, old in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(new.numpy(), old.numpy())
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("name", ["momentum", "adam", "ema"])
+def test_a_built_optimizer_keeps_its_slots(name: str, passes: int, rank: int, size: int) -> None:
+    original = OPTIMIZERS[name]()
+    steps_with(original, [mean_gradients(size, 0), mean_gradients(size, 1)])
+    before = {v.path.partition("/")[2]: v.numpy() for v in original.variables}
+    assert len(before) == len(original.variables) > 2
+    optimizer = hvd.DistributedOptimizer(original, backward_passes_per_step=passes)
+    after = {v.path.partition("/")[2]: v.numpy() for v in optimizer.variables}
+    for path in before.keys() - {"iteration"}:
+        np.testing.assert_array_equal(after[path], before[path], err_msg=path)
+    assert int(optimizer.iterations) == int(original.iterations) == 2  # Of updates, however many passes each takes.
+
+
+def test_a_built_loss_scale_optimizer_keeps_its_slots_and_scale(rank: int, size: int) -> None:
+    original = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1), initial_scale=8.0)
+    bad = [np.full(shape, np.inf, np.float32) for shape in SHAPES]
+    steps_with(original, [mean_gradients(size, 0), bad])
+    optimizer = hvd.DistributedOptimizer(original)
+    assert float(optimizer.dynamic_scale.numpy()) == 4.0
+    for new, old in zip(optimizer.variables, original.variables, strict=True):
+        np.testing.assert_array_equal(new.numpy(), old.numpy())
+
+
+def test_wrapping_does_not_tie_the_two_optimizers_together(rank: int, size: int) -> None:
+    original = keras.optimizers.SGD(0.1, momentum=0.9)
+    variables = new_variables()
+    original.build(variables)
+    optimizer = hvd.DistributedOptimizer(original)
+    optimizer.apply(list(map(tf.constant, gradients_of(rank, 0))), variables)
+    assert int(original.iterations.numpy()) == 0
+    assert all(not np.any(momentum.numpy()) for momentum in original.momentums)
+
+
+def test_it_is_found_in_every_place_where_horovod_has_it() -> None:
+    import mpistrat.tensorflow
+    import mpistrat.tensorflow.keras
+    assert mpistrat.tensorflow.DistributedOptimizer is mpistrat.tensorflow.keras.DistributedOptimizer \
+        is hvd.DistributedOptimizer
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [
+    lambda: hvd.DistributedOptimizer(keras.optimizers.SGD()),
+    lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD())),
+    lambda: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))],
+    ids=["plain", "inside", "outside"])
+def test_double_wrapping_is_refused(make: Callable) -> None:
+    optimizer = make()
+    with pytest.raises(ValueError, match="is distributed already; its gradients would be averaged twice"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("what, arguments, text", [
+    ("Keras", {"optimizer": "adam"}, "takes a Keras 3 optimizer, for example .* Received: 'adam'"),
+    ("op", {"op": mpistrat.Max}, "op currently only supports Average and Sum. Received: MAX"),
+    ("passes", {"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1. Received: 0"),
+    ("predivide and sum", {"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "not supported with op != Average"),
+    ("predivide", {"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive. Received: -1"),
+    ("groups", {"groups": 0}, "groups should be"),
+    ("process set", {"process_set": 3}, "only process_set=global_process_set is available")],
+    ids=lambda v: v if isinstance(v, str) else "")
+def test_arguments_are_checked(what: str, arguments: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        hvd.DistributedOptimizer(**{"optimizer": keras.optimizers.SGD(), **arguments})
+
+
+def test_accumulation_is_asked_for_once() -> None:
+    with pytest.raises(ValueError, match="give either backward_passes_per_step here or gradient_accumulation_steps"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=2)
+
+
+def test_a_loss_scale_optimizer_leaves_accumulation_to_the_one_in_it() -> None:
+    with pytest.raises(ValueError, match="set `gradient_accumulation_steps` on the `inner_optimizer`"):
+        hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), backward_passes_per_step=2)
+
+
+@both_ways
+def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int) -> None:
+    layer = keras.layers.Dense(2, name="odd_layer")
+    layer.build((None, 3 + rank))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(layer.trainable_variables)
+    gradients = [tf.ones(v.shape) for v in layer.trainable_variables]
+    with pytest.raises(tf.errors.OpError, match=r"shape of tensor \d \(odd_layer/kernel\): \(3, 2\) on ranks \[0\]; "):
+        way(lambda: optimizer.apply(gradients, layer.trainable_variables))()
+    assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size
+
+
+def test_ranks_with_other_numbers_of_gradients_are_told(rank: int, size: int) -> None:
+    variables = [keras.Variable([0.0]) for _ in range(2 + rank)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(mpistrat.MismatchError, match=r"disagree on number of tensors: 2 on ranks \[0\]; "):
+        optimizer.apply([tf.ones([1])] * len(variables), variables)
