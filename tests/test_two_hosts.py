@@ -119,7 +119,7 @@ def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
 
 def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
     first, second = hosts.names
-    job = hosts.run_line([find_mpirun(), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
+    job = hosts.run_line([str(find_mpirun()), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
                           sys.executable, "tests/scripts/init_only.py"], env={"MPISTRAT_CACHE_CAPACITY": "7"})
     for rank in range(2):
         line, = job.of_rank(rank)

@@ -126,7 +126,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._momentum is not None:
-            self.model.optimizer.momentum = self._momentum
+            self.model.optimizer.momentum.assign(self._momentum)
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -529,8 +529,9 @@ def test_accumulation_is_asked_for_once() -> None:
 
 
 def test_a_loss_scale_optimizer_leaves_accumulation_to_the_one_in_it() -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="set `gradient_accumulation_steps` on the `inner_optimizer`"):
-        hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), backward_passes_per_step=2)
+        hvd.DistributedOptimizer(scaled, backward_passes_per_step=2)
 
 
 @both_ways

@@ -1,0 +1,366 @@
+"""Training with Keras on every rank: the same weights everywhere, those of one process, and the callbacks."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+hvd = pytest.importorskip("mpistrat.keras")
+
+STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
+
+
+def global_data(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """All rows, one global batch after the other; within each, the ranks' parts one after the other."""
+    generator = np.random.default_rng(11)
+    x = generator.standard_normal((STEPS * size * BATCH, COLUMNS)).astype(np.float32)
+    y = np.tanh(x @ generator.standard_normal((COLUMNS, 1))).astype(np.float32)
+    return x, y
+
+
+def shard(array: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """One rank's part of every global batch."""
+    return array.reshape(STEPS, size, BATCH, -1)[:, rank].reshape(STEPS * BATCH, -1)
+
+
+class Subclassed(keras.Model):
+    """A model that knows its input only when it sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(6, activation="tanh")
+        self.out = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.hidden(inputs))
+
+
+def new_model(kind: str, seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    if kind == "subclassed":
+        return Subclassed()
+    layers = [keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((COLUMNS,)), *layers] if kind == "input" else layers)
+
+
+def fit(model: Any, optimizer: Any, data: tuple[np.ndarray, np.ndarray], batch: int, epochs: int = EPOCHS,
+        callbacks: Sequence[Any] = (), **arguments: Any) -> Any:
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    return model.fit(*data, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks),
+                     **arguments)
+
+
+def fit_on_all_ranks(model: Any, optimizer: Any, rank: int, size: int, **arguments: Any) -> Any:
+    x, y = global_data(size)
+    return fit(model, optimizer, (shard(x, rank, size), shard(y, rank, size)), BATCH, **arguments)
+
+
+def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
+    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
+    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
+
+
+def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
+    return [np.asarray(variable.numpy()) for variable in variables]
+
+
+class Watch(keras.callbacks.Callback):
+    """Keeps the weights and optimizer variables as they are before and after some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, list[np.ndarray]] = {}
+        self.after: dict[int, list[np.ndarray]] = {}
+
+    def _now(self) -> list[np.ndarray]:
+        return values_of([*self.model.weights, *self.model.optimizer.variables])
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.before.setdefault(batch, self._now())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.after.setdefault(batch, self._now())
+
+
+# -- the same weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["input", "no input", "subclassed"])
+def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: str, rank: int, size: int) -> None:
+    model = new_model(kind, seed=5)
+    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), rank, size)
+    assert_equal_on_all_ranks(model.get_weights())
+    reference = new_model(kind, seed=5)
+    fit(reference, keras.optimizers.SGD(0.1, momentum=0.9), global_data(size), BATCH * size)
+    for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+
+
+def test_without_the_optimizer_the_ranks_go_apart(rank: int, size: int) -> None:
+    model = new_model("input", seed=5)
+    fit_on_all_ranks(model, keras.optimizers.SGD(0.1), rank, size, epochs=1)
+    everybody = mpistrat.allgather_object(model.get_weights()[0].tobytes())
+    assert len(set(everybody)) == size
+
+
+def test_training_eagerly_is_the_same(rank: int, size: int) -> None:
+    model = new_model("input", seed=5)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", run_eagerly=True)
+    x, y = global_data(size)
+    model.fit(shard(x, rank, size), shard(y, rank, size), batch_size=BATCH, shuffle=False, verbose=0)
+    assert_equal_on_all_ranks(model.get_weights())
+    reference = new_model("input", seed=5)
+    fit(reference, keras.optimizers.SGD(0.1), (x, y), BATCH * size, epochs=1)
+    for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+
+
+def test_compilation_is_refused_with_what_to_write_instead(rank: int, size: int) -> None:
+    model = new_model("input", seed=5)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=True)
+    with pytest.raises(ValueError, match=r"cannot be compiled by XLA\. Write model\.compile\(.*, jit_compile=False\)"):
+        model.fit(np.ones((8, COLUMNS)), np.ones((8, 1)), verbose=0)
+
+
+# -- BroadcastGlobalVariablesCallback ---------------------------------------------------------------------------------
+
+
+def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, size: int) -> None:
+    root, watch = size - 1, Watch()
+    model = new_model("input", seed=rank)
+    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), rank, size,
+                     callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(root), watch])
+    for value, of_root in zip(watch.before[0], new_model("input", seed=root).get_weights()):
+        np.testing.assert_array_equal(value, of_root)
+    reference = new_model("input", seed=root)
+    fit(reference, keras.optimizers.SGD(0.1, momentum=0.9), global_data(size), BATCH * size)
+    for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+    assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
+
+
+@pytest.mark.parametrize("kind", ["no input", "subclassed"])
+def test_a_model_that_is_built_by_its_first_batch_is_equal_after_it(kind: str, rank: int, size: int) -> None:
+    watch = Watch()
+    model = new_model(kind, seed=rank)
+    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), rank, size, epochs=1,
+                     callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), watch])
+    assert len(watch.after[0]) > len(model.weights) * 2  # The slots of Adam are there.
+    assert_equal_on_all_ranks(watch.after[0])
+    assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
+
+
+def test_the_optimizers_state_is_the_roots_too(rank: int, size: int) -> None:
+    # As after loading a checkpoint that only the root has.
+    model, watch = new_model("input", seed=rank), Watch()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (rank + 1)))
+    optimizer.build(model.trainable_variables)
+    for variable in optimizer.variables:
+        if len(variable.shape):
+            variable.assign(np.full(variable.shape, rank + 1.0))
+    optimizer.iterations.assign(100 + rank)
+    fit_on_all_ranks(model, optimizer, rank, size, epochs=1,
+                     callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1), watch])
+    iterations, rate, *slots = watch.before[0][len(model.weights):]
+    assert (int(iterations), float(rate)) == (101, np.float32(0.02))
+    assert len(slots) == 8 and all(np.all(slot == 2.0) for slot in slots)
+    assert int(model.optimizer.iterations.numpy()) == 101 + STEPS
+    assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
+
+
+def test_variables_that_are_not_trained_are_broadcast(rank: int, size: int) -> None:
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    mean = model.layers[0].moving_mean
+    mean.assign(np.full(mean.shape, rank + 1.0))
+    watch = Watch()
+    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), rank, size, epochs=1,
+                     callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), watch])
+    assert_equal_on_all_ranks(watch.before[0])
+    assert any(np.array_equal(value, np.ones(COLUMNS)) for value in watch.before[0])
+
+
+def test_local_variables_stay_as_they_are(rank: int, size: int) -> None:
+    model = new_model("input", seed=0)
+    given, registered = model.layers[0].bias, model.layers[1].bias
+    given.assign(np.full(given.shape, rank + 1.0))
+    registered.assign(np.full(registered.shape, rank + 10.0))
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[given])
+    callback.register_local_var(registered)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert set(given.numpy()) == {rank + 1.0}
+    assert set(registered.numpy()) == {rank + 10.0}
+
+
+# -- other callbacks --------------------------------------------------------------------------------------------------
+
+
+class Keep(keras.callbacks.Callback):
+    """Keeps the logs that it is shown at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int) -> None:
+    own, shown = Keep(), Keep()
+    x, y = global_data(size)
+    data = shard(x, rank, size), shard(y, rank, size)
+    history = fit(new_model("input", seed=1), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), data, BATCH,
+                  epochs=2, callbacks=[own, hvd.callbacks.MetricAverageCallback(), shown], validation_data=data)
+    for epoch in range(2):
+        everybody = mpistrat.allgather_object(own.logs[epoch])
+        assert len({logs["loss"] for logs in everybody}) == size
+        for name in ("loss", "val_loss"):
+            mean = np.mean([logs[name] for logs in everybody])
+            assert shown.logs[epoch][name] == pytest.approx(mean, rel=1e-12)
+            assert history.history[name][epoch] == shown.logs[epoch][name]
+    assert_equal_on_all_ranks([history.history["loss"], history.history["val_loss"]])
+
+
+class Driver:
+    """Calls a callback as fit does, and notes the learning rate and the momentum of each batch."""
+
+    def __init__(self, callback: Any, optimizer: Any, steps: int | None = STEPS):
+        self.callback, self.optimizer = callback, optimizer
+        model = new_model("input", seed=0)
+        model.compile(optimizer, loss="mse")
+        callback.set_model(model)
+        callback.set_params({"steps": steps})
+        callback.on_train_begin()
+        self.rates: list[float] = []
+        self.momentums: list[float] = []
+        self.logged: list[float] = []
+
+    def run(self, epochs: int, steps: int = STEPS) -> "Driver":
+        for epoch in range(epochs):
+            self.callback.on_epoch_begin(epoch)
+            for batch in range(steps):
+                self.callback.on_train_batch_begin(batch)
+                self.rates.append(float(self.optimizer.learning_rate))
+                self.momentums.append(float(self.optimizer.momentum))
+                self.callback.on_train_batch_end(batch)
+            logs: dict[str, float] = {}
+            self.callback.on_epoch_end(epoch, logs)
+            self.logged.append(logs["lr"])
+        return self
+
+
+def test_the_learning_rate_warms_up_to_its_full_value(rank: int, size: int) -> None:
+    driver = Driver(hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2), keras.optimizers.SGD(0.8)).run(3)
+    done = np.arange(1, 2 * STEPS + 1) / STEPS / 2  # The part of the warm-up that each batch completes.
+    expected = [*(0.8 / size * (1 + done * (size - 1))), *[0.8] * STEPS]
+    np.testing.assert_allclose(driver.rates, expected, rtol=1e-6)
+    np.testing.assert_allclose(driver.logged, expected[STEPS - 1::STEPS], rtol=1e-6)
+
+
+def test_the_chief_alone_says_that_the_warm_up_is_done(rank: int, capsys: pytest.CaptureFixture) -> None:
+    callback = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2, verbose=1)
+    Driver(callback, keras.optimizers.SGD(0.8)).run(4)
+    printed = capsys.readouterr().out
+    assert printed == ("\nEpoch 2: the learning-rate warm-up is done, at 0.8.\n" if rank == 0 else "")
+
+
+def test_a_staircase_schedule_changes_the_rate_at_epochs() -> None:
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.4, multiplier=0.5, start_epoch=1, end_epoch=3)
+    driver = Driver(callback, keras.optimizers.SGD(0.1)).run(4)
+    np.testing.assert_allclose(driver.logged, [0.1, 0.4, 0.2, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(driver.rates[STEPS:], np.repeat([0.4, 0.2, 0.2], STEPS), rtol=1e-6)
+
+
+def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.4, multiplier=lambda epoch: 1 + epoch, staircase=False)
+    driver = Driver(callback, keras.optimizers.SGD(0.1)).run(2)
+    np.testing.assert_allclose(driver.rates, 0.4 * (1 + np.arange(2 * STEPS) / STEPS), rtol=1e-6)
+
+
+def test_the_momentum_is_corrected_for_the_batch_of_the_change() -> None:
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.8)
+    momentum = optimizer.momentum = keras.Variable(0.8, trainable=False)
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** epoch)
+    driver = Driver(callback, optimizer).run(3)
+    # The first batch of an epoch sees half the momentum, all others the whole.
+    expected = [*[0.8] * STEPS, *([0.4] + [0.8] * (STEPS - 1)) * 2]
+    np.testing.assert_allclose(driver.momentums, expected, rtol=1e-6)
+    assert optimizer.momentum is momentum  # The compiled step reads this one.
+
+
+def test_a_schedule_reaches_the_compiled_step(rank: int, size: int) -> None:
+    weights = []
+    model = new_model("input", seed=3)
+    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), rank, size, epochs=2, callbacks=[
+        hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 1.0 - epoch),
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(model.get_weights()))])
+    assert not np.array_equal(weights[0][0], new_model("input", seed=3).get_weights()[0])
+    assert all(np.array_equal(first, second) for first, second in zip(*weights))
+
+
+def test_a_schedule_needs_a_rate_and_the_number_of_steps() -> None:
+    with pytest.raises(ValueError, match="initial_lr is required"):
+        hvd.callbacks.LearningRateScheduleCallback(None, multiplier=0.1)
+    callback = hvd.callbacks.LearningRateWarmupCallback(0.1)
+    with pytest.raises(ValueError, match="steps_per_epoch is required"):
+        Driver(callback, keras.optimizers.SGD(0.1), steps=None)
+    Driver(hvd.callbacks.LearningRateWarmupCallback(0.1, steps_per_epoch=2), keras.optimizers.SGD(0.1), steps=None)
+
+
+# -- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_goes_on_where_it_was_saved(rank: int, size: int, shared_dir: str) -> None:
+    model = new_model("input", seed=4)
+    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), rank, size, epochs=1)
+    path = os.path.join(shared_dir, "model.keras")
+    if rank == 0:
+        model.save(path)
+    hvd.allreduce(0.0)
+    loaded = hvd.load_model(path)
+    assert type(loaded.optimizer).__name__ == "Adam"
+    assert int(loaded.optimizer.iterations.numpy()) == STEPS
+    x, y = (shard(array, rank, size) for array in global_data(size))
+    for either in (model, loaded):
+        either.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    for value, expected in zip(values_of([*loaded.weights, *loaded.optimizer.variables]),
+                               values_of([*model.weights, *model.optimizer.variables]), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
+    assert_equal_on_all_ranks(loaded.get_weights())
+
+
+class MyAdam(keras.optimizers.Adam):
+    """Keras does not know this one."""
+
+
+def test_load_model_takes_the_users_optimizers(rank: int, shared_dir: str) -> None:
+    model = new_model("input", seed=4)
+    model.compile(MyAdam(0.01), loss="mse")
+    path = os.path.join(shared_dir, f"own{rank}.keras")
+    model.save(path)
+    loaded = hvd.load_model(path, custom_optimizers=[MyAdam])
+    assert isinstance(loaded.optimizer, MyAdam) and type(loaded.optimizer) is not MyAdam
+
+
+def test_load_model_takes_a_model_without_an_optimizer(rank: int, shared_dir: str) -> None:
+    path = os.path.join(shared_dir, f"plain{rank}.keras")
+    new_model("input", seed=4).save(path)
+    assert hvd.load_model(path).optimizer is None
+
+
+def test_the_short_forms_of_the_collectives(rank: int, size: int) -> None:
+    assert float(hvd.allreduce(rank + 1.0, op=hvd.Sum)) == size * (size + 1) / 2
+    assert float(hvd.allreduce(rank + 1.0, name="named", average=True)) == (size + 1) / 2
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0).numpy().tolist() == \
+        [2.0 * size] * 2
+    assert hvd.allgather([rank]).numpy().tolist() == list(range(size))
+    assert int(hvd.broadcast(rank, size - 1)) == size - 1
