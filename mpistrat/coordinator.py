@@ -283,5 +283,5 @@ class Coordinator:
         counts = Counter(self._ended[rank] for rank in lost)
         after = ", ".join(str(count) for count in sorted(counts))
         return (f"{name}: ranks {rank_list(self._present(pending))} wait for ranks {rank_list(lost)}, which have "
-                f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran different "
-                f"numbers of steps: give every rank the same number, by repeating or truncating the data.")
+                f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
+                f"different numbers of steps: give every rank the same number, by repeating or truncating the data.")
