@@ -1,0 +1,37 @@
+"""Every rank builds its collectives in an order of its own, with one inter-op thread; the sums must be right.
+
+usage: shuffled_order.py STEPS TENSORS
+"""
+
+import random
+import sys
+
+import tensorflow as tf
+
+tf.config.threading.set_inter_op_parallelism_threads(1)
+
+import mpistrat.tensorflow as hvd  # noqa: E402 - the pool is made on first use
+
+steps, tensors = int(sys.argv[1]), int(sys.argv[2])
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+order = list(range(tensors))
+random.Random(rank).shuffle(order)
+orders = hvd.allgather_object(order)
+assert len({tuple(other) for other in orders}) == size, "the ranks must differ for this to test anything"
+
+
+@tf.function
+def step(value: tf.Tensor) -> tf.Tensor:
+    sums: list[tf.Tensor | None] = [None] * tensors
+    for i in order:
+        mine = tf.fill([10 + i], value * tf.cast(rank + 1, tf.float32) + tf.cast(i, tf.float32))
+        sums[i] = hvd.allreduce(mine, op=hvd.Sum, name=f"tensor/{i}")
+    return tf.stack([tf.reduce_max(tf.abs(s - (value * size * (size + 1) / 2 + size * i)))
+                     for i, s in enumerate(sums)])
+
+
+for number in range(steps):
+    errors = step(tf.constant(float(number)))
+    assert not errors.numpy().any(), f"step {number}: wrong sums on rank {rank}: {errors.numpy()}"
+print(f"rank {rank}: {steps} steps of {tensors} tensors are right")

@@ -1,0 +1,11 @@
+"""Ranks that build their collectives in different orders, with one inter-op thread: no deadlock, right sums."""
+
+from .jobs import needs_mpirun, run_job
+
+
+@needs_mpirun
+def test_a_thousand_steps_in_another_order_on_each_rank() -> None:
+    job = run_job(2, ["python", "tests/scripts/shuffled_order.py", "1000", "50"], limit_s=600)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert f"rank {rank}: 1000 steps of 50 tensors are right" in job.output, job.output
