@@ -44,7 +44,8 @@ class _Distributed:
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         # Keras calls this from apply, and from here, in the branch of the update only, _clip_gradients.
         accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
-        self._mpistrat_accumulating = list(trainable_variables) if accumulates else None
+        # Not by plain assignment: Keras would take the model's variables, found in a list, for the optimizer's own.
+        object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -93,7 +94,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
     joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
                          for indices in bucket.joined.values() for i in indices)
     for indices in bucket.joined.values():
-        handed.append(tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], axis=0))
+        handed.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
         shapes.append(handed[-1].shape)
     known: dict[tuple[TensorSpec, ...], Request] = {}
 
@@ -108,5 +109,10 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])
-        results += [(i, tf.reshape(part, tensors[i].shape)) for i, part in zip(indices, parts, strict=True)]
+        results += [(i, _reshaped(part, tensors[i].shape)) for i, part in zip(indices, parts, strict=True)]
     return results
+
+
+def _reshaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    # With hundreds of small tensors the nodes are what costs, and biases are flat already.
+    return tensor if tensor.shape.rank == len(shape) == 1 else tf.reshape(tensor, shape)
