@@ -14,7 +14,7 @@ from . import introduction, mpi_setup
 from .collectives.base import ControlPlane, DataPlane
 from .collectives.local import ThreadGroup
 from .engine import Engine
-from .errors import MpistratError, NotInitializedError, SettingsError
+from .errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
 from .launch_environment import launched_size
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
@@ -75,20 +75,25 @@ def is_initialized() -> bool:
     return _runtime is not None
 
 
-def init(comm: Any = None) -> None:
+def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the other ranks and start the engine. Collective; a repeated call does nothing.
 
     Without a launcher in the environment this is one rank, and no MPI library is loaded.
 
     Args:
         comm: A list of ranks of MPI's world, or an mpi4py communicator; the default is all ranks.
+        process_sets: In Horovod's signature; there is only the set of all ranks here, so None or an empty list.
 
     Raises:
+        InvalidRequestError: Process sets were given.
         SettingsError: An MPISTRAT_ variable is wrong on some rank, or not the same on all; on every rank.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or lacks the thread level.
     """
     global _runtime
+    if process_sets:
+        raise InvalidRequestError("process sets other than the global one are not available. For a job on fewer ranks, "
+                                  f"use init(comm=[...]). Received: process_sets={process_sets!r}")
     with _lock:
         if _runtime is not None:
             return

@@ -140,3 +140,10 @@ def test_a_barrier_has_no_tensors() -> None:
 def test_specs_hold_dtype_name_and_shape() -> None:
     arrays = [np.zeros((2, 0), np.float32), np.array(True), np.zeros(3, ">i4")]
     assert specs_of(arrays) == (TensorSpec("float32", (2, 0)), TensorSpec("bool", ()), TensorSpec("int32", (3,)))
+
+
+def test_process_sets_are_refused_before_anything_is_started() -> None:
+    import mpistrat
+    with pytest.raises(InvalidRequestError, match=r"use init\(comm="):
+        mpistrat.init(process_sets=[[0, 1]])
+    assert not mpistrat.is_initialized()
