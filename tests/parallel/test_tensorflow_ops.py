@@ -279,13 +279,20 @@ def test_the_gradient_of_a_group(way: Callable, rank: int, size: int) -> None:
 
 @both_ways
 def test_the_gradient_of_allgather_is_this_ranks_part_of_the_average(way: Callable, rank: int, size: int) -> None:
-    # Rank 0 brings no rows, rank 1 one, and so on; row i of the result has weight (i + 1) * (rank + 1).
-    rows = size * (size - 1) // 2
+    # Rank 0 brings one row, rank 1 two, and so on; row i of the result has weight (i + 1) * (rank + 1).
+    rows = size * (size + 1) // 2
     upstream = tf.reshape(tf.range(1.0, rows + 1) * (rank + 1), [-1, 1])
-    gradient = gradient_of(way, hvd.allgather, tf.ones([rank, 1]), upstream)
-    begin = rank * (rank - 1) // 2
-    expected = np.arange(begin + 1, begin + rank + 1) * (size + 1) / 2
+    gradient = gradient_of(way, hvd.allgather, tf.ones([rank + 1, 1]), upstream)
+    begin = rank * (rank + 1) // 2
+    expected = np.arange(begin + 1, begin + rank + 2) * (size + 1) / 2
     np.testing.assert_allclose(gradient.numpy()[:, 0], expected, rtol=1e-6)
+
+
+@both_ways
+def test_the_gradient_of_a_rank_that_brings_no_rows_is_empty(way: Callable, rank: int, size: int) -> None:
+    rows = size * (size - 1) // 2
+    gradient = gradient_of(way, hvd.allgather, tf.ones([rank, 1]), tf.ones([rows, 1]))
+    np.testing.assert_array_equal(gradient, np.ones((rank, 1)))
 
 
 @both_ways
