@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from .messages import Announcement, Decision, End, Request
-from .mismatch import describe_mismatch, rank_list
+from .mismatch import describe_half_done, describe_mismatch, rank_list
 from .tree import children_of, parent_of, subtree, subtree_size
 
 LISTED = 6  # how many names or ranks a message lists before it says "..."
@@ -182,17 +182,23 @@ class Coordinator:
     def _decide(self, ready: list[_Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
         errors: list[tuple[str, str]] = []
+        half_done = ""
         for pending in ready:
             different = {request for told in pending.reports.values() for request in told}
             if len(different) == 1:
                 agreed.append(self._numbered(different.pop()))
             else:
                 by_request = self._ranks_of(pending)
-                errors.append((next(iter(by_request)).name, describe_mismatch(by_request)))
+                text = describe_mismatch(by_request)
+                errors.append((next(iter(by_request)).name, text))
+                if any(request.in_graph for request in by_request):
+                    half_done = half_done or text
         for rank, completed in self._news_ended:
             self._ended[rank] = completed
         self._news_ended = []
         end, text = self._reason_to_end(now)
+        if half_done and end is None:
+            end, text = End.MISMATCH, describe_half_done(half_done)
         if end is End.FAILURE:
             agreed = []  # The rank that failed takes part in nothing any more, and the others would wait for it.
         tell_ended = bool(self._ended) and not self._ended_was_told

@@ -33,7 +33,8 @@ from .tensor_queue import Entry, Handle, TensorQueue
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[End, type[EngineError]] = {
-    End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError}
+    End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError,
+    End.MISMATCH: EngineError}
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 

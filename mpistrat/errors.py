@@ -10,13 +10,13 @@
     │   └── DuplicateNameError                 the name is still in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
-        ├── MismatchError       (ValueError)   the ranks disagree about a tensor; only that tensor fails
+        ├── MismatchError       (ValueError)   the ranks disagree about a tensor
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── StallError                     a tensor was not submitted by all ranks in time
             └── ShutdownError                  a rank ended while others still wait for it
 
-`CollectiveError` reaches every rank with the same text. `MismatchError` leaves the engine running; an `EngineError`
-does not.
+`CollectiveError` reaches every rank with the same text. A `MismatchError` leaves the engine running, unless the tensor
+was in a `tf.function`; an `EngineError` does not.
 """
 
 
@@ -53,7 +53,7 @@ class CollectiveError(MpistratError, RuntimeError):
 
 
 class MismatchError(CollectiveError, ValueError):
-    """The ranks disagree about one tensor. That tensor fails on every rank, the engine goes on."""
+    """The ranks disagree about one tensor, which fails on every rank. The engine goes on, except from a tf.function."""
 
 
 class EngineError(CollectiveError):

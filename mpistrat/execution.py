@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .collectives.base import DataPlane
-from .fusion import FusionBuffer, Scale, pack, plan_buckets, unpack
+from .fusion import FusionBuffer, pack, plan_buckets, unpack
 from .memory import ResultPool
 from .messages import Kind, ReduceOp
+from .scale import Scale
 from .tensor_queue import Entry
 
 
@@ -90,14 +91,12 @@ class Executor:
                 scaled = self._scaled.view(elements, dtype)
                 pack(sources, prescale, scaled)
                 source = scaled
-            self._data.allreduce(source, target, op)
-            if not scale.is_identity:
-                scale.apply(target, target)
+            self._data.allreduce(source, target, op, scale)
             return
         packed = self._buffer.view(elements, dtype)
         pack(sources, prescale, packed)
-        self._data.allreduce(packed, packed, op)
-        unpack(packed, scale, targets)
+        self._data.allreduce(packed, packed, op, scale)
+        unpack(packed, targets)
 
     def _broadcast(self, sources: list[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:
@@ -107,7 +106,7 @@ class Executor:
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
         pack(sources, 1.0, packed)
         self._data.broadcast(packed, root_rank)
-        unpack(packed, Scale(), targets)
+        unpack(packed, targets)
 
     def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         # How many rows each rank brings is not negotiated but gathered here, so that a step with other row counts is

@@ -4,8 +4,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .dtypes import is_half
 from .memory import aligned_empty
+from .scale import scaled_copy
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
@@ -65,46 +65,9 @@ def pack(arrays: Sequence[np.ndarray], scale: float, packed: np.ndarray) -> None
         start += array.size
 
 
-def unpack(packed: np.ndarray, scale: "Scale", arrays: Sequence[np.ndarray]) -> None:
-    """The reverse of pack: fill `arrays` from `packed`, each value scaled once."""
+def unpack(packed: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+    """The reverse of pack: fill `arrays` from `packed`."""
     start = 0
     for array in arrays:
-        scale.apply(packed[start:start + array.size], array.reshape(-1))
+        np.copyto(array.reshape(-1), packed[start:start + array.size])
         start += array.size
-
-
-class Scale:
-    """What happens to a sum on its way out: times `factor`, divided by `divisor` (the number of ranks, or 1).
-
-    This is the one place where an average is made of a sum. Integers are divided exactly and truncated toward zero.
-    """
-
-    def __init__(self, factor: float = 1.0, divisor: int = 1):
-        self._factor, self._divisor = factor, divisor
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether values are left as they are."""
-        return self._factor == 1.0 and self._divisor == 1
-
-    def apply(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Write the scaled `source` to `target`; they are 1-D, of one dtype, and may be the same memory."""
-        if source.dtype.kind in "iu" and self._factor == 1.0 and self._divisor > 1:
-            wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
-            divisor = wide.dtype.type(self._divisor)
-            np.copyto(target, (wide - np.fmod(wide, divisor)) // divisor, casting="unsafe")
-        else:
-            scaled_copy(source, self._factor / self._divisor, target)
-
-
-def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
-    """`target = source * scale`, computed in float32 for half precision, in float64 for integers (then truncated)."""
-    if scale == 1.0:
-        if target is not source:
-            np.copyto(target, source)
-    elif is_half(source.dtype):
-        np.copyto(target, source.astype(np.float32) * np.float32(scale), casting="unsafe")
-    elif source.dtype.kind in "iu":
-        np.copyto(target, source * np.float64(scale), casting="unsafe")
-    else:
-        np.multiply(source, source.dtype.type(scale), out=target)

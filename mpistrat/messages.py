@@ -44,12 +44,13 @@ class TensorSpec:
 class Request:
     """A rank says: these tensors are ready to be reduced, gathered or broadcast, together.
 
-    Ranks match requests by `name`; everything else must be equal on all of them, but for `labels`.
+    Ranks match requests by `name`; everything else must be equal on all of them, but for `labels` and `in_graph`.
 
     Attributes:
         tensors: What the ranks agree on. The arrays that travel may be fewer, when small tensors are joined in a way
             that follows from the specs.
         labels: What users call the tensors (a variable's path), for error messages; may be empty.
+        in_graph: The collective stands in a graph: an error ends the execution of the whole graph.
     """
 
     kind: Kind
@@ -61,11 +62,13 @@ class Request:
     postscale: float = 1.0
     device: str = "cpu"
     labels: tuple[str, ...] = field(default=(), compare=False)
+    in_graph: bool = field(default=False, compare=False)
 
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.labels)
+                self.root_rank, self.prescale, self.postscale, self.device, self.labels,
+                self.in_graph)
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":
@@ -108,6 +111,7 @@ class End(str, Enum):
     SHUTDOWN = "shutdown"
     RANK_ENDED = "rank ended"
     STALL = "stall"
+    MISMATCH = "mismatch in a graph"
     FAILURE = "failure"
 
 

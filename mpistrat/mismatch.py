@@ -35,6 +35,16 @@ def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
     raise AssertionError("the requests are equal")
 
 
+def describe_half_done(mismatch: str) -> str:
+    """Why a mismatch in a graph ends the engines, in words.
+
+    TensorFlow gives up the rest of the graph, on every rank at another point. What some ranks have submitted by then
+    cannot be taken back, and would be reduced together with what the others submit the next time.
+    """
+    return (f"{mismatch} That was inside a tf.function, where the other collectives of the step cannot be taken back, "
+            "so the engine has ended. To go on in the same process, call shutdown() and init() on every rank.")
+
+
 def _dtype(index: int, request: Request) -> str:
     return request.tensors[index].dtype
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..messages import ReduceOp
+from ..scale import Scale
 
 
 class DataPlane(ABC):
@@ -18,8 +19,8 @@ class DataPlane(ABC):
     name: str
 
     @abstractmethod
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
-        """Reduce `source` over all ranks into `target`, which has its length and dtype; they may be one array.
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
+        """Reduce `source` over all ranks, scaled, into `target`, which has its length and dtype; they may be one array.
 
         Every element is combined in the order of the ranks (`reduction.combine`), so the result is the same on all
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.

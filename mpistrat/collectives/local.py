@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..messages import ReduceOp
+from ..scale import Scale
 from .base import ControlPlane, DataPlane
 from .reduction import combine
 
@@ -59,8 +60,8 @@ class ThreadData(DataPlane):
         group.barrier.wait()
         return arrays
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
-        combine(self._exchange(source), op, target)
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
+        combine(self._exchange(source), op, target, scale)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         np.concatenate(self._exchange(source), out=target)

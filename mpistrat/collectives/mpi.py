@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
+from ..scale import Scale
 from .base import ControlPlane, DataPlane
 from .host_mail import HostMail
 from .reduction import combine
@@ -42,20 +43,20 @@ class MpiData(DataPlane):
         self._size, self._rank = comm.Get_size(), comm.Get_rank()
         self._parts = FusionBuffer()
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         size, dtype = self._size, source.dtype
         if source.nbytes * size <= SMALL_BYTES:
             parts = self._parts.view(source.size * size, dtype).reshape(size, -1)
             self._comm.Allgather([source.view(np.uint8), MPI.BYTE], [parts.view(np.uint8), MPI.BYTE])
-            combine(parts, op, target)
+            combine(parts, op, target, scale)
             return
         # At least one element per rank and piece; a piece is CHUNK_BYTES or a little less.
         step = max(CHUNK_BYTES // dtype.itemsize, size)
         for start in range(0, source.size, step):
             piece = slice(start, min(start + step, source.size))
-            self._allreduce_piece(source[piece], target[piece], op)
+            self._allreduce_piece(source[piece], target[piece], op, scale)
 
-    def _allreduce_piece(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+    def _allreduce_piece(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         size, rank, itemsize = self._size, self._rank, source.itemsize
         bounds = [source.size * r // size for r in range(size + 1)]
         counts = [(bounds[r + 1] - bounds[r]) * itemsize for r in range(size)]
@@ -65,7 +66,7 @@ class MpiData(DataPlane):
         row = counts[rank]
         self._comm.Alltoallv([source.view(np.uint8), counts, starts, MPI.BYTE],
                              [parts.view(np.uint8), [row] * size, [row * r for r in range(size)], MPI.BYTE])
-        combine(parts, op, mine)
+        combine(parts, op, mine, scale)
         self._comm.Allgatherv(MPI.IN_PLACE, [target.view(np.uint8), counts, starts, MPI.BYTE])
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:

@@ -5,8 +5,8 @@ nodes, none of which holds a TensorFlow thread until other ranks are ready:
 
 1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, for a stateless
    one would be pruned, and so runs in program order.
-2. *await*, the dequeue of a queue that the engine's completion hook writes the ticket to. It is an asynchronous kernel:
-   with one inter-op thread, and other orders on every rank, nothing can block what others wait for.
+2. *await*, the dequeue of a queue that the engine's completion hook writes to (wakeups.py). It is an asynchronous
+   kernel: with one inter-op thread, and other orders on every rank, nothing can block what others wait for.
 3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
    put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
 
@@ -15,16 +15,13 @@ most. A small list is complete by then, and its results leave by the same callba
 branch that is not taken. (Each change of threads costs as much as reducing a megabyte.)
 """
 
-import itertools
-import logging
-import threading
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from .. import runtime
 from ..errors import (
@@ -37,10 +34,9 @@ from ..errors import (
 )
 from ..messages import Request
 from ..tensor_queue import Handle
+from .wakeups import Wakeups, awaited
 
-logger = logging.getLogger(__name__)
-
-_UNFETCHED = 64  # results of one place in a graph that are kept for their fetch; a loop may be a few ahead
+_wakeups = Wakeups()
 
 _PATIENCE_S = 2e-3
 _DONE = -1  # in place of a ticket
@@ -76,23 +72,25 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return _run_eagerly(make_request, tensors)
     _require_function()
     dtypes = [t.dtype for t in tensors]
-    site = _Site(make_request, dtypes)
+    place = _Place(make_request, dtypes)
 
     def shaped(results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return list(results)
 
-    def awaited(ticket: tf.Tensor) -> list[tf.Tensor]:
-        return shaped(tf.numpy_function(site.fetch, [site.wait_for(ticket)], dtypes, stateful=False))
+    def fetched(ticket: tf.Tensor) -> list[tf.Tensor]:
+        return shaped(tf.numpy_function(place.fetch, [awaited(ticket, place.queues)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
         if not patient:
-            return awaited(tf.numpy_function(site.submit, list(tensors), tf.int64, stateful=True))
-        ticket, *results = tf.numpy_function(site.submit_and_wait, list(tensors), [tf.int64, *dtypes], stateful=True)
+            ticket = tf.numpy_function(place.submit, list(tensors), tf.int64, stateful=True)
+            ticket.set_shape([])
+            return fetched(ticket)
+        ticket, *results = tf.numpy_function(place.submit_and_wait, list(tensors), [tf.int64, *dtypes], stateful=True)
         ticket.set_shape([])
         return list(tf.cond(ticket == _DONE, lambda: shaped([tf.identity(r) for r in results]),
-                            lambda: awaited(ticket)))
+                            lambda: fetched(ticket)))
 
 
 def _require_function() -> None:
@@ -115,75 +113,42 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> lis
     return [to_tensor(result) for result in results]
 
 
-class _Site:
+class _Place:
     """A place in a graph where a collective stands. It may be executed many times, also before earlier ones end."""
 
     def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType]):
         self._make_request = make_request
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
-        self._tickets = itertools.count()
-        self._lock = threading.Lock()
-        self._handles: dict[int, Handle] = {}
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._queue = tf.queue.FIFOQueue(1024, [tf.int64], shapes=[[]])
+        self._latest: Request | None = None
+        self._latest_in_graph: Request | None = None
+        self.queues = _wakeups.queues_for(self)
+        self._queue_count = int(self.queues.shape[0])
 
     def submit(self, *arrays: np.ndarray) -> np.int64:
+        """A ticket for the result."""
         prepared = [np.asarray(array) for array in arrays]
-        return self._ticket_for(runtime.current().engine.submit(self._make_request(prepared), prepared))
+        return self._ticket_for(runtime.current().engine.submit(self._request(prepared), prepared))
 
     def submit_and_wait(self, *arrays: np.ndarray) -> list[Any]:
         """_DONE and the results, or a ticket and empty arrays."""
         prepared = [np.asarray(array) for array in arrays]
-        handle = runtime.current().engine.run(self._make_request(prepared), prepared, _PATIENCE_S)
+        handle = runtime.current().engine.run(self._request(prepared), prepared, _PATIENCE_S)
         if handle.done():
             return [np.int64(_DONE), *handle.wait()]
         return [self._ticket_for(handle), *self._nothing]
 
-    def _ticket_for(self, handle: Handle) -> np.int64:
-        ticket = next(self._tickets)
-        with self._lock:
-            self._handles[ticket] = handle
-            forgotten = self._handles.pop(ticket - _UNFETCHED, None)
-        if forgotten is not None and forgotten.done():
-            self._look_at_unused(forgotten)
-        handle.when_done(lambda: self._deliver(ticket))
-        return np.int64(ticket)
-
-    @staticmethod
-    def _look_at_unused(handle: Handle) -> None:
-        """The graph had no use for the result, so its fetch was pruned; an error shall be seen all the same."""
-        try:
-            handle.wait()
-        except MpistratError as error:
-            logger.error("%s (its result was not used)", error)
-
-    def _deliver(self, ticket: int) -> None:
-        # The raw op takes 17 us where queue.enqueue takes 57.
-        tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=[tf.constant(ticket, tf.int64)],
-                                  timeout_ms=-1)
-
-    def wait_for(self, ticket: tf.Tensor) -> tf.Tensor:
-        """`ticket`, once the engine has delivered one."""
-        with tf.control_dependencies([ticket]):
-            delivered, = tf.raw_ops.QueueDequeueV2(handle=_seen_from_here(self._queue.queue_ref),
-                                                   component_types=[tf.int64])
-        with tf.control_dependencies([delivered]):
-            return tf.identity(ticket)
-
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:
-        with self._lock:
-            handle = self._handles.pop(int(ticket))
-        return handle.wait()
+        """The results."""
+        return _wakeups.redeem(int(ticket)).wait()
 
+    def _request(self, arrays: list[np.ndarray]) -> Request:
+        request = self._make_request(arrays)
+        if request is not self._latest or self._latest_in_graph is None:
+            self._latest, self._latest_in_graph = request, dataclasses.replace(request, in_graph=True)
+        return self._latest_in_graph
 
-def _seen_from_here(resource: tf.Tensor) -> tf.Tensor:
-    """The resource as a tensor of the function around this graph: the gradient of a loop can capture no other."""
-    graph = tf.compat.v1.get_default_graph()
-    if not isinstance(graph, ControlFlowFuncGraph):
-        return resource
-    while isinstance(graph, ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    return graph.capture(resource)
+    def _ticket_for(self, handle: Handle) -> np.int64:
+        return np.int64(_wakeups.ticket_for(handle, self._queue_count))
 
 
 def as_tf_error(error: MpistratError) -> Exception:

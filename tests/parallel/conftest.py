@@ -7,7 +7,7 @@ report is printed and the job ends, since the other ranks would wait for it. Onl
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -68,3 +68,13 @@ def shared_dir() -> Iterator[str]:
     mpistrat.barrier()
     if own:
         own.cleanup()
+
+
+@pytest.fixture
+def restart() -> Callable[[], None]:
+    """Makes a new engine in place of one that an error in a graph has ended."""
+    def shut_down_and_init() -> None:
+        import mpistrat
+        mpistrat.shutdown()
+        mpistrat.init()
+    return shut_down_and_init

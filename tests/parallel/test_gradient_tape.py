@@ -334,10 +334,13 @@ def test_double_wrapping_is_refused() -> None:
 
 
 @both_ways
-def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int) -> None:
+def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
+                                             restart: Callable) -> None:
     same, odd = tf.Variable([1.0], name="same"), tf.Variable(tf.ones([2 + rank]), name="odd_one")
     with pytest.raises(tf.errors.OpError, match=r"shape of tensor \d \(odd_one.*\): \(2,\) on ranks \[0\]; "):
         quadratic(way, 1.0, [same, odd])
+    if way is in_graph:
+        restart()
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size
 
 

@@ -489,13 +489,17 @@ def test_a_result_may_go_unused_on_one_rank(rank: int, size: int) -> None:
     assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
 
 
-def test_a_mismatch_of_an_unused_result_does_no_harm(rank: int, size: int) -> None:
+def test_a_mismatch_of_an_unused_result_is_told_by_the_next_operation(rank: int, size: int,
+                                                                      restart: Callable) -> None:
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         hvd.allreduce(x, name="unused_mismatch")
         return tf.constant(1)
 
     step(tf.ones([1 + rank]))
+    with pytest.raises(mpistrat.EngineError, match="unused_mismatch: the ranks disagree on shape"):
+        hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="after_unused")
+    restart()
     assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
 
 
@@ -566,28 +570,38 @@ def test_a_disagreement_is_an_error_of_both_kinds_on_every_rank(call: Callable, 
     assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
 
 
-def test_a_disagreement_in_a_graph_has_the_same_text(rank: int, size: int) -> None:
+def test_a_disagreement_in_a_graph_ends_the_engine(rank: int, size: int, restart: Callable) -> None:
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         return hvd.allreduce(x, name="odd_graph")
 
+    text = r"odd_graph: the ranks disagree on shape: \(1,\) on ranks \[0\]; "
     for _ in range(2):
-        with pytest.raises(tf.errors.OpError, match=r"odd_graph: the ranks disagree on shape: \(1,\) on ranks \[0\]; "):
+        with pytest.raises(tf.errors.OpError, match=text):
             step(tf.ones([1 + rank]))
-    assert step(tf.ones([1])).numpy() == [1.0]
+        with pytest.raises(mpistrat.EngineError, match=text + ".*call shutdown.. and init.. on every rank"):
+            hvd.allreduce(tf.constant(1.0))
+        with pytest.raises(tf.errors.OpError, match=text):
+            step(tf.ones([1]))
+        restart()
+        assert step(tf.ones([1])).numpy() == [1.0]
 
 
-def test_a_disagreement_about_a_tensor_that_is_joined_names_that_tensor(rank: int) -> None:
+def test_a_disagreement_about_a_tensor_that_is_joined_names_that_tensor(rank: int, restart: Callable) -> None:
     step = in_graph(lambda *values: hvd.grouped_allreduce(values, name="joined"))
     # The shapes have the same number of elements, so the joined tensors are of one length.
     with pytest.raises(tf.errors.OpError, match=r"disagree on shape of tensor \d: \(6,\) on ranks \[0\]; \(2, 3\) on"):
         step(tf.ones([4]), tf.ones([6] if rank == 0 else [2, 3]), tf.ones([5]))
+    restart()
 
 
 @both_ways
-def test_the_gradient_of_a_disagreement_is_not_reached(way: Callable, rank: int, size: int) -> None:
+def test_the_gradient_of_a_disagreement_is_not_reached(way: Callable, rank: int, size: int,
+                                                        restart: Callable) -> None:
     with pytest.raises(tf.errors.OpError, match="the ranks disagree on shape"):
         gradient_of(way, lambda v: hvd.allreduce(v, name="odd_gradient"), tf.ones([1 + rank]), tf.ones([1 + rank]))
+    if way is in_graph:
+        restart()
     assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.coordinator import Coordinator
 from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
-from mpistrat.mismatch import describe_mismatch
+from mpistrat.mismatch import describe_half_done, describe_mismatch
 from mpistrat.tree import FAN_OUT, neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
@@ -462,6 +462,20 @@ def test_after_a_mismatch_the_name_may_be_used_again() -> None:
     job.settle()
     assert len(job.mismatches) == 1
     assert job.agreed == ["a"]
+
+
+@pytest.mark.parametrize("odd", [0, 17])
+def test_a_mismatch_in_a_graph_ends_all_engines(odd: int) -> None:
+    job = Job(18)
+    same, other = (dataclasses.replace(allreduce("a", n), in_graph=True) for n in (3, 4))
+    job.submit_all(allreduce("b"))
+    job.submit_all(same, but=[odd])
+    job.submit(odd, other)
+    job.settle()
+    assert job.agreed == ["b"]
+    (_, text), = job.mismatches
+    assert job.end() == (End.MISMATCH, describe_half_done(text))
+    assert "a: the ranks disagree on shape" in text
 
 
 def test_a_mismatch_takes_nothing_else_with_it() -> None:

@@ -1,6 +1,7 @@
 """The engine: by hand, round by round, and with threads as ranks."""
 
 import contextlib
+import dataclasses
 import logging
 import random
 import threading
@@ -26,6 +27,7 @@ from mpistrat.requests import (
     broadcast_request,
     specs_of,
 )
+from mpistrat.scale import Scale
 from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Handle
 
@@ -263,9 +265,9 @@ class CountingData(ThreadData):
         self.reduced: list[int] = []
         self.broadcasts: list[int] = []
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         self.reduced.append(source.size)
-        super().allreduce(source, target, op)
+        super().allreduce(source, target, op, scale)
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         self.broadcasts.append(array.size)
@@ -636,14 +638,14 @@ class FailingData(ThreadData):
         super().__init__(group, rank)
         self._before = before
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         if source.size == 13 and self._before:
             # As MPI would end the others' wait, sooner or later: once they have left the barrier before, and are here.
             while self._group.barrier.n_waiting < self._group.size - 1:
                 threading.Event().wait(0.001)
             self._group.barrier.abort()
             raise BrokenError("the network is gone")
-        super().allreduce(source, target, op)
+        super().allreduce(source, target, op, scale)
         if source.size == 13:
             raise BrokenError("the network is gone")
 
@@ -728,7 +730,7 @@ def test_a_failure_reaches_a_caller_that_drives_as_it_reaches_all(size: int) -> 
 
 def test_ctrl_c_in_a_caller_that_drives_is_raised_there_and_ends_all() -> None:
     class Interrupted(ThreadData):
-        def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
             raise KeyboardInterrupt
 
     group = ThreadGroup(1)
@@ -749,6 +751,23 @@ def test_a_mismatch_leaves_the_engines_running() -> None:
 
         for result in on_all(engines, work):
             np.testing.assert_array_equal(result[0], [3, 3])
+
+
+def test_a_mismatch_in_a_graph_ends_the_engines_and_what_is_in_flight() -> None:
+    with running(2) as engines:
+        def work(rank: int, engine: Engine) -> None:
+            half_done = submit(engine, f"only on {rank}", np.ones(1))
+            request = dataclasses.replace(
+                allreduce_request("a", specs_of([np.ones(1 + rank)]), ReduceOp.SUM), in_graph=True)
+            with pytest.raises(MismatchError, match=r"^a: the ranks disagree on shape: \(1,\) on ranks \[0\]; "):
+                engine.submit(request, [np.ones(1 + rank)]).wait(LONG_S)
+            for name in ("again", f"only on {rank}"):
+                with pytest.raises(EngineError, match=r"^a: the ranks disagree on .* the engine has ended"):
+                    submit(engine, name, np.ones(1))
+            with pytest.raises(EngineError, match=r"^a: the ranks disagree on .* the engine has ended"):
+                half_done.wait(LONG_S)
+
+        on_all(engines, work)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 from mpistrat.collectives.reduction import combine
 from mpistrat.messages import ReduceOp
+from mpistrat.scale import IDENTITY, Scale
 
 SUM, MIN, MAX, PRODUCT = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
@@ -20,10 +21,10 @@ def dtype_named(name: str) -> np.dtype:
     return np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name)
 
 
-def combined(parts: list[np.ndarray], op: ReduceOp) -> np.ndarray:
+def combined(parts: list[np.ndarray], op: ReduceOp, scale: Scale = IDENTITY) -> np.ndarray:
     """The reduction in new memory."""
     target = np.full_like(parts[0], 1)
-    combine(parts, op, target)
+    combine(parts, op, target, scale)
     return target
 
 
@@ -120,7 +121,7 @@ def test_the_target_may_be_one_of_the_parts(name: str, ranks: int, place: int) -
     parts = [np.arange(5).astype(name) + 10 * rank for rank in range(ranks)]
     expected = combined(parts, SUM)
     others = [part.copy() for part in parts]
-    combine(parts, SUM, parts[place])
+    combine(parts, SUM, parts[place], IDENTITY)
     np.testing.assert_array_equal(parts[place], expected)
     for rank in set(range(ranks)) - {place}:
         np.testing.assert_array_equal(parts[rank], others[rank])
@@ -129,7 +130,7 @@ def test_the_target_may_be_one_of_the_parts(name: str, ranks: int, place: int) -
 def test_the_parts_may_be_the_rows_of_one_array() -> None:
     parts = np.arange(12.0).reshape(3, 4)
     target = np.empty(4)
-    combine(list(parts), SUM, target)
+    combine(list(parts), SUM, target, IDENTITY)
     np.testing.assert_array_equal(target, parts.sum(0))
 
 
@@ -137,3 +138,24 @@ def test_the_parts_may_be_the_rows_of_one_array() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_no_elements_are_reduced_to_none(name: str, ranks: int) -> None:
     assert combined([np.empty(0, name)] * ranks, SUM).shape == (0,)
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_halves_are_scaled_before_they_are_rounded(name: str, ranks: int) -> None:
+    dtype = dtype_named(name)
+    parts = [(np.arange(1000) + 7 * rank).astype(dtype) for rank in range(ranks)]
+    exact = sum(part.astype(np.float32) for part in parts) * np.float32(1 / ranks)
+    np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, ranks)), np.asarray(exact).astype(dtype))
+
+
+def test_the_average_of_large_float16_does_not_overflow() -> None:
+    parts = [np.full(3, 60000, np.float16)] * 3
+    np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, 3)), parts[0])
+
+
+@pytest.mark.parametrize("name", ["int32", "float32", "complex64"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_reduced_is_scaled_once(name: str, ranks: int) -> None:
+    parts = [np.array([4, 8, -12]).astype(name)] * ranks
+    np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, 4)), np.array([1, 2, -3]) * ranks)

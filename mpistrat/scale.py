@@ -1,0 +1,48 @@
+"""Factors on the way in and out of a reduction: scaled_copy, and Scale, the one place that makes averages of sums."""
+
+import numpy as np
+
+from .dtypes import is_half
+
+
+class Scale:
+    """What happens to a reduced value before it is rounded: times `factor`, divided by `divisor` (a number of ranks).
+
+    Integers are divided exactly and truncated toward zero.
+    """
+
+    def __init__(self, factor: float = 1.0, divisor: int = 1):
+        self._factor, self._divisor = factor, divisor
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether values are left as they are."""
+        return self._factor == 1.0 and self._divisor == 1
+
+    def apply(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Write the scaled `source` to `target`; they are of one shape, and may be the same memory.
+
+        For a half precision `target` the `source` may be the float32 that it is computed in.
+        """
+        if source.dtype.kind in "iu" and self._factor == 1.0 and self._divisor > 1:
+            wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
+            divisor = wide.dtype.type(self._divisor)
+            np.copyto(target, (wide - np.fmod(wide, divisor)) // divisor, casting="unsafe")
+        else:
+            scaled_copy(source, self._factor / self._divisor, target)
+
+
+IDENTITY = Scale()
+
+
+def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
+    """`target = source * scale`, computed in float32 for half precision, in float64 for integers (then truncated)."""
+    if scale == 1.0:
+        if target is not source:
+            np.copyto(target, source, casting="unsafe" if is_half(target.dtype) else "same_kind")
+    elif is_half(target.dtype):
+        np.copyto(target, source.astype(np.float32, copy=False) * np.float32(scale), casting="unsafe")
+    elif source.dtype.kind in "iu":
+        np.copyto(target, source * np.float64(scale), casting="unsafe")
+    else:
+        np.multiply(source, source.dtype.type(scale), out=target)

@@ -1,0 +1,109 @@
+"""How the engine's thread wakes nodes of running graphs: by queues, which TensorFlow reads without holding a thread.
+
+Every wait has a queue of its own while it lasts, and its ticket says which. One queue for all executions of a place in
+a graph would not do: when an execution is given up, for an error elsewhere in its graph, its wake-up stays in the
+queue, and the next execution would run on before its collective is complete.
+"""
+
+import bisect
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+
+from ..tensor_queue import Handle
+
+_GROUP = 16  # queues are made in groups, and a graph captures those of all places in it as one tensor
+_SPARE = 16  # beyond one per place: for iterations of a loop that TensorFlow runs at the same time
+_SLOTS = 2**16  # ticket % _SLOTS is the number of the queue
+
+
+class Wakeups:
+    """The queues, and which collective under way has which. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a place's end may come in the middle of anything
+        self._queues: list[tf.Tensor] = []
+        self._stacked: tf.Tensor | None = None
+        self._free: list[int] = []  # sorted
+        self._taken: dict[int, Handle] = {}  # by ticket, the oldest first
+        self._numbers = itertools.count()
+        self._places = 0
+
+    def queues_for(self, place: Any) -> tf.Tensor:
+        """Handles of as many queues as are enough with one more place in a graph, for that graph to capture.
+
+        At any time one collective of each place is incomplete at most, since its name is the same every time. A place
+        takes the highest free queue that it has captured, so that places captured earlier find a lower one.
+        """
+        with self._lock:
+            self._places += 1
+            weakref.finalize(place, self._forget_place)
+            while len(self._queues) < self._places + _SPARE:
+                self._grow()
+            return self._stacked
+
+    def _forget_place(self) -> None:
+        with self._lock:
+            self._places -= 1
+
+    def _grow(self) -> None:
+        first = len(self._queues)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queues += [tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
+                                                    shared_name=f"mpistrat_wakeup_{slot}")
+                             for slot in range(first, first + _GROUP)]
+            self._stacked = tf.stack(self._queues)
+        self._free += range(first, first + _GROUP)
+
+    def ticket_for(self, handle: Handle, queues: int) -> int:
+        """A ticket that stands for `handle` until `redeem`, with one of the first `queues` queues."""
+        with self._lock:
+            position = bisect.bisect_left(self._free, queues) - 1
+            slot = self._free.pop(position) if position >= 0 else self._reclaim(queues)
+            ticket = next(self._numbers) * _SLOTS + slot
+            self._taken[ticket] = handle
+        handle.when_done(lambda: self._wake(slot))
+        return ticket
+
+    def _reclaim(self, queues: int) -> int:
+        """The queue of the oldest complete collective: its execution was given up, or has no use for the result."""
+        for ticket, handle in self._taken.items():
+            slot = ticket % _SLOTS
+            if slot < queues and handle.done():
+                del self._taken[ticket]
+                while tf.raw_ops.QueueSizeV2(handle=self._queues[slot]) > 0:
+                    tf.raw_ops.QueueDequeueV2(handle=self._queues[slot], component_types=[tf.int64])
+                return slot
+        raise AssertionError(f"{queues} queues are not enough for the collectives under way")
+
+    def _wake(self, slot: int) -> None:
+        tf.raw_ops.QueueEnqueueV2(handle=self._queues[slot], components=[tf.constant(0, tf.int64)], timeout_ms=-1)
+
+    def redeem(self, ticket: int) -> Handle:
+        """The handle that the ticket stands for, once its wait is over."""
+        with self._lock:
+            handle = self._taken.pop(ticket)
+            bisect.insort(self._free, ticket % _SLOTS)
+        return handle
+
+
+def awaited(ticket: tf.Tensor, queues: tf.Tensor) -> tf.Tensor:
+    """In a graph: `ticket`, once its collective is complete."""
+    queue = tf.gather(_seen_from_here(queues), ticket % _SLOTS)
+    done = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int64])
+    with tf.control_dependencies(done):
+        return tf.identity(ticket)
+
+
+def _seen_from_here(resource: tf.Tensor) -> tf.Tensor:
+    """The resource as a tensor of the function around this graph: the gradient of a loop can capture no other."""
+    graph = tf.compat.v1.get_default_graph()
+    if not isinstance(graph, ControlFlowFuncGraph):
+        return resource
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph.capture(resource)
