@@ -243,6 +243,7 @@ class Engine:
         where = "".join(traceback.format_exception(error)).strip()
         text = f"The engine of rank {self._rank} failed: {error!r}\n{where}"
         self._tell_of_failure(text)
+        self._data.abandon()
         self._stop(EngineError(text), clean=False)
 
     def _tell_of_failure(self, text: str) -> None:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from .collectives.base import DataPlane
-from .fusion import FusionBuffer, pack, plan_buckets, unpack
+from .fusion import FusionBuffer, plan_buckets
 from .memory import ResultPool
 from .messages import Kind, ReduceOp
 from .scale import Scale
+from .stream import Stream
 from .tensor_queue import Entry
 
 
@@ -41,7 +42,6 @@ class Executor:
         self._data, self._size, self._fusion_bytes = data, size, fusion_bytes
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
-        self._scaled = FusionBuffer()
 
     def execute(self, entries: Sequence[Entry]) -> None:
         """Run the entries' collectives and complete their handles."""
@@ -74,29 +74,12 @@ class Executor:
         targets = [work.results[i] for work, i in bucket]
         if request.kind is Kind.ALLREDUCE:
             average = request.reduce_op is ReduceOp.AVERAGE
-            scale = Scale(request.postscale, self._size if average else 1)
-            self._allreduce(sources, targets, ReduceOp.SUM if average else request.reduce_op, request.prescale, scale)
+            self._data.allreduce(sources, targets, ReduceOp.SUM if average else request.reduce_op, request.prescale,
+                                 Scale(request.postscale, self._size if average else 1))
         else:
             self._broadcast(sources, targets, request.root_rank)
         for work, _ in bucket:
             work.arrived()
-
-    def _allreduce(self, sources: list[np.ndarray], targets: list[np.ndarray], op: ReduceOp, prescale: float,
-                   scale: Scale) -> None:
-        elements, dtype = sum(source.size for source in sources), sources[0].dtype
-        if len(sources) == 1:
-            # A single tensor needs no fusion buffer: it goes from its own memory to that of the result.
-            source, target = sources[0].reshape(-1), targets[0].reshape(-1)
-            if prescale != 1.0:
-                scaled = self._scaled.view(elements, dtype)
-                pack(sources, prescale, scaled)
-                source = scaled
-            self._data.allreduce(source, target, op, scale)
-            return
-        packed = self._buffer.view(elements, dtype)
-        pack(sources, prescale, packed)
-        self._data.allreduce(packed, packed, op, scale)
-        unpack(packed, targets)
 
     def _broadcast(self, sources: list[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:
@@ -104,9 +87,9 @@ class Executor:
             self._data.broadcast(targets[0].reshape(-1), root_rank)
             return
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        pack(sources, 1.0, packed)
+        Stream(sources).copy_to(packed)
         self._data.broadcast(packed, root_rank)
-        unpack(packed, targets)
+        Stream(targets).copy_from(packed)
 
     def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         # How many rows each rank brings is not negotiated but gathered here, so that a step with other row counts is

@@ -1,12 +1,26 @@
 """What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
-The byte form is a pickle of plain tuples. It is exchanged only among the processes of one MPI job, which run the same
-user's code.
+The byte form is a pickle of plain tuples, or the bare numbers where there is nothing else, as in every step seen before.
+It is exchanged only among the processes of one MPI job, which run the same user's code.
 """
 
+import array
 import pickle
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+
+
+_NUMBERS = b"\1"  # No pickle begins like this.
+
+
+def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
+    return _NUMBERS + array.array("I", numbers).tobytes()
+
+
+def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
+    numbers = array.array("I")
+    numbers.frombytes(data[1:])
+    return tuple(numbers)
 
 
 class ReduceOp(IntEnum):
@@ -95,12 +109,16 @@ class Announcement:
 
     def to_bytes(self) -> bytes:
         """The byte form."""
+        if not (self.requests or self.ended or self.failure):
+            return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
         return pickle.dumps((self.ids, requests, self.ended, self.failure), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Announcement":
         """The inverse of to_bytes."""
+        if data[:1] == _NUMBERS:
+            return cls(_numbers_from_bytes(data))
         ids, requests, ended, failure = pickle.loads(data)
         return cls(ids, tuple((Request.from_tuple(r), ranks) for r, ranks in requests), ended, failure)
 
@@ -136,12 +154,16 @@ class Decision:
 
     def to_bytes(self) -> bytes:
         """The byte form."""
+        if not (self.errors or self.ended or self.end) and all(type(a) is int for a in self.agreed):
+            return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Decision":
         """The inverse of to_bytes."""
+        if data[:1] == _NUMBERS:
+            return cls(_numbers_from_bytes(data))
         agreed, errors, ended, end, end_text = pickle.loads(data)
         return cls(tuple(a if isinstance(a, int) else (a[0], Request.from_tuple(a[1])) for a in agreed), errors, ended,
                    End(end) if end else None, end_text)

@@ -14,13 +14,17 @@ from ..scale import Scale
 
 
 class DataPlane(ABC):
-    """Collectives on 1-D, C-contiguous arrays in this process's memory."""
+    """Collectives on C-contiguous arrays in this process's memory; 1-D ones, but for those of allreduce."""
 
     name: str
 
     @abstractmethod
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
-        """Reduce `source` over all ranks, scaled, into `target`, which has its length and dtype; they may be one array.
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        """Reduce each of `sources` over all ranks into the one of `targets` of the same place, size and dtype.
+
+        They are C-contiguous, at least one, and all of one dtype; a target may be its own source. Values are multiplied
+        by `prescale` on the way in, and scaled by `scale` once they are reduced.
 
         Every element is combined in the order of the ranks (`reduction.combine`), so the result is the same on all
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
@@ -33,6 +37,10 @@ class DataPlane(ABC):
     @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with root_rank's."""
+
+    def abandon(self) -> None:
+        """This rank will take part in no more collectives: those that wait for it shall fail, where they can."""
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale
+from ..stream import Stream
 from .base import ControlPlane, DataPlane
 from .host_mail import HostMail
 from .reduction import combine
@@ -41,9 +42,20 @@ class MpiData(DataPlane):
     def __init__(self, comm: MPI.Comm):
         self._comm = comm
         self._size, self._rank = comm.Get_size(), comm.Get_rank()
-        self._parts = FusionBuffer()
+        self._parts, self._packed = FusionBuffer(), FusionBuffer()
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        if len(sources) == 1 and prescale == 1.0:
+            # A single tensor needs no fusion buffer: it goes from its own memory to that of the result.
+            self._allreduce(sources[0].reshape(-1), targets[0].reshape(-1), op, scale)
+            return
+        packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
+        Stream(sources).copy_to(packed, prescale)
+        self._allreduce(packed, packed, op, scale)
+        Stream(targets).copy_from(packed)
+
+    def _allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         size, dtype = self._size, source.dtype
         if source.nbytes * size <= SMALL_BYTES:
             parts = self._parts.view(source.size * size, dtype).reshape(size, -1)
