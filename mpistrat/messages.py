@@ -8,19 +8,20 @@ import array
 import pickle
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from functools import cached_property
+from typing import NamedTuple
 
 
 _NUMBERS = b"\1"  # No pickle begins like this.
+_PADDING = bytes(7)  # so that the numbers are where a processor reads them at once
 
 
 def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
-    return _NUMBERS + array.array("I", numbers).tobytes()
+    return _NUMBERS + _PADDING + array.array("Q", numbers).tobytes()
 
 
 def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
-    numbers = array.array("I")
-    numbers.frombytes(data[1:])
-    return tuple(numbers)
+    return tuple(memoryview(data)[8:].cast("Q"))
 
 
 class ReduceOp(IntEnum):
@@ -78,6 +79,15 @@ class Request:
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
+                     self.device))
+
+    def __hash__(self) -> int:
+        # A request of hundreds of tensors is looked up in tables several times per step.
+        return self._hash
+
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
@@ -91,8 +101,7 @@ class Request:
         return cls(Kind(kind), name, tuple(TensorSpec(*t) for t in tensors), ReduceOp(reduce_op), *rest)
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """A rank tells its parent in the tree what its subtree is ready for.
 
     Attributes:
@@ -109,7 +118,7 @@ class Announcement:
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if not (self.requests or self.ended or self.failure):
+        if not (self.requests or self.ended or self.failure is not None):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
         return pickle.dumps((self.ids, requests, self.ended, self.failure), protocol=5)
@@ -133,8 +142,7 @@ class End(str, Enum):
     FAILURE = "failure"
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Rank 0 tells all ranks what to execute next, in this order.
 
     Attributes:
@@ -154,7 +162,7 @@ class Decision:
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if not (self.errors or self.ended or self.end) and all(type(a) is int for a in self.agreed):
+        if not (self.errors or self.ended or self.end or self.end_text) and all(type(a) is int for a in self.agreed):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text), protocol=5)

@@ -165,7 +165,10 @@ class SharedMail:
         if self._is_called:
             self._is_called = False
             return True
-        return any(channel.has_news() for channel in self._in.values())
+        for channel in self._in.values():
+            if channel.has_news():
+                return True
+        return False
 
     def wake(self) -> None:
         """Make this rank's own wait return. Any thread may call it."""
