@@ -44,8 +44,7 @@ class Kind(str, Enum):
     BARRIER = "barrier"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What ranks must agree on about one tensor: the dtype's numpy name and the shape.
 
     For an allgather the first dimension, which may differ among ranks, is -1.

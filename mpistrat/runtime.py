@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import introduction, mpi_setup
-from .collectives.base import ControlPlane, DataPlane
+from .collectives.base import ControlPlane, DataPlane, Mail
 from .collectives.local import ThreadGroup
 from .engine import Engine
 from .errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
@@ -178,7 +178,8 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tu
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData, memory_bytes
     rank, here = topology.rank, topology.local_ranks
-    mail: HostMail | SharedMail = HostMail(rank, here, token)
+    host_mail = HostMail(rank, here, token)
+    mail: Mail = host_mail
     data: DataPlane = MpiData(comm.Dup())
     hand_over = HandOver(rank, here, token)
     mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
@@ -186,7 +187,7 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tu
         edges = edges_among(here)
         memory = _shared_memory(comm, topology, settings, hand_over, memory_bytes(len(here)) + mail_bytes(edges))
         if memory is not None:
-            mail = SharedMail(memory, memory_bytes(len(here)), edges, mail)
+            mail = SharedMail(memory, memory_bytes(len(here)), edges, host_mail)
             data = SharedMemoryData(memory, data)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
     return control, data

@@ -5,7 +5,8 @@ calls it on all ranks in the same order, with arguments on which the ranks have 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -82,3 +83,32 @@ class ControlPlane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Deliver what was sent, and release what the backend holds. May be called twice."""
+
+
+class Mail(Protocol):
+    """Messages among the ranks of one host. Used by the engine's thread alone, except `wake`."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether something waits for room at a receiver."""
+
+    def is_sending_to(self, ranks: Iterable[int]) -> bool:
+        """Whether something waits for room at one of `ranks`."""
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to a rank of this host. Never blocks."""
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """The messages that have come, as (sender, message). Does not wait."""
+
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
+        """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""
+
+    def wake(self) -> None:
+        """Make this rank's own wait return. Any thread may call it."""
+
+    def close(self) -> None:
+        """Release what it holds."""

@@ -15,8 +15,7 @@ from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale
 from ..stream import Stream
-from .base import ControlPlane, DataPlane
-from .host_mail import HostMail
+from .base import ControlPlane, DataPlane, Mail
 from .reduction import combine
 
 # One exchange of whole arrays is quicker than a scatter and a gather up to about this many bytes in all.
@@ -105,7 +104,7 @@ class MpiData(DataPlane):
 
 
 class MpiControl(ControlPlane):
-    """Messages to ranks of this host through HostMail, to other hosts over MPI point to point.
+    """Messages to ranks of this host by mail, to other hosts over MPI point to point.
 
     With all its peers on this host a rank sleeps until a message comes. A rank with peers on other hosts must poll MPI
     for them: after 50 microseconds of spinning at growing intervals up to 1 ms.
@@ -121,7 +120,7 @@ class MpiControl(ControlPlane):
     _SPIN_S = 50e-6
     _LONGEST_S = 1e-3
 
-    def __init__(self, comm: MPI.Comm, mail: HostMail, local_ranks: Sequence[int], peers: Sequence[int]):
+    def __init__(self, comm: MPI.Comm, mail: Mail, local_ranks: Sequence[int], peers: Sequence[int]):
         self._comm, self._mail = comm, mail
         self._local = frozenset(local_ranks)
         self._polls = any(peer not in self._local for peer in peers)
