@@ -26,7 +26,7 @@ class _Pending:
     single ranks under a child have submitted, told because they differ or because rank 0 wants to know who misses.
     """
 
-    __slots__ = ("since", "whole", "parts", "sources", "passed_on")
+    __slots__ = ("parts", "passed_on", "since", "sources", "whole")
 
     def __init__(self, since: float):
         self.since = since

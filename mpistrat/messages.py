@@ -1,7 +1,7 @@
 """What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
-The byte form is a pickle of plain tuples, or the bare numbers where there is nothing else, as in every step seen before.
-It is exchanged only among the processes of one MPI job, which run the same user's code.
+The byte form is a pickle of plain tuples, or bare numbers where there is nothing else, as in every step seen before. It
+is exchanged only among the processes of one MPI job, which run the same user's code.
 """
 
 import array
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
 from typing import NamedTuple
-
 
 _NUMBERS = b"\1"  # No pickle begins like this.
 _PADDING = bytes(7)  # so that the numbers are where a processor reads them at once

@@ -171,24 +171,29 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
 
 
 def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tuple[ControlPlane, DataPlane]:
-    """What moves messages and arrays: through shared memory within a host where all ranks can, else by MPI. Collective."""
+    """What moves messages and arrays: shared memory within a host where all ranks have it, else MPI. Collective."""
+    from .collectives.hierarchical import HierarchicalData, counterparts
     from .collectives.host_mail import HostMail
     from .collectives.host_memory import HandOver
     from .collectives.mpi import MpiControl, MpiData
     from .collectives.shared_mail import SharedMail, mail_bytes
-    from .collectives.shared_memory import SharedMemoryData, memory_bytes
+    from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
     host_mail = HostMail(rank, here, token)
     mail: Mail = host_mail
     data: DataPlane = MpiData(comm.Dup())
     hand_over = HandOver(rank, here, token)
     mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
-    if settings.cpu_operations != "mpi" and topology.size > 1:
-        edges = edges_among(here)
-        memory = _shared_memory(comm, topology, settings, hand_over, memory_bytes(len(here)) + mail_bytes(edges))
+    if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
+        one_host = len(topology.hosts) == 1
+        plane = SharedMemoryData if one_host else HierarchicalData
+        chunk = plane.chunk_bytes(max(topology.local_sizes))
+        plane_bytes, edges = plane.memory_bytes(len(here), chunk), edges_among(here)
+        memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
         if memory is not None:
-            mail = SharedMail(memory, memory_bytes(len(here)), edges, host_mail)
-            data = SharedMemoryData(memory, data)
+            mail = SharedMail(memory, plane_bytes, edges, host_mail)
+            data = SharedMemoryData(memory, chunk, data) if one_host else HierarchicalData(
+                memory, chunk, data, counterparts(comm, topology), min(topology.local_sizes), settings.stall_abort_s)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
     return control, data
 

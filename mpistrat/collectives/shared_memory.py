@@ -13,8 +13,6 @@ from .base import DataPlane
 from .host_memory import HostMemory
 from .reduction import combine
 
-# How many chunks may be under way: one is packed, one reduced, one unpacked, and a rank may be ahead of the others.
-SLOTS = 4
 # Chunks of half a megabyte are quickest (102 MB on 2 ranks: 23 ms; with 64 KiB 34 ms, with 4 MiB 43 ms), as long as
 # those of all ranks stay in the processor's cache.
 LARGEST_CHUNK, SMALLEST_CHUNK = 512 * 1024, 64 * 1024
@@ -25,15 +23,6 @@ DIRECT_BYTES = 64 * 1024
 PACKED, CONSUMED, READY, UNPACKED = range(4)  # counters of chunks
 
 
-def chunk_bytes(count: int) -> int:
-    """Bytes of a chunk for `count` ranks on a host; a power of two."""
-    fitting = _CACHE_BYTES // (SLOTS * (count + 1))
-    return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (fitting.bit_length() - 1)))
-
-
-def memory_bytes(count: int) -> int:
-    """How much shared memory `count` ranks need."""
-    return SLOTS * (count + 1) * chunk_bytes(count)
 
 
 @dataclass
@@ -49,6 +38,11 @@ class Work:
     op: ReduceOp
     prescale: float
     scale: Scale
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.slots[0][0].itemsize
 
     @property
     def chunks(self) -> int:
@@ -77,45 +71,63 @@ class SharedMemoryData(DataPlane):
     themselves stays in the processor's cache.
 
     Args:
-        memory: Holds `memory_bytes` of data at least; nobody else uses those, or the counters 0 to 3.
+        memory: Has `memory_bytes` of data at least; nobody else uses those, or the counters 0 to 3.
+        chunk: Bytes of a chunk, as chunk_bytes has it.
         others: Serves what is not an all-reduce.
     """
 
     name = "shared_memory"
+    # How many chunks may be under way: one is packed, one reduced, one unpacked, and a rank may be ahead of the others.
+    slots = 4
 
-    def __init__(self, memory: HostMemory, others: DataPlane):
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
         self._memory, self._others = memory, others
         self._count, self._index = len(memory.ranks), memory.index
-        self._chunk_bytes = chunk_bytes(self._count)
-        nbytes = memory_bytes(self._count)
-        self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(SLOTS, self._count + 1, -1)
+        self._chunk_bytes = chunk
+        nbytes = self.memory_bytes(self._count, chunk)
+        self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self.slots, self._count + 1, -1)
         self._views: dict[np.dtype, list[list[np.ndarray]]] = {}
         self._chunks = 0  # so far; the same on all ranks
         self._scratch = FusionBuffer()
+
+    @classmethod
+    def chunk_bytes(cls, count: int) -> int:
+        """Bytes of a chunk for `count` ranks on a host, the most of any host; a power of two."""
+        fitting = _CACHE_BYTES // (cls.slots * (count + 1))
+        return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (fitting.bit_length() - 1)))
+
+    @classmethod
+    def memory_bytes(cls, count: int, chunk: int) -> int:
+        """How much shared memory `count` ranks on a host need for chunks of `chunk` bytes."""
+        return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                   scale: Scale) -> None:
         dtype = sources[0].dtype
         work = Work(Stream(sources), Stream(targets), self._slots(dtype), sum(source.size for source in sources),
                     self._chunk_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
-        if work.elements * dtype.itemsize * self._count <= DIRECT_BYTES:
+        if self._is_direct(work.elements * dtype.itemsize):
             if work.elements:
                 self._reduce_directly(work, targets)
         else:
-            stages = self._stages(work)
+            stages = self._stages
             for turn in range(work.chunks + len(stages) - 1):
                 for lag, stage in enumerate(stages):
                     if 0 <= turn - lag < work.chunks:
                         stage(work, turn - lag)
         self._chunks += work.chunks
 
-    def _stages(self, work: Work) -> Sequence[Stage]:
+    @property
+    def _stages(self) -> Sequence[Stage]:
         """What is done to a chunk, one turn after the other."""
         return self._pack, self._reduce, self._unpack
 
+    def _is_direct(self, nbytes: int) -> bool:
+        return nbytes * self._count <= DIRECT_BYTES
+
     def _pack(self, work: Work, k: int) -> None:
         number = work.first + k
-        self._memory.await_all(CONSUMED, number - SLOTS + 1)
+        self._memory.await_all(CONSUMED, number - self.slots + 1)
         work.ins.copy_to(work.slot_of(k)[self._index][:work.size_of(k)], work.prescale)
         self._memory.post(PACKED, number + 1)
 
@@ -123,7 +135,7 @@ class SharedMemoryData(DataPlane):
         number, size, slot = work.first + k, work.size_of(k), work.slot_of(k)
         mine = slice(size * self._index // self._count, size * (self._index + 1) // self._count)
         self._memory.await_all(PACKED, number + 1)
-        self._memory.await_all(UNPACKED, number - SLOTS + 1)
+        self._memory.await_all(UNPACKED, number - self.slots + 1)
         combine([part[mine] for part in slot[:-1]], work.op, slot[-1][mine], work.scale)
         self._memory.post(CONSUMED, number + 1)
         self._memory.post(READY, number + 1)
