@@ -154,12 +154,14 @@ class SharedMail:
         self._memory.post(ASLEEP, 1)
         self._memory.fence()
         try:
-            if not self._has_come():
-                self._mail.wait(timeout_s)
+            if self._has_come():
+                return True
+            is_called = self._mail.wait(timeout_s)
         finally:
             self._memory.post(ASLEEP, 0)
-        self._mail.receive()
-        return self._has_come()
+        if is_called:
+            self._mail.receive()  # which takes the call away
+        return is_called or self._has_come()
 
     def _has_come(self) -> bool:
         if self._is_called:

@@ -123,7 +123,7 @@ class SharedMemoryData(DataPlane):
         return self._pack, self._reduce, self._unpack
 
     def _is_direct(self, nbytes: int) -> bool:
-        return nbytes * self._count <= DIRECT_BYTES
+        return nbytes * self._count <= DIRECT_BYTES and nbytes <= self._chunk_bytes
 
     def _pack(self, work: Work, k: int) -> None:
         number = work.first + k
