@@ -38,6 +38,7 @@ PACKAGES: dict[str, set[str]] = {
     "collectives.nccl": {"numpy", "cupy"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli": {"numpy", "mpi4py", "cupy"}, "__main__": set(),
+    "cli.bench_plot": {"matplotlib"}, "cli.bench_train": {"numpy", "keras"},
 }
 # The one import that points up, and only when it is asked for: Horovod has this name in both places.
 UPWARDS = {("tensorflow", "keras")}
