@@ -1,6 +1,8 @@
 """What `mpistrat bench` measures, and how it says it."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,21 @@ def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch: 
     monkeypatch.setattr("mpistrat.cli.bench_plot.find_spec", lambda name: None)
     with pytest.raises(MpistratError, match=r"pip install 'mpistrat\[plot\]'"):
         bench.main(["--plot", "figure.png"])
+
+
+def test_a_prediction_reaches_to_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = tmp_path / "points.json"
+    points.write_text(json.dumps([{"nbytes": n, "seconds": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]))
+    assert bench.main(["--predict", str(points), "--step-ms", "100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fitted: 100 us + bytes / 4.00 GB/s in a host")
+    assert lines[1].split() == ["1", "ranks", "0.0", "ms", "100.0%"]
+    assert lines[-1].split()[:2] == ["16384", "ranks"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '[{"nbytes": 1}]'])
+def test_a_file_that_holds_no_points_is_refused(text: str, tmp_path: Path) -> None:
+    points = tmp_path / "points.json"
+    points.write_text(text)
+    with pytest.raises(MpistratError, match="not the points of a job of several ranks"):
+        bench.main(["--predict", str(points)])

@@ -21,7 +21,7 @@ PACKAGE = Path(mpistrat.__file__).parent
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree"),
     1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
-        "introduction", "autotune"),
+        "introduction", "autotune", "cost_model"),
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
     4: ("mpi_setup", "runtime"),
