@@ -60,8 +60,9 @@ class Request:
     Ranks match requests by `name`; everything else must be equal on all of them, but for `labels` and `in_graph`.
 
     Attributes:
-        tensors: What the ranks agree on. The arrays that travel may be fewer, when small tensors are joined in a way
-            that follows from the specs.
+        tensors: What the ranks agree on.
+        layout: Which of the caller's tensors each array that travels is made of, when small ones are joined or the
+            order is another; () for one array per tensor, in order.
         labels: What users call the tensors (a variable's path), for error messages; may be empty.
         in_graph: The collective stands in a graph: an error ends the execution of the whole graph.
     """
@@ -74,13 +75,14 @@ class Request:
     prescale: float = 1.0
     postscale: float = 1.0
     device: str = "cpu"
+    layout: tuple[tuple[int, ...], ...] = ()
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
-                     self.device))
+                     self.device, self.layout))
 
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
@@ -89,8 +91,7 @@ class Request:
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.labels,
-                self.in_graph)
+                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.labels, self.in_graph)
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":

@@ -23,7 +23,9 @@ def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
     aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
                 ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
                 ("root rank", lambda r: r.root_rank),
-                ("device", lambda r: r.device)]
+                ("device", lambda r: r.device),
+                ("how the list is packed (an eager call and a tf.function differ in that)",
+                 lambda r: r.layout or "one by one")]
     for what, get in aspects:
         values: dict[Any, set[int]] = {}
         for request, ranks in by_request.items():

@@ -34,7 +34,8 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 
 @lru_cache(_KEPT)
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
-                      postscale: float = 1.0, labels: tuple[str, ...] = ()) -> Request:
+                      postscale: float = 1.0, labels: tuple[str, ...] = (),
+                      layout: tuple[tuple[int, ...], ...] = ()) -> Request:
     """A request to reduce `tensors` together.
 
     Raises:
@@ -46,7 +47,7 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
     return Request(Kind.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   labels=labels)
+                   layout=layout, labels=labels)
 
 
 @lru_cache(_KEPT)

@@ -18,7 +18,7 @@ from ..errors import EngineError
 _LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
 _ABANDONED = _LINE - 1
 _SPINS = 50
-_YIELD_S = 1e-3
+_YIELD_S = 1e-4
 _SLEEP_S = 100e-6
 _HAND_OVER_S = 60.0
 

@@ -118,6 +118,7 @@ class MpiControl(ControlPlane):
 
     _TAG = 1
     _SPIN_S = 50e-6
+    _SHORTEST_S = 50e-6
     _LONGEST_S = 3e-3
 
     def __init__(self, comm: MPI.Comm, mail: Mail, local_ranks: Sequence[int], peers: Sequence[int]):
@@ -126,8 +127,7 @@ class MpiControl(ControlPlane):
         self._polls = any(peer not in self._local for peer in peers)
         self._status = MPI.Status()
         self._sending: list[tuple[MPI.Request, bytes]] = []
-        self._spin_until = 0.0
-        self._pause_s = 0.0
+        self._waits_since = 0.0
 
     def send(self, rank: int, message: bytes) -> None:
         if rank in self._local:
@@ -155,7 +155,7 @@ class MpiControl(ControlPlane):
                 self._comm.Recv([message, MPI.BYTE], source=source, tag=self._TAG)
                 messages.append((source, bytes(message)))
         if messages:
-            self._pause_s = self._spin_until = 0.0
+            self._waits_since = 0.0
         return messages
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
@@ -163,13 +163,14 @@ class MpiControl(ControlPlane):
             self._mail.wait(min(timeout_s, self._LONGEST_S) if self._mail.is_sending else timeout_s, spin_s)
             return
         now = time.monotonic()
-        self._spin_until = self._spin_until or now + max(spin_s, self._SPIN_S)
-        if now < self._spin_until:
+        self._waits_since = self._waits_since or now
+        waited_s = now - self._waits_since
+        if waited_s < max(spin_s, self._SPIN_S):
             os.sched_yield()
             return
-        self._pause_s = min(max(2 * self._pause_s, 50e-6), self._LONGEST_S)
-        if self._mail.wait(min(timeout_s, self._pause_s)):
-            self._pause_s = self._spin_until = 0.0
+        # A pause in proportion to the wait so far makes no wait much longer than it must be.
+        if self._mail.wait(min(timeout_s, max(waited_s / 8, self._SHORTEST_S), self._LONGEST_S)):
+            self._waits_since = 0.0
 
     def wake(self) -> None:
         self._mail.wake()

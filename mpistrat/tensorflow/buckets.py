@@ -32,6 +32,12 @@ class Bucket:
         """All indices, in the order in which the bucket's results are laid out."""
         return self.single + [i for indices in self.joined.values() for i in indices]
 
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """As in Request: which tensors each of the arrays is made of; () when each is one, in ascending order."""
+        arrays = (*((i,) for i in self.single), *map(tuple, self.joined.values()))
+        return () if not self.joined and self.single == sorted(self.single) else arrays
+
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
          small_bytes: int = SMALL_BYTES) -> list[Bucket]:
@@ -96,13 +102,15 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
     for indices in bucket.joined.values():
         handed.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
         shapes.append(handed[-1].shape)
+    layout = bucket.layout
     known: dict[tuple[TensorSpec, ...], Request] = {}
 
     def make_request(arrays: list[np.ndarray]) -> Request:
         # The specs speak of every tensor, joined or not, so that a disagreement is reported of the tensor itself.
         single_specs = specs_of(arrays[:len(bucket.single)])
         if single_specs not in known:
-            known[single_specs] = allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels)
+            known[single_specs] = allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels,
+                                                    layout)
         return known[single_specs]
 
     reduced = bridge.run(make_request, handed, shapes, patient)

@@ -595,6 +595,21 @@ def test_a_disagreement_about_a_tensor_that_is_joined_names_that_tensor(rank: in
     restart()
 
 
+def test_a_list_has_one_name_eagerly_and_in_a_graph(size: int) -> None:
+    # In the graph the two travel as one array, eagerly each by itself.
+    values = [tf.constant(1.0), tf.constant(2.0)]
+    for way in (in_graph, eagerly, in_graph):
+        first, second = way(lambda: hvd.grouped_allreduce(values, op=hvd.Sum, name="both_ways"))()
+        assert (first.numpy(), second.numpy()) == (size, 2 * size)
+
+
+def test_a_list_that_is_eager_on_one_rank_and_in_a_graph_on_the_others(rank: int, restart: Callable) -> None:
+    way = eagerly if rank == 0 else in_graph
+    with pytest.raises(tf.errors.OpError, match="disagree on how the list is packed .*: one by one on ranks .0.; "):
+        way(lambda: hvd.grouped_allreduce([tf.constant(1.0), tf.constant(2.0)], name="mixed_ways"))()
+    restart()
+
+
 @both_ways
 def test_the_gradient_of_a_disagreement_is_not_reached(way: Callable, rank: int, size: int,
                                                         restart: Callable) -> None:
