@@ -605,7 +605,7 @@ def test_a_list_has_one_name_eagerly_and_in_a_graph(size: int) -> None:
 
 def test_a_list_that_is_eager_on_one_rank_and_in_a_graph_on_the_others(rank: int, restart: Callable) -> None:
     way = eagerly if rank == 0 else in_graph
-    with pytest.raises(tf.errors.OpError, match="disagree on how the list is packed .*: one by one on ranks .0.; "):
+    with pytest.raises(tf.errors.OpError, match=r"disagree on how the list is packed .*: one by one on ranks .0.; "):
         way(lambda: hvd.grouped_allreduce([tf.constant(1.0), tf.constant(2.0)], name="mixed_ways"))()
     restart()
 
