@@ -170,7 +170,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def _allreduce(arrays: Sequence[Any], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
                postscale: float, finish: Callable[[list[np.ndarray]], T], blocking: bool = False) -> AsyncResult[T]:
     prepared = [_as_array(array) for array in arrays]
-    request = allreduce_request(name, specs_of(prepared), resolve_op(op, average), prescale, postscale)
+    request = allreduce_request(name, specs_of(prepared), resolve_op(op, average), float(prescale),
+                                float(postscale))
     return _submit(request, prepared, finish, blocking)
 
 

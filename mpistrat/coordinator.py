@@ -11,7 +11,6 @@ scale, device) got it, and any other request of that name travels in full and is
 """
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 
 from .messages import Announcement, Decision, End, Request
 from .mismatch import describe_half_done, describe_mismatch, rank_list
@@ -20,14 +19,28 @@ from .tree import children_of, parent_of, subtree, subtree_size
 LISTED = 6  # how many names or ranks a message lists before it says "..."
 
 
-@dataclass
 class _Pending:
-    """A name that some rank of the subtree has submitted. `reports[source]` is what a child (or this rank) said."""
+    """A name that some rank of the subtree has submitted, and not all that there are.
 
-    since: float
-    reports: dict[int, dict[Request, set[int] | None]] = field(default_factory=dict)
-    complete: set[int] = field(default_factory=set)
-    passed_on: int = 0  # how many ranks the parent was told of
+    `whole[source]` is what all ranks under a child, or this rank itself, have submitted alike. `parts[source]` is what
+    single ranks under a child have submitted, told because they differ or because rank 0 wants to know who misses.
+    """
+
+    __slots__ = ("parts", "passed_on", "since", "sources", "whole")
+
+    def __init__(self, since: float):
+        self.since = since
+        self.whole: dict[int, Request] = {}
+        self.parts: dict[int, dict[Request, set[int]]] = {}
+        self.sources = 0  # of which all ranks have submitted something
+        self.passed_on = 0  # ranks that the parent was told of
+
+    def agreed(self) -> Request | None:
+        """What all sources have submitted alike, given that they are complete; None if they differ."""
+        if self.parts:
+            return None
+        first, *others = self.whole.values()
+        return first if all(request is first or request == first for request in others) else None
 
 
 class Coordinator:
@@ -48,7 +61,7 @@ class Coordinator:
                  stall_abort_s: float | None = None):
         self.rank, self.size = rank, size
         self.parent, self.children = parent_of(rank), children_of(rank, size)
-        self._sources = frozenset((rank, *self.children))
+        self._sources = 1 + len(self.children)
         self._subtree = {child: subtree_size(child, size) for child in self.children} | {rank: 1}
         self._warning_s, self._abort_s = stall_warning_s, stall_abort_s
         self._pending: dict[str, _Pending] = {}
@@ -56,7 +69,7 @@ class Coordinator:
         self._by_number: dict[int, Request] = {}
         self._capacity = cache_capacity
         self._seen_once: OrderedDict[Request, None] = OrderedDict()
-        self._touched: dict[str, None] = {}  # names to look at in the next advance, in order
+        self._ready: list[_Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
         self._ended: dict[int, int] = {}
@@ -109,7 +122,7 @@ class Coordinator:
 
     def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
         """What to send now: an Announcement to the parent, or (on rank 0) a Decision to everybody, itself included."""
-        ready = self._take_complete()
+        ready, self._ready = self._ready, []
         return (None, self._decide(ready, now)) if self.rank == 0 else (self._announce(ready, now), None)
 
     # -- what may be asked --------------------------------------------------------------------------------------------
@@ -130,37 +143,32 @@ class Coordinator:
         pending = self._pending.get(request.name)
         if pending is None:
             pending = self._pending[request.name] = _Pending(now)
-        told = pending.reports.setdefault(source, {})
         if ranks is None:
-            told.clear()
-            told[request] = None
-            pending.complete.add(source)
+            was_complete = source in pending.parts and self._is_complete(pending.parts.pop(source), source)
+            pending.whole[source] = request
         else:
-            known = told.get(request) or set()
-            told[request] = known | ranks
-            if sum(len(r) for r in told.values() if r) >= self._subtree[source]:
-                pending.complete.add(source)
-        self._touched[request.name] = None
+            told = pending.parts.setdefault(source, {})
+            was_complete = self._is_complete(told, source)
+            told[request] = told.get(request, set()) | ranks
+            if not self._is_complete(told, source):
+                return
+        if not was_complete:
+            pending.sources += 1
+            if pending.sources == self._sources:
+                del self._pending[request.name]
+                self._ready.append(pending)
 
-    def _take_complete(self) -> list[_Pending]:
-        ready = []
-        for name in self._touched:
-            pending = self._pending.get(name)
-            if pending and pending.complete == self._sources:
-                del self._pending[name]
-                ready.append(pending)
-        self._touched.clear()
-        return ready
+    def _is_complete(self, told: dict[Request, set[int]], source: int) -> bool:
+        return sum(map(len, told.values())) >= self._subtree[source]
 
     def _announce(self, ready: list[_Pending], now: float) -> Announcement | None:
         ids: list[int] = []
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
         for pending in ready:
-            different = {request for told in pending.reports.values() for request in told}
-            if len(different) > 1:
+            request = pending.agreed()
+            if request is None:
                 requests += [(r, tuple(sorted(ranks))) for r, ranks in self._ranks_of(pending).items()]
             else:
-                request, = different
                 number = self._numbers.get(request)
                 if number is None:
                     requests.append((request, None))
@@ -184,9 +192,9 @@ class Coordinator:
         errors: list[tuple[str, str]] = []
         half_done = ""
         for pending in ready:
-            different = {request for told in pending.reports.values() for request in told}
-            if len(different) == 1:
-                agreed.append(self._numbered(different.pop()))
+            request = pending.agreed()
+            if request is not None:
+                agreed.append(self._numbered(request))
             else:
                 by_request = self._ranks_of(pending)
                 text = describe_mismatch(by_request)
@@ -273,10 +281,13 @@ class Coordinator:
 
     def _ranks_of(self, pending: _Pending) -> dict[Request, set[int]]:
         result: dict[Request, set[int]] = {}
-        for source, told in sorted(pending.reports.items()):
-            for request, ranks in told.items():
-                whole = {source} if source == self.rank else set(subtree(source, self.size))
-                result.setdefault(request, set()).update(whole if ranks is None else ranks)
+        for source in sorted(pending.whole.keys() | pending.parts.keys()):
+            if source in pending.whole:
+                whole = (source,) if source == self.rank else subtree(source, self.size)
+                result.setdefault(pending.whole[source], set()).update(whole)
+            else:
+                for request, ranks in pending.parts[source].items():
+                    result.setdefault(request, set()).update(ranks)
         return result
 
     def _present(self, pending: _Pending) -> list[int]:

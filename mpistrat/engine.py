@@ -179,11 +179,12 @@ class Engine:
                 while not self._ended.is_set():
                     busy = self.step()
                     # Asked for even if nothing happened: another driver may have been quicker with this handle.
-                    if handle is not None and handle.done():
-                        return
-                    if busy:
+                    if handle is not None:
+                        if handle.done():
+                            return
+                    elif busy:
                         continue
-                    if handle is None and not self._outstanding and not self._end_announced:
+                    elif not self._outstanding and not self._end_announced:
                         return
                     now = self._clock()
                     if now >= deadline:
@@ -260,6 +261,7 @@ class Engine:
         where = "".join(traceback.format_exception(error)).strip()
         text = f"The engine of rank {self._rank} failed: {error!r}\n{where}"
         self._tell_of_failure(text)
+        self._data.abandon()
         self._stop(EngineError(text), clean=False)
 
     def _tell_of_failure(self, text: str) -> None:

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from .collectives.base import DataPlane
-from .fusion import FusionBuffer, pack, plan_buckets, unpack
+from .fusion import FusionBuffer, plan_buckets
 from .memory import ResultPool
-from .messages import Kind, ReduceOp
+from .messages import Kind, ReduceOp, Request
 from .scale import Scale
+from .stream import Stream
 from .tensor_queue import Entry
+
+_FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
+_KEPT_PLANS = 1024
 
 
 @dataclass
@@ -21,11 +25,15 @@ class _Work:
     results: list[np.ndarray]
     missing: int
 
-    def arrived(self) -> None:
-        """One more of the results is there; completes the handle with the last one."""
-        self.missing -= 1
-        if self.missing == 0:
-            self.entry.handle.complete(self.results)
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it)."""
+
+    request: Request
+    members: tuple[tuple[int, int], ...]
+    op: ReduceOp
+    scale: Scale
 
 
 class Executor:
@@ -41,26 +49,18 @@ class Executor:
         self._data, self._size, self._fusion_bytes = data, size, fusion_bytes
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
-        self._scaled = FusionBuffer()
+        self._plans: dict[tuple[Request, ...], list[_Bucket]] = {}
 
     def execute(self, entries: Sequence[Entry]) -> None:
         """Run the entries' collectives and complete their handles."""
-        fused: list[tuple[_Work, int]] = []
-        members: list[tuple[Hashable, int]] = []
+        works = []
         for entry in entries:
-            request = entry.request
-            if request.kind is Kind.ALLREDUCE or request.kind is Kind.BROADCAST:
-                # All memory is taken before the first collective, so that a rank short of it fails before the others
-                # wait for it there.
-                results = [self._pool.take(array.shape, array.dtype) for array in entry.arrays]
-                work = _Work(entry, results, len(results))
-                alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device)
-                for i, array in enumerate(entry.arrays):
-                    fused.append((work, i))
-                    members.append(((alike, array.dtype), array.nbytes))
-        for bucket in plan_buckets(members, self._fusion_bytes):
-            self._run_bucket([fused[i] for i in bucket])
+            # All memory is taken before the first collective, so that a rank short of it fails before the others wait
+            # for it there.
+            fused = entry.arrays if entry.request.kind in _FUSED else ()
+            works.append(_Work(entry, [self._pool.take(a.shape, a.dtype) for a in fused], len(fused)))
+        for bucket in self._plan(entries):
+            self._run_bucket(bucket, works)
         for entry in entries:
             if entry.request.kind is Kind.ALLGATHER:
                 entry.handle.complete(self._allgather(entry.arrays))
@@ -68,35 +68,47 @@ class Executor:
                 entry.handle.complete([])
         self._pool.next_turn()
 
-    def _run_bucket(self, bucket: list[tuple[_Work, int]]) -> None:
-        request = bucket[0][0].entry.request
-        sources = [work.entry.arrays[i] for work, i in bucket]
-        targets = [work.results[i] for work, i in bucket]
-        if request.kind is Kind.ALLREDUCE:
-            average = request.reduce_op is ReduceOp.AVERAGE
-            scale = Scale(request.postscale, self._size if average else 1)
-            self._allreduce(sources, targets, ReduceOp.SUM if average else request.reduce_op, request.prescale, scale)
-        else:
-            self._broadcast(sources, targets, request.root_rank)
-        for work, _ in bucket:
-            work.arrived()
+    def _plan(self, entries: Sequence[Entry]) -> list[_Bucket]:
+        # The arrays follow from the requests, and with hundreds of them a plan takes longer than a small reduction.
+        key = tuple(entry.request for entry in entries)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(entries)
+        return plan
 
-    def _allreduce(self, sources: list[np.ndarray], targets: list[np.ndarray], op: ReduceOp, prescale: float,
-                   scale: Scale) -> None:
-        elements, dtype = sum(source.size for source in sources), sources[0].dtype
-        if len(sources) == 1:
-            # A single tensor needs no fusion buffer: it goes from its own memory to that of the result.
-            source, target = sources[0].reshape(-1), targets[0].reshape(-1)
-            if prescale != 1.0:
-                scaled = self._scaled.view(elements, dtype)
-                pack(sources, prescale, scaled)
-                source = scaled
-            self._data.allreduce(source, target, op, scale)
-            return
-        packed = self._buffer.view(elements, dtype)
-        pack(sources, prescale, packed)
-        self._data.allreduce(packed, packed, op, scale)
-        unpack(packed, targets)
+    def _make_plan(self, entries: Sequence[Entry]) -> list[_Bucket]:
+        places: list[tuple[int, int]] = []
+        members: list[tuple[Hashable, int]] = []
+        for place, entry in enumerate(entries):
+            request = entry.request
+            if request.kind in _FUSED:
+                alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
+                         request.device)
+                places += [(place, i) for i in range(len(entry.arrays))]
+                members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
+        buckets = []
+        for indices in plan_buckets(members, self._fusion_bytes):
+            request = entries[places[indices[0]][0]].request
+            average = request.reduce_op is ReduceOp.AVERAGE
+            buckets.append(_Bucket(request, tuple(places[i] for i in indices),
+                                   ReduceOp.SUM if average else request.reduce_op,
+                                   Scale(request.postscale, self._size if average else 1)))
+        return buckets
+
+    def _run_bucket(self, bucket: _Bucket, works: list[_Work]) -> None:
+        sources = [works[place].entry.arrays[i] for place, i in bucket.members]
+        targets = [works[place].results[i] for place, i in bucket.members]
+        if bucket.request.kind is Kind.ALLREDUCE:
+            self._data.allreduce(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
+        else:
+            self._broadcast(sources, targets, bucket.request.root_rank)
+        for place, _ in bucket.members:
+            work = works[place]
+            work.missing -= 1
+            if work.missing == 0:
+                work.entry.handle.complete(work.results)
 
     def _broadcast(self, sources: list[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:
@@ -104,9 +116,9 @@ class Executor:
             self._data.broadcast(targets[0].reshape(-1), root_rank)
             return
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        pack(sources, 1.0, packed)
+        Stream(sources).copy_to(packed)
         self._data.broadcast(packed, root_rank)
-        unpack(packed, targets)
+        Stream(targets).copy_from(packed)
 
     def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         # How many rows each rank brings is not negotiated but gathered here, so that a step with other row counts is

@@ -1,11 +1,10 @@
-"""Fusion: which tensors share one reduction (plan_buckets), and the buffers they are packed into (FusionBuffer)."""
+"""Fusion: which tensors share one reduction (plan_buckets), and memory to join them in (FusionBuffer)."""
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from .memory import aligned_empty
-from .scale import scaled_copy
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
@@ -55,19 +54,3 @@ class FusionBuffer:
         if nbytes > self._memory.nbytes:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes].view(dtype)
-
-
-def pack(arrays: Sequence[np.ndarray], scale: float, packed: np.ndarray) -> None:
-    """Copy C-contiguous `arrays` one after the other into 1-D `packed`, each value multiplied by `scale`."""
-    start = 0
-    for array in arrays:
-        scaled_copy(array.reshape(-1), scale, packed[start:start + array.size])
-        start += array.size
-
-
-def unpack(packed: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-    """The reverse of pack: fill `arrays` from `packed`."""
-    start = 0
-    for array in arrays:
-        np.copyto(array.reshape(-1), packed[start:start + array.size])
-        start += array.size

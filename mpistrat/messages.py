@@ -1,12 +1,26 @@
 """What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
-The byte form is a pickle of plain tuples. It is exchanged only among the processes of one MPI job, which run the same
-user's code.
+The byte form is a pickle of plain tuples, or bare numbers where there is nothing else, as in every step seen before. It
+is exchanged only among the processes of one MPI job, which run the same user's code.
 """
 
+import array
 import pickle
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+_NUMBERS = b"\1"  # No pickle begins like this.
+_PADDING = bytes(7)  # so that the numbers are where a processor reads them at once
+
+
+def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
+    return _NUMBERS + _PADDING + array.array("Q", numbers).tobytes()
+
+
+def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
+    return tuple(memoryview(data)[8:].cast("Q"))
 
 
 class ReduceOp(IntEnum):
@@ -29,8 +43,7 @@ class Kind(str, Enum):
     BARRIER = "barrier"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What ranks must agree on about one tensor: the dtype's numpy name and the shape.
 
     For an allgather the first dimension, which may differ among ranks, is -1.
@@ -64,6 +77,15 @@ class Request:
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
+                     self.device))
+
+    def __hash__(self) -> int:
+        # A request of hundreds of tensors is looked up in tables several times per step.
+        return self._hash
+
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
@@ -77,8 +99,7 @@ class Request:
         return cls(Kind(kind), name, tuple(TensorSpec(*t) for t in tensors), ReduceOp(reduce_op), *rest)
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """A rank tells its parent in the tree what its subtree is ready for.
 
     Attributes:
@@ -95,12 +116,16 @@ class Announcement:
 
     def to_bytes(self) -> bytes:
         """The byte form."""
+        if not (self.requests or self.ended or self.failure is not None):
+            return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
         return pickle.dumps((self.ids, requests, self.ended, self.failure), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Announcement":
         """The inverse of to_bytes."""
+        if data[:1] == _NUMBERS:
+            return cls(_numbers_from_bytes(data))
         ids, requests, ended, failure = pickle.loads(data)
         return cls(ids, tuple((Request.from_tuple(r), ranks) for r, ranks in requests), ended, failure)
 
@@ -115,8 +140,7 @@ class End(str, Enum):
     FAILURE = "failure"
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Rank 0 tells all ranks what to execute next, in this order.
 
     Attributes:
@@ -136,12 +160,16 @@ class Decision:
 
     def to_bytes(self) -> bytes:
         """The byte form."""
+        if not (self.errors or self.ended or self.end or self.end_text) and all(type(a) is int for a in self.agreed):
+            return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Decision":
         """The inverse of to_bytes."""
+        if data[:1] == _NUMBERS:
+            return cls(_numbers_from_bytes(data))
         agreed, errors, ended, end, end_text = pickle.loads(data)
         return cls(tuple(a if isinstance(a, int) else (a[0], Request.from_tuple(a[1])) for a in agreed), errors, ended,
                    End(end) if end else None, end_text)

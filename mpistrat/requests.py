@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from .messages import Kind, ReduceOp, Request, TensorSpec
 
 Average, Sum, Adasum, Min, Max, Product = (
     ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+
+_KEPT = 4096  # requests made lately; the same ones are made at every step, and are found in tables by identity
 
 
 def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
@@ -29,7 +32,8 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
     return op
 
 
-def allreduce_request(name: str, tensors: Sequence[TensorSpec], op: ReduceOp, prescale: float = 1.0,
+@lru_cache(_KEPT)
+def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = ()) -> Request:
     """A request to reduce `tensors` together.
 
@@ -41,11 +45,12 @@ def allreduce_request(name: str, tensors: Sequence[TensorSpec], op: ReduceOp, pr
     if not (math.isfinite(prescale) and math.isfinite(postscale)):
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
-    return Request(Kind.ALLREDUCE, name, tuple(tensors), op, prescale=float(prescale), postscale=float(postscale),
+    return Request(Kind.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
                    labels=labels)
 
 
-def allgather_request(name: str, tensors: Sequence[TensorSpec]) -> Request:
+@lru_cache(_KEPT)
+def allgather_request(name: str, tensors: tuple[TensorSpec, ...]) -> Request:
     """A request to gather each of `tensors` along its first dimension, which may differ among ranks."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
@@ -55,7 +60,8 @@ def allgather_request(name: str, tensors: Sequence[TensorSpec]) -> Request:
     return Request(Kind.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors))
 
 
-def broadcast_request(name: str, tensors: Sequence[TensorSpec], root_rank: int, size: int,
+@lru_cache(_KEPT)
+def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, size: int,
                       labels: tuple[str, ...] = ()) -> Request:
     """A request to overwrite `tensors` with those of `root_rank`."""
     for tensor in tensors:
@@ -63,7 +69,7 @@ def broadcast_request(name: str, tensors: Sequence[TensorSpec], root_rank: int, 
     if not 0 <= root_rank < size:
         raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are 0 to "
                                   f"{size - 1}.")
-    return Request(Kind.BROADCAST, name, tuple(tensors), root_rank=int(root_rank), labels=labels)
+    return Request(Kind.BROADCAST, name, tensors, root_rank=int(root_rank), labels=labels)
 
 
 def barrier_request(name: str) -> Request:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import introduction, mpi_setup
-from .collectives.base import ControlPlane, DataPlane
+from .collectives.base import ControlPlane, DataPlane, Mail
 from .collectives.local import ThreadGroup
 from .engine import Engine
 from .errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
 from .launch_environment import launched_size
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
-from .tree import neighbours_of
+from .tree import edges_among, neighbours_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,14 +165,57 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     if rank == 0:
         for sentence in introduction.differences(everybody):
             logger.warning("%s", sentence)
-    from .collectives.host_mail import HostMail
-    from .collectives.mpi import MpiControl, MpiData
     token = own.bcast(os.urandom(8).hex() if rank == 0 else None)
-    mail = HostMail(rank, topology.local_ranks, token)
-    control = MpiControl(own.Dup(), mail, topology.local_ranks, neighbours_of(rank, topology.size))
-    data = MpiData(own.Dup())
-    mpi_setup.wait_for_all(own)  # Every mailbox has its address before anybody writes to it.
+    control, data = _planes(own, topology, settings[rank], token)
     return Runtime(settings[rank], topology, control, data, own)
+
+
+def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tuple[ControlPlane, DataPlane]:
+    """What moves messages and arrays: shared memory within a host where all ranks have it, else MPI. Collective."""
+    from .collectives.hierarchical import HierarchicalData, counterparts
+    from .collectives.host_mail import HostMail
+    from .collectives.host_memory import HandOver
+    from .collectives.mpi import MpiControl, MpiData
+    from .collectives.shared_mail import SharedMail, mail_bytes
+    from .collectives.shared_memory import SharedMemoryData
+    rank, here = topology.rank, topology.local_ranks
+    host_mail = HostMail(rank, here, token)
+    mail: Mail = host_mail
+    data: DataPlane = MpiData(comm.Dup())
+    hand_over = HandOver(rank, here, token)
+    mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
+    if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
+        one_host = len(topology.hosts) == 1
+        plane = SharedMemoryData if one_host else HierarchicalData
+        chunk = plane.chunk_bytes(max(topology.local_sizes))
+        plane_bytes, edges = plane.memory_bytes(len(here), chunk), edges_among(here)
+        memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
+        if memory is not None:
+            mail = SharedMail(memory, plane_bytes, edges, host_mail)
+            data = SharedMemoryData(memory, chunk, data) if one_host else HierarchicalData(
+                memory, chunk, data, counterparts(comm, topology), min(topology.local_sizes), settings.stall_abort_s)
+    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
+    return control, data
+
+
+def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over: Any, data_bytes: int) -> Any:
+    """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
+    from .collectives.host_memory import HostMemory
+    nbytes = HostMemory.size_for(topology.local_size, data_bytes)
+    memory, problem = None, ""
+    try:
+        memory = HostMemory(hand_over.share(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
+    except OSError as error:
+        problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
+    problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
+    if not problems:
+        return memory
+    text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
+    if settings.cpu_operations == "shared_memory":
+        raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
+    if topology.rank == 0:
+        logger.warning("%s. MPI is used instead, which is slower.", text)
+    return None
 
 
 def _configure(settings: Settings, chief: bool) -> None:

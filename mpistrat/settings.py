@@ -48,7 +48,8 @@ class Settings:
         "STALL_SHUTDOWN_TIME_SECONDS", 600.0,
         "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
     cpu_operations: str = _setting(
-        "CPU_OPERATIONS", "auto", "What moves CPU tensors: auto or mpi.", choices=("auto", "mpi"))
+        "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
+        "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severe messages that are shown: debug, info, warning or error.",
         choices=LOG_LEVELS)

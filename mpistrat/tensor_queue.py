@@ -119,6 +119,8 @@ class TensorQueue:
 
     def take_new(self) -> list[Entry]:
         """The entries put since the last call, in order. They stay in flight."""
+        if not self._new:
+            return []  # What is being put right now is announced to the driver once it is there.
         with self._lock:
             entries = list(self._new)
             self._new.clear()

@@ -68,6 +68,12 @@ class Topology:
         return len(self.local_ranks)
 
     @cached_property
+    def local_sizes(self) -> tuple[int, ...]:
+        """How many ranks each host has, in the order of `hosts`."""
+        counts = Counter(self.host_of)
+        return tuple(counts[host] for host in self.hosts)
+
+    @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
         """The ranks that have the same local_rank on their hosts, in order. Short hosts are left out."""
         local_rank = self.local_rank
@@ -87,7 +93,7 @@ class Topology:
     @cached_property
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of ranks."""
-        return len(set(Counter(self.host_of).values())) == 1
+        return len(set(self.local_sizes)) == 1
 
 
 def assign_roles(size: int, jobs: Mapping[str, int] | None = None) -> tuple[tuple[Role, int], ...]:

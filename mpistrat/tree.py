@@ -1,6 +1,6 @@
 """The tree in which ranks negotiate: rank 0 at the root, sixteen children each. Pure arithmetic on rank numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 FAN_OUT = 16
 
@@ -19,6 +19,11 @@ def neighbours_of(rank: int, size: int) -> tuple[int, ...]:
     """The ranks that send to `rank`: its parent and its children."""
     parent = parent_of(rank)
     return children_of(rank, size) if parent is None else (parent, *children_of(rank, size))
+
+
+def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Those of `ranks` whose parent is among them too, each with its parent."""
+    return [(rank, parent) for rank in ranks if (parent := parent_of(rank)) is not None and parent in ranks]
 
 
 def subtree(root: int, size: int) -> Iterator[int]:

@@ -5,7 +5,8 @@ calls it on all ranks in the same order, with arguments on which the ranks have 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -14,13 +15,17 @@ from ..scale import Scale
 
 
 class DataPlane(ABC):
-    """Collectives on 1-D, C-contiguous arrays in this process's memory."""
+    """Collectives on C-contiguous arrays in this process's memory; 1-D ones, but for those of allreduce."""
 
     name: str
 
     @abstractmethod
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
-        """Reduce `source` over all ranks, scaled, into `target`, which has its length and dtype; they may be one array.
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        """Reduce each of `sources` over all ranks into the one of `targets` of the same place, size and dtype.
+
+        They are C-contiguous, at least one, and all of one dtype; a target may be its own source. Values are multiplied
+        by `prescale` on the way in, and scaled by `scale` once they are reduced.
 
         Every element is combined in the order of the ranks (`reduction.combine`), so the result is the same on all
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
@@ -33,6 +38,10 @@ class DataPlane(ABC):
     @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with root_rank's."""
+
+    def abandon(self) -> None:
+        """This rank will take part in no more collectives: those that wait for it shall fail, where they can."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -74,3 +83,32 @@ class ControlPlane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Deliver what was sent, and release what the backend holds. May be called twice."""
+
+
+class Mail(Protocol):
+    """Messages among the ranks of one host. Used by the engine's thread alone, except `wake`."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether something waits for room at a receiver."""
+
+    def is_sending_to(self, ranks: Iterable[int]) -> bool:
+        """Whether something waits for room at one of `ranks`."""
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to a rank of this host. Never blocks."""
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """The messages that have come, as (sender, message). Does not wait."""
+
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
+        """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""
+
+    def wake(self) -> None:
+        """Make this rank's own wait return. Any thread may call it."""
+
+    def close(self) -> None:
+        """Release what it holds."""

@@ -120,6 +120,17 @@ class HostMail:
             except BlockingIOError:
                 self._is_woken = False  # The queue is full, so the wait returns anyway; but the next one may not.
 
+    def wake_other(self, rank: int) -> None:
+        """Make the wait of another rank of this host return."""
+        try:
+            self._waker.sendto(_WAKE, self._addresses[rank])
+        except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
+            pass  # Its queue is full, so it does not sleep; or its process has ended, which the launcher tells of.
+
+    def look(self) -> bool:
+        """Whether something has come. A system call, so that other threads may run meanwhile."""
+        return self._has_come(0.0)
+
     def close(self) -> None:
         """Release the sockets."""
         self._socket.close()

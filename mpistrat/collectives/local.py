@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale
+from ..stream import Stream
 from .base import ControlPlane, DataPlane
 from .reduction import combine
 
@@ -48,6 +50,7 @@ class ThreadData(DataPlane):
 
     def __init__(self, group: "ThreadGroup", rank: int):
         self._group, self._rank = group, rank
+        self._buffer = FusionBuffer()
 
     def _exchange(self, array: np.ndarray) -> list[np.ndarray]:
         """A copy of every rank's array."""
@@ -60,8 +63,12 @@ class ThreadData(DataPlane):
         group.barrier.wait()
         return arrays
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
-        combine(self._exchange(source), op, target, scale)
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
+        Stream(sources).copy_to(packed, prescale)
+        combine(self._exchange(packed), op, packed, scale)
+        Stream(targets).copy_from(packed)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         np.concatenate(self._exchange(source), out=target)

@@ -15,6 +15,8 @@ from . import bridge
 SMALL_BYTES = 64 * 1024
 # A bucket is reduced while backprop makes the next; below this its two callbacks cost more than the overlap gains.
 BUCKET_BYTES = 16 * 1024 * 1024
+# Waiting in the submit pays while a reduction is quicker than a change of threads or two.
+PATIENT_BYTES = 1024 * 1024
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Bucket:
 
     single: list[int] = field(default_factory=list)
     joined: dict[tf.DType, list[int]] = field(default_factory=dict)
+    nbytes: int = 0
 
     @property
     def order(self) -> list[int]:
@@ -37,15 +40,13 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
     A tensor whose static shape is not known is handed over singly and counts as `small_bytes`.
     """
     buckets = [Bucket()]
-    used = 0
     for i in reversed(range(len(tensors))):
         dtype, shape = tensors[i]
         known = shape.is_fully_defined()
         nbytes = int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if known else small_bytes
-        if used and used + nbytes > bucket_bytes:
+        if buckets[-1].nbytes and buckets[-1].nbytes + nbytes > bucket_bytes:
             buckets.append(Bucket())
-            used = 0
-        used += nbytes
+        buckets[-1].nbytes += nbytes
         if known and nbytes < small_bytes:
             buckets[-1].joined.setdefault(dtype, []).append(i)
         else:
@@ -80,9 +81,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
-        is_last = number == len(buckets) - 1
-        for i, result in _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels,
-                                        patient and is_last):
+        waits = patient and number == len(buckets) - 1 and bucket.nbytes <= PATIENT_BYTES
+        for i, result in _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, waits):
             results[i] = result
     return results
 

@@ -265,9 +265,10 @@ class CountingData(ThreadData):
         self.reduced: list[int] = []
         self.broadcasts: list[int] = []
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
-        self.reduced.append(source.size)
-        super().allreduce(source, target, op, scale)
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        self.reduced.append(sum(source.size for source in sources))
+        super().allreduce(sources, targets, op, prescale, scale)
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         self.broadcasts.append(array.size)
@@ -638,15 +639,17 @@ class FailingData(ThreadData):
         super().__init__(group, rank)
         self._before = before
 
-    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
-        if source.size == 13 and self._before:
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        is_the_one = [source.size for source in sources] == [13]
+        if is_the_one and self._before:
             # As MPI would end the others' wait, sooner or later: once they have left the barrier before, and are here.
             while self._group.barrier.n_waiting < self._group.size - 1:
                 threading.Event().wait(0.001)
             self._group.barrier.abort()
             raise BrokenError("the network is gone")
-        super().allreduce(source, target, op, scale)
-        if source.size == 13:
+        super().allreduce(sources, targets, op, prescale, scale)
+        if is_the_one:
             raise BrokenError("the network is gone")
 
 
@@ -730,7 +733,8 @@ def test_a_failure_reaches_a_caller_that_drives_as_it_reaches_all(size: int) -> 
 
 def test_ctrl_c_in_a_caller_that_drives_is_raised_there_and_ends_all() -> None:
     class Interrupted(ThreadData):
-        def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
+        def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
             raise KeyboardInterrupt
 
     group = ThreadGroup(1)

@@ -87,7 +87,7 @@ def test_a_value_out_of_range_is_an_error_that_names_the_range(name: str, text: 
         read(**{name: text})
 
 
-@pytest.mark.parametrize(("name", "choices"), [("CPU_OPERATIONS", "auto, mpi"),
+@pytest.mark.parametrize(("name", "choices"), [("CPU_OPERATIONS", "auto, shared_memory, mpi"),
                                                ("LOG_LEVEL", "debug, info, warning, error")])
 def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(name: str, choices: str) -> None:
     with pytest.raises(errors.SettingsError, match=rf"MPISTRAT_{name}='best': expected one of {choices}\."):

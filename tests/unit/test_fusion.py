@@ -1,11 +1,11 @@
-"""Buckets, and packing them."""
+"""Buckets, and the memory in which they are joined."""
 
 import random
 
 import numpy as np
 import pytest
 
-from mpistrat.fusion import FusionBuffer, pack, plan_buckets, unpack
+from mpistrat.fusion import FusionBuffer, plan_buckets
 from mpistrat.memory import ALIGNMENT
 
 # -- buckets ----------------------------------------------------------------------------------------------------------
@@ -69,31 +69,7 @@ def test_any_plan_covers_all_members_once_within_key_and_limit(seed: int) -> Non
         assert len(bucket) == 1 or sum(members[index][1] for index in bucket) <= limit
 
 
-# -- packing ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_packed_is_unpacked() -> None:
-    arrays = [np.arange(6.0).reshape(2, 3), np.array(7.0), np.empty((0, 5)), np.array([[8.0]])]
-    packed = FusionBuffer().view(8, np.dtype(np.float64))
-    pack(arrays, 1.0, packed)
-    np.testing.assert_array_equal(packed, [0, 1, 2, 3, 4, 5, 7, 8])
-    results = [np.full_like(array, -1) for array in arrays]
-    unpack(packed, results)
-    for array, result in zip(arrays, results, strict=True):
-        np.testing.assert_array_equal(result, array)
-
-
-def test_packing_multiplies_every_value() -> None:
-    packed = np.empty(3)
-    pack([np.array([1.0, 2.0]), np.array(4.0)], 0.5, packed)
-    np.testing.assert_array_equal(packed, [0.5, 1, 2])
-
-
-def test_packing_leaves_the_arrays_as_they_are() -> None:
-    array = np.array([1.0, 2.0])
-    array.flags.writeable = False
-    pack([array], 2.0, np.empty(2))
-    np.testing.assert_array_equal(array, [1, 2])
+# -- buffers ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_buffer_is_the_same_memory_until_it_must_grow() -> None:

@@ -20,8 +20,8 @@ PACKAGE = Path(mpistrat.__file__).parent
 # ones. "mpistrat" itself is listed, but not everything inside of it.
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree", "network"),
-    1: ("topology", "messages", "dtypes", "memory", "scale", "fusion", "requests", "mismatch", "introduction",
-        "tf_config", "lifelines"),
+    1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
+        "introduction", "tf_config", "lifelines"),
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
     4: ("mpi_setup", "runtime"),

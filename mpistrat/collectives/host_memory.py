@@ -1,0 +1,151 @@
+"""Memory that the ranks of one host share, and counters in it by which they wait for each other.
+
+The memory is an anonymous file (memfd) that one rank makes and passes to the others over a Unix socket. An MPI-3 shared
+window would do the same, but is a file in /dev/shm: containers often have 64 MB of that, and it may be left behind when
+all ranks are killed. This memory has no name, no limit of its own, and is gone with the last process.
+"""
+
+import array
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from ..errors import EngineError
+
+_LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
+_ABANDONED = _LINE - 1
+_SPINS = 50
+_YIELD_S = 1e-3
+_SLEEP_S = 100e-6
+_HAND_OVER_S = 60.0
+
+
+class HostMemory:
+    """A block of zeroed memory that the ranks of a host share.
+
+    Args:
+        memory: The block.
+        index: This rank's position among the ranks of the host.
+        ranks: The ranks of the host.
+        limit_s: How long a wait for another rank may take; 0: for ever.
+    """
+
+    def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0):
+        self.index, self.ranks = index, tuple(ranks)
+        self._limit_s = limit_s
+        header = -(-len(ranks) * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        view = memoryview(memory)
+        self._words = view[:header].cast("Q")
+        self._mine = index * _LINE
+        self._line_of = {rank: i * _LINE for i, rank in enumerate(ranks)}
+        self.data = view[header:]
+        self._others = [i for i in range(len(ranks)) if i != index]
+        self._fence_lock = threading.Lock()
+        self._fence_lock.acquire()
+
+    @staticmethod
+    def size_for(count: int, data_bytes: int) -> int:
+        """Bytes to ask for when `count` ranks shall have `data_bytes` of data."""
+        return -(-count * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE + data_bytes
+
+    def post(self, counter: int, value: int) -> None:
+        """Set one of this rank's counters (0 to 14), after all that this rank has written before."""
+        self.fence()
+        self._words[self._mine + counter] = value
+
+    def await_all(self, counter: int, value: int) -> None:
+        """Return when that counter of every rank is at least `value`; what they wrote before can then be read.
+
+        Raises:
+            EngineError: A rank has abandoned the memory, or has not come within the limit.
+        """
+        words = self._words
+        for other in self._others:
+            if words[other * _LINE + counter] < value:
+                self._await(other, counter, value)
+        self.fence()
+
+    def counter_of(self, rank: int, counter: int) -> int:
+        """The value of a counter of `rank`, as far as this rank can see it."""
+        return self._words[self._line_of[rank] + counter]
+
+    def abandon(self) -> None:
+        """Tell ranks that wait for this one, now or later, that it will not come."""
+        self._words[self._mine + _ABANDONED] = 1
+
+    def _await(self, other: int, counter: int, value: int) -> None:
+        words, place = self._words, other * _LINE + counter
+        for _ in range(_SPINS):
+            if words[place] >= value:
+                return
+        began = time.monotonic()
+        while words[place] < value:
+            waited_s = time.monotonic() - began
+            if words[other * _LINE + _ABANDONED]:
+                raise EngineError(f"rank {self.ranks[other]} has left in the middle of a collective.")
+            if 0 < self._limit_s < waited_s:
+                raise EngineError(f"rank {self.ranks[other]} has not come to a collective for {waited_s:.0f} s after "
+                                  "all ranks had agreed on it.")
+            if waited_s < _YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(_SLEEP_S)
+
+    def fence(self) -> None:
+        """All that this thread has read and written before comes before all that it reads and writes after."""
+        # A release of a lock followed by its acquisition is what Python has for a full memory barrier. It takes 0.1 us.
+        self._fence_lock.release()
+        self._fence_lock.acquire()
+
+
+class HandOver:
+    """How the ranks of a host come to one block of memory. First construct it on all ranks, then call `share`.
+
+    Args:
+        rank: This rank.
+        local_ranks: The ranks on this host; the first one makes the memory.
+        token: A text that no other job on this host uses, the same on all ranks.
+    """
+
+    def __init__(self, rank: int, local_ranks: Sequence[int], token: str):
+        self._rank, self._leader = rank, local_ranks[0]
+        self._receivers = [f"\0mpistrat-{token}-memory-{other}" for other in local_ranks[1:]]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        if rank != self._leader:
+            self._socket.bind(f"\0mpistrat-{token}-memory-{rank}")
+            self._socket.settimeout(_HAND_OVER_S)
+
+    def share(self, nbytes: int) -> mmap.mmap:
+        """`nbytes` of memory, the same on all ranks of the host. Collective within the host.
+
+        Raises:
+            OSError: This rank has none; the others may have.
+        """
+        with self._socket:
+            if self._rank != self._leader:
+                _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+                if not descriptors:
+                    raise OSError(f"rank {self._leader} could not make it")
+                return _mapped(descriptors[0], nbytes)
+            try:
+                descriptor = os.memfd_create("mpistrat")
+                # Without this, memory that is not there would be found missing in the middle of a reduction.
+                os.posix_fallocate(descriptor, 0, nbytes)
+            except OSError:
+                for receiver in self._receivers:
+                    self._socket.sendto(b"\0", receiver)
+                raise
+            for receiver in self._receivers:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+                self._socket.sendmsg([b"\0"], [rights], 0, receiver)
+            return _mapped(descriptor, nbytes)
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,236 @@
+"""Shared memory among ranks of a host, with threads in the place of processes."""
+
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.collectives import host_memory
+from mpistrat.collectives.host_memory import HandOver, HostMemory
+from mpistrat.collectives.local import ThreadGroup
+from mpistrat.collectives.shared_memory import DIRECT_BYTES, SMALLEST_CHUNK, SharedMemoryData
+from mpistrat.errors import EngineError
+from mpistrat.messages import ReduceOp
+from mpistrat.scale import IDENTITY, Scale
+
+LIMIT_S = 20.0
+CHUNK = 4096
+SIZES = [0, 1, 2, 3, 1000, DIRECT_BYTES // 4, DIRECT_BYTES // 4 + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
+
+
+def memories(count: int, data_bytes: int = 0, limit_s: float = LIMIT_S) -> list[HostMemory]:
+    """What each of `count` ranks has of one block."""
+    block = mmap.mmap(-1, HostMemory.size_for(count, data_bytes))
+    return [HostMemory(block, index, [10 + rank for rank in range(count)], limit_s) for index in range(count)]
+
+
+def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work(index)` in a thread for each rank, and what they return."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
+
+
+def planes(count: int) -> list[SharedMemoryData]:
+    """The data plane of each of `count` ranks; what is not an all-reduce is served by a ThreadGroup."""
+    group = ThreadGroup(count, LIMIT_S)
+    return [SharedMemoryData(memory, CHUNK, group.data(memory.index))
+            for memory in memories(count, SharedMemoryData.memory_bytes(count, CHUNK))]
+
+
+def allreduced(data: SharedMemoryData, arrays: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
+               scale: Scale = IDENTITY) -> list[np.ndarray]:
+    """The results in new memory."""
+    targets = [np.empty_like(array) for array in arrays]
+    data.allreduce(arrays, targets, op, prescale, scale)
+    return targets
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_waits_for_the_counters_of_all_others() -> None:
+    first, second, third = memories(3)
+    second.post(2, 5)
+    passed = threading.Event()
+
+    def wait() -> None:
+        first.await_all(2, 4)
+        passed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not passed.wait(0.05)
+    third.post(2, 4)
+    thread.join(LIMIT_S)
+    assert passed.is_set()
+
+
+def test_counters_are_a_ranks_own() -> None:
+    first, second = memories(2)
+    first.post(3, 7)
+    assert second.counter_of(10, 3) == 7
+    assert second.counter_of(11, 3) == second.counter_of(10, 2) == 0
+
+
+def test_a_rank_that_never_comes_is_named_after_the_limit() -> None:
+    first, _ = memories(2, limit_s=0.05)
+    with pytest.raises(EngineError, match="rank 11 has not come to a collective for 0 s after all ranks had agreed"):
+        first.await_all(0, 1)
+
+
+def test_a_rank_that_has_left_is_named_at_once() -> None:
+    first, second = memories(2)
+    second.abandon()
+    with pytest.raises(EngineError, match="rank 11 has left in the middle of a collective"):
+        first.await_all(0, 1)
+
+
+# -- the memory itself ------------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
+    token = uuid.uuid4().hex
+    hand_overs = [HandOver(rank, (3, 5, 9), token) for rank in (3, 5, 9)]
+    blocks = on_all(3, lambda index: hand_overs[index].share(8192))
+    blocks[1][100] = 42
+    assert [block[100] for block in blocks] == [42, 42, 42]
+    assert all(len(block) == 8192 for block in blocks)
+
+
+def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    token = uuid.uuid4().hex
+    hand_overs = [HandOver(rank, (0, 1), token) for rank in (0, 1)]
+
+    def attempt(index: int) -> str:
+        with pytest.raises(OSError) as raised:
+            hand_overs[index].share(8192)
+        return str(raised.value)
+
+    assert on_all(2, attempt) == ["no space", "rank 0 could not make it"]
+
+
+def test_a_rank_that_gets_no_memory_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_HAND_OVER_S", 0.05)
+    with pytest.raises(OSError):
+        HandOver(1, (0, 1), uuid.uuid4().hex).share(8192)
+
+
+@pytest.mark.parametrize(("slots", "count"), [(4, 2), (4, 64), (8, 3), (8, 128)])
+def test_chunks_are_powers_of_two_within_bounds(slots: int, count: int) -> None:
+    plane = type("Plane", (SharedMemoryData,), {"slots": slots})
+    chunk = plane.chunk_bytes(count)
+    assert chunk & (chunk - 1) == 0
+    assert chunk == SMALLEST_CHUNK or plane.memory_bytes(count, chunk) <= 16 * 2**20
+
+
+# -- all-reduce -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_every_size_is_reduced_in_the_order_of_the_ranks(count: int, op: ReduceOp) -> None:
+    inputs = [[np.random.default_rng(rank).normal(size=size).astype(np.float32) for size in SIZES]
+              for rank in range(count)]
+    data = planes(count)
+    results = on_all(count, lambda index: [allreduced(data[index], [array], op)[0] for array in inputs[index]])
+    ufuncs = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+    for i in range(len(SIZES)):
+        expected = inputs[0][i]
+        for rank in range(1, count):
+            expected = ufuncs[op](expected, inputs[rank][i])
+        for result in results:
+            np.testing.assert_array_equal(result[i], expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "float16", "bfloat16", "float64", "complex128", "longdouble",
+                                   "bool"])
+def test_every_dtype_fits_into_chunks(dtype: str) -> None:
+    kind = np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype)
+    data = planes(2)
+    results = on_all(2, lambda index: allreduced(data[index], [(np.arange(9001) % 2).astype(kind)], ReduceOp.MAX if
+                                                 dtype != "complex128" else ReduceOp.SUM)[0])
+    expected = (np.arange(9001) % 2).astype(kind) * (2 if dtype == "complex128" else 1)
+    for result in results:
+        np.testing.assert_array_equal(result, expected.astype(kind))
+
+
+def test_a_list_is_reduced_as_if_it_were_one_array() -> None:
+    shapes = [(3, 5), (), (0, 4), (70_000,), (1,), (2, 3, 4), (5000,)]
+    inputs = [[np.random.default_rng(rank).normal(size=shape) for shape in shapes] for rank in range(3)]
+    data = planes(3)
+    results = on_all(3, lambda index: allreduced(data[index], inputs[index], prescale=0.5, scale=Scale(1.0, 3)))
+    for result in results:
+        for i, shape in enumerate(shapes):
+            assert result[i].shape == shape
+            expected = (inputs[0][i] * 0.5 + inputs[1][i] * 0.5 + inputs[2][i] * 0.5) * (1 / 3)
+            np.testing.assert_array_equal(result[i], expected)
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_the_result_may_replace_the_input(size: int) -> None:
+    data = planes(2)
+
+    def work(index: int) -> np.ndarray:
+        array = np.full(size, index + 1.0)
+        data[index].allreduce([array], [array], ReduceOp.SUM, 1.0, IDENTITY)
+        return array
+
+    for result in on_all(2, work):
+        np.testing.assert_array_equal(result, np.full(size, 3.0))
+
+
+def test_one_all_reduce_after_the_other_finds_its_chunks_free() -> None:
+    sizes = np.random.default_rng(0).integers(1, 60_000, 150)
+    data = planes(3)
+
+    def work(index: int) -> bool:
+        return all(bool((allreduced(data[index], [np.full(size, float(step + index))])[0] == 3 * step + 3).all())
+                   for step, size in enumerate(sizes))
+
+    assert on_all(3, work) == [True] * 3
+
+
+def test_halves_are_summed_and_divided_in_float32() -> None:
+    data = planes(2)
+    large = np.full(50_000, 60000, np.float16)
+    results = on_all(2, lambda index: allreduced(data[index], [large], scale=Scale(1.0, 2)))
+    for result, in results:
+        np.testing.assert_array_equal(result, large)
+
+
+def test_other_collectives_are_passed_on() -> None:
+    data = planes(2)
+
+    def work(index: int) -> list[np.ndarray]:
+        gathered, sent = np.empty(3), np.full(2, float(index))
+        data[index].allgather(np.full(index + 1, float(index)), gathered, [1, 2])
+        data[index].broadcast(sent, 1)
+        return [gathered, sent]
+
+    for gathered, sent in on_all(2, work):
+        np.testing.assert_array_equal(gathered, [0, 1, 1])
+        np.testing.assert_array_equal(sent, [1, 1])
+
+
+def test_ranks_that_wait_for_one_that_failed_are_told() -> None:
+    data = planes(2)
+
+    def work(index: int) -> str:
+        if index == 1:
+            data[1].abandon()
+            return ""
+        with pytest.raises(EngineError) as raised:
+            allreduced(data[0], [np.ones(100_000)])
+        return str(raised.value)
+
+    assert on_all(2, work) == ["rank 11 has left in the middle of a collective.", ""]
