@@ -20,7 +20,8 @@ from .errors import RankDiedError
 _HELLO = struct.Struct("!32sI")
 _LEAVING = b"leaving"
 _CONNECT_LIMIT_S = 3.0  # for one address; a host that drops packets answers never
-_ACCEPT_LIMIT_S = 30.0
+_HELLO_LIMIT_S = 10.0
+_ACCEPT_LIMIT_S = 30.0  # for a rank to find an address that works
 _LAUNCHER_S = 3.0  # mpirun mostly ends the job then, so that the error that the chief has printed stands alone
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a lost host is noticed after a minute
 
@@ -30,12 +31,10 @@ class Lifelines:
 
     Args:
         local: Whether all ranks are on this host.
-        ranks: How many others there will be.
     """
 
-    def __init__(self, local: bool, ranks: int):
-        self._listener: socket.socket | None = socket.create_server(("127.0.0.1" if local else "", 0),
-                                                                    backlog=max(ranks, 1))
+    def __init__(self, local: bool):
+        self._listener: socket.socket | None = socket.create_server(("127.0.0.1" if local else "", 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
         self._lines: dict[int, socket.socket] = {}
         self._left: set[int] = set()
@@ -44,10 +43,10 @@ class Lifelines:
         self._wake, self._woken = socket.socketpair()
 
     def accept(self, ranks: Sequence[int], token: bytes) -> None:
-        """Take the connections of `ranks`, which have all been made already.
+        """Take the connections of `ranks`.
 
         Raises:
-            OSError: One is missing.
+            OSError: One has not come in time.
         """
         assert self._listener is not None
         missing = set(ranks)
@@ -57,10 +56,11 @@ class Lifelines:
                 line, _ = self._listener.accept()
             except TimeoutError:
                 raise OSError(f"no connection of ranks {sorted(missing)} has arrived here") from None
-            line.settimeout(_ACCEPT_LIMIT_S)
+            line.settimeout(_HELLO_LIMIT_S)
             hello = b""
             with contextlib.suppress(OSError):  # a stranger, whose connection is closed below
-                hello = line.recv(_HELLO.size, socket.MSG_WAITALL)
+                while len(hello) < _HELLO.size and (part := line.recv(_HELLO.size - len(hello))):
+                    hello += part
             said, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
             if said != token or rank not in missing:
                 line.close()

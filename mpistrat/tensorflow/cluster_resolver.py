@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..cluster import form
 from ..errors import InvalidRequestError
+from ..rendezvous import form
 from ..topology import Role
 
 # What makes gRPC's servers take a port that a HeldPort holds; and what makes calls to a server that has died fail,

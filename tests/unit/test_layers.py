@@ -25,7 +25,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
     4: ("mpi_setup", "runtime"),
-    5: ("", "basics", "array_ops", "process_sets", "cluster"),
+    5: ("", "basics", "array_ops", "process_sets", "cluster", "rendezvous"),
     6: ("tensorflow",),
     7: ("keras", "tensorflow.keras", "cli", "__main__"),
 }
