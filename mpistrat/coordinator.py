@@ -11,6 +11,8 @@ scale, device) got it, and any other request of that name travels in full and is
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 from .messages import Announcement, Decision, End, Request
 from .mismatch import describe_half_done, describe_mismatch, rank_list
@@ -72,6 +74,7 @@ class Coordinator:
         self._ready: list[_Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
+        self._choice: tuple[tuple[str, Any], ...] = ()
         self._ended: dict[int, int] = {}
         self._someone_ended = False
         self._ended_was_told = False
@@ -93,6 +96,10 @@ class Coordinator:
     def fail(self, text: str) -> None:
         """This rank's engine has failed; all ranks shall hear of it."""
         self._failure = self._failure or text
+
+    def adopt(self, choice: Mapping[str, Any]) -> None:
+        """On rank 0: let all ranks reduce in this way from the next decision on."""
+        self._choice = tuple(choice.items())
 
     def receive(self, source: int, data: bytes, now: float) -> None:
         """A child's Announcement has come."""
@@ -210,11 +217,12 @@ class Coordinator:
         if end is End.FAILURE:
             agreed = []  # The rank that failed takes part in nothing any more, and the others would wait for it.
         tell_ended = bool(self._ended) and not self._ended_was_told
-        if self._finished or not (agreed or errors or end or tell_ended):
+        if self._finished or not (agreed or errors or end or tell_ended or self._choice):
             return None
+        choice, self._choice = self._choice, ()
         self._ended_was_told = self._ended_was_told or tell_ended
         self._finished = end is not None
-        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text)
+        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text, choice)
 
     def _reason_to_end(self, now: float) -> tuple[End | None, str]:
         if self._failure:

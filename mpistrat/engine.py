@@ -19,9 +19,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from .autotune import Autotuner, Choice
 from .collectives.base import ControlPlane, DataPlane
 from .coordinator import Coordinator
 from .errors import EngineError, MismatchError, ShutdownError, StallError
@@ -54,10 +56,11 @@ class Engine:
         data: Collectives on arrays.
         settings: The same on all ranks.
         clock: Seconds, from any origin.
+        tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
     """
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
-                 clock: Callable[[], float] = time.monotonic):
+                 clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None):
         self._rank, self._size = rank, size
         self._control, self._data, self._clock = control, data, clock
         check = not settings.stall_check_disable
@@ -65,6 +68,8 @@ class Engine:
             rank, size, settings.cache_capacity, stall_warning_s=settings.stall_warning_s if check else None,
             stall_abort_s=(settings.stall_abort_s or None) if check else None)
         self._executor = Executor(data, size, settings.fusion_bytes)
+        self._tuned = tuned
+        self._tuner = Autotuner(self._executor.knobs()) if tuned is not None and rank == 0 else None
         self._queue = TensorQueue()
         self._executing: list[Entry] = []  # no longer in the queue, and not all complete
         self._thread: threading.Thread | None = None
@@ -157,6 +162,15 @@ class Engine:
         self._ended.wait()
         self._thread.join()
 
+    def knobs(self) -> dict[str, tuple[Any, ...]]:
+        """What `choose` can choose among; see autotune."""
+        return self._executor.knobs()
+
+    def choose(self, choice: Choice) -> None:
+        """Reduce in this way. Collective; before `start`."""
+        self._executor.choose(choice)
+        self._tuner = None
+
     @property
     def error(self) -> Exception | None:
         """What ended the engine, if anything but a shutdown by all ranks did."""
@@ -244,11 +258,26 @@ class Engine:
             entry = self._finish(name)
             entry.handle.fail(MismatchError(text))
         entries = [self._finish(request.name) for request in requests]
+        if decision.choice:
+            self._executor.choose(dict(decision.choice))
         self._executing = entries
+        began = self._clock()
         self._executor.execute(entries)
         self._executing = []
+        if self._tuner is not None:
+            self._tune(entries, self._clock() - began)
         if decision.end is not None:
             self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
+
+    def _tune(self, entries: Sequence[Entry], seconds: float) -> None:
+        assert self._tuner is not None
+        choice = self._tuner.record(sum(array.nbytes for entry in entries for array in entry.arrays), seconds)
+        if choice is not None:
+            self._coordinator.adopt(choice)
+        if self._tuner.is_done:
+            tuner, self._tuner = self._tuner, None
+            if self._tuned is not None:
+                self._tuned(tuner)
 
     def _finish(self, name: str) -> Entry:
         entry = self._queue.finish(name)

@@ -1,7 +1,8 @@
 """Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from .tensor_queue import Entry
 
 _FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
 _KEPT_PLANS = 1024
+_FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
 
 
 @dataclass
@@ -50,6 +52,17 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans: dict[tuple[Request, ...], list[_Bucket]] = {}
+
+    def knobs(self) -> dict[str, tuple[Any, ...]]:
+        """What `choose` can choose among; see DataPlane.knobs."""
+        smaller = tuple(nbytes for nbytes in _FUSION_CHOICES if nbytes < self._fusion_bytes)
+        return {**self._data.knobs(), "fusion_bytes": (self._fusion_bytes, *smaller)}
+
+    def choose(self, choice: Mapping[str, Any]) -> None:
+        """Work in this way from now on. Collective."""
+        self._data.choose(choice)
+        self._fusion_bytes = choice["fusion_bytes"]
+        self._plans.clear()
 
     def execute(self, entries: Sequence[Entry]) -> None:
         """Run the entries' collectives and complete their handles."""

@@ -9,7 +9,7 @@ import pickle
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _NUMBERS = b"\1"  # No pickle begins like this.
 _PADDING = bytes(7)  # so that the numbers are where a processor reads them at once
@@ -150,6 +150,7 @@ class Decision(NamedTuple):
         ended: Some rank has called shutdown(); from now on what is incomplete is passed on at once.
         end: The engines end after this decision, for this reason.
         end_text: What to tell the user about it.
+        choice: (knob, value) of how to reduce from now on, this decision included; see autotune.
     """
 
     agreed: tuple[int | tuple[int | None, Request], ...] = ()
@@ -157,19 +158,21 @@ class Decision(NamedTuple):
     ended: bool = False
     end: End | None = None
     end_text: str = ""
+    choice: tuple[tuple[str, Any], ...] = ()
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if not (self.errors or self.ended or self.end or self.end_text) and all(type(a) is int for a in self.agreed):
+        if not any(self[1:]) and all(type(a) is int for a in self.agreed):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
-        return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text), protocol=5)
+        return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text, self.choice),
+                            protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Decision":
         """The inverse of to_bytes."""
         if data[:1] == _NUMBERS:
             return cls(_numbers_from_bytes(data))
-        agreed, errors, ended, end, end_text = pickle.loads(data)
+        agreed, errors, ended, end, end_text, choice = pickle.loads(data)
         return cls(tuple(a if isinstance(a, int) else (a[0], Request.from_tuple(a[1])) for a in agreed), errors, ended,
-                   End(end) if end else None, end_text)
+                   End(end) if end else None, end_text, choice)

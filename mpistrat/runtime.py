@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from . import introduction, mpi_setup
+from . import autotune, introduction, mpi_setup
 from .collectives.base import ControlPlane, DataPlane, Mail
 from .collectives.local import ThreadGroup
 from .engine import Engine
@@ -40,8 +40,38 @@ class Runtime:
     def __init__(self, settings: Settings, topology: Topology, control: ControlPlane, data: DataPlane, comm: Any):
         self.settings, self.topology, self.comm = settings, topology, comm
         self._control, self._data = control, data
-        self.engine = Engine(topology.rank, topology.size, control, data, settings)
+        self.engine = Engine(topology.rank, topology.size, control, data, settings,
+                             tuned=self._keep_log if settings.autotune else None)
+        if settings.autotune and settings.autotune_log:
+            self._use_log()
         self.engine.start()
+
+    def _use_log(self) -> None:
+        """Let the engine reduce as an earlier run's autotune has chosen, if there is a log of that. Collective."""
+        choice, path = None, self.settings.autotune_log
+        if self.topology.rank == 0 and os.path.exists(path):
+            try:
+                with open(path, encoding="utf-8") as file:
+                    choice = autotune.read_report(file.read(), self.engine.knobs())
+            except (OSError, ValueError) as error:
+                logger.warning("MPISTRAT_AUTOTUNE_LOG=%s is not used, and a new search begins: %s", path, error)
+        choice = choice if self.comm is None else self.comm.bcast(choice)
+        if choice is not None:
+            self.engine.choose(choice)
+
+    def _keep_log(self, tuner: autotune.Autotuner) -> None:
+        logger.info("autotune chose %s, %.2f times as fast as %s", tuner.best, tuner.gain, tuner.first)
+        if self.settings.autotune_log:
+            try:
+                with open(self.settings.autotune_log, "w", encoding="utf-8") as file:
+                    file.write(tuner.report())
+            except OSError as error:
+                logger.warning("MPISTRAT_AUTOTUNE_LOG: %s", error)
+
+    @property
+    def data_name(self) -> str:
+        """The name of what reduces CPU tensors."""
+        return self._data.in_use
 
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engine and free what it used. Collective."""
@@ -134,7 +164,16 @@ def backends() -> list[Backend]:
         found = Backend("mpi", True)
     except MpistratError as error:
         found = Backend("mpi", False, str(error))
-    return [Backend("local", True, "one rank only"), found]
+    return [Backend("local", True, "one rank only"), found, _shared_memory_backend()]
+
+
+def _shared_memory_backend() -> Backend:
+    from .collectives.host_memory import HandOver
+    try:
+        HandOver(0, [0], "").share(4096)
+    except OSError as error:
+        return Backend("shared_memory", False, str(error))
+    return Backend("shared_memory", True, "among the ranks of a host, of all sizes")
 
 
 def _init_alone() -> Runtime:

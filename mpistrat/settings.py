@@ -50,6 +50,12 @@ class Settings:
     cpu_operations: str = _setting(
         "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
         "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
+    autotune: bool = _setting(
+        "AUTOTUNE", False, "1: try backends, chunk sizes and fusion thresholds during the first steps, and keep the "
+        "quickest.")
+    autotune_log: str = _setting(
+        "AUTOTUNE_LOG", "", "File on rank 0's host to which autotune writes what it tried and chose. If it is there "
+        "already, its choice is used without a search.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severe messages that are shown: debug, info, warning or error.",
         choices=LOG_LEVELS)
@@ -132,6 +138,8 @@ def _parse(setting: Any, text: str) -> Any:
             raise ValueError("expected 0 or 1.")
         return text.lower() in ("1", "true")
     if kind is str:
+        if not meta["choices"]:
+            return text
         if text.lower() not in meta["choices"]:
             raise ValueError(f"expected one of {', '.join(meta['choices'])}.")
         return text.lower()

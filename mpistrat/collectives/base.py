@@ -5,8 +5,8 @@ calls it on all ranks in the same order, with arguments on which the ranks have 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,19 @@ class DataPlane(ABC):
     @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with root_rank's."""
+
+    @property
+    def in_use(self) -> str:
+        """The name of the plane that reduces now: this one, or one that it passes everything on to."""
+        return self.name
+
+    def knobs(self) -> dict[str, tuple[Any, ...]]:
+        """What `choose` can choose among, by name; the first value of each is what is used unless told otherwise."""
+        return {"backend": (self.name,)}
+
+    def choose(self, choice: Mapping[str, Any]) -> None:
+        """Reduce in this way from now on. Collective; other names than those of `knobs` are not for this plane."""
+        return
 
     def abandon(self) -> None:
         """This rank will take part in no more collectives: those that wait for it shall fail, where they can."""

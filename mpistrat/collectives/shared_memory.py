@@ -1,7 +1,8 @@
 """Backend for the ranks of one host: an all-reduce through shared memory, in chunks that stay in the cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -83,12 +84,13 @@ class SharedMemoryData(DataPlane):
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
         self._memory, self._others = memory, others
         self._count, self._index = len(memory.ranks), memory.index
-        self._chunk_bytes = chunk
         nbytes = self.memory_bytes(self._count, chunk)
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self.slots, self._count + 1, -1)
         self._views: dict[np.dtype, list[list[np.ndarray]]] = {}
         self._chunks = 0  # so far; the same on all ranks
         self._scratch = FusionBuffer()
+        self._used_bytes = chunk
+        self._is_used = True
 
     @classmethod
     def chunk_bytes(cls, count: int) -> int:
@@ -103,9 +105,12 @@ class SharedMemoryData(DataPlane):
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                   scale: Scale) -> None:
+        if not self._is_used:
+            self._others.allreduce(sources, targets, op, prescale, scale)
+            return
         dtype = sources[0].dtype
         work = Work(Stream(sources), Stream(targets), self._slots(dtype), sum(source.size for source in sources),
-                    self._chunk_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
+                    self._used_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
         if self._is_direct(work.elements * dtype.itemsize):
             if work.elements:
                 self._reduce_directly(work, targets)
@@ -118,12 +123,25 @@ class SharedMemoryData(DataPlane):
         self._chunks += work.chunks
 
     @property
+    def in_use(self) -> str:
+        return self.name if self._is_used else self._others.in_use
+
+    def knobs(self) -> dict[str, tuple[Any, ...]]:
+        largest = self._bytes.shape[-1]
+        return {"backend": (self.name, self._others.name),
+                "chunk_bytes": (largest, *(largest >> k for k in (1, 2, 3) if largest >> k >= SMALLEST_CHUNK))}
+
+    def choose(self, choice: Mapping[str, Any]) -> None:
+        self._is_used = choice["backend"] == self.name
+        self._used_bytes = choice["chunk_bytes"]
+
+    @property
     def _stages(self) -> Sequence[Stage]:
         """What is done to a chunk, one turn after the other."""
         return self._pack, self._reduce, self._unpack
 
     def _is_direct(self, nbytes: int) -> bool:
-        return nbytes * self._count <= DIRECT_BYTES and nbytes <= self._chunk_bytes
+        return nbytes * self._count <= DIRECT_BYTES and nbytes <= self._used_bytes
 
     def _pack(self, work: Work, k: int) -> None:
         number = work.first + k

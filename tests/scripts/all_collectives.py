@@ -1,6 +1,7 @@
 """Every collective, with arrays of 0 bytes to 8 MiB; each rank checks its own results and says what it has checked."""
 
 import functools
+import platform
 import random
 
 import numpy as np
@@ -18,8 +19,16 @@ def values(of_rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([of_rank, length]).standard_normal(length)
 
 
+def summed(arrays: list[np.ndarray]) -> np.ndarray:
+    """Their sum, from left to right."""
+    return functools.reduce(np.add, arrays)
+
+
+# Over the ranks of each host in their order, and then over the hosts in theirs.
+host_of = mpistrat.allgather_object(platform.node())
+hosts = [[r for r in range(size) if host_of[r] == host] for host in dict.fromkeys(host_of)]
 for length in LENGTHS:
-    expected = functools.reduce(np.add, [values(r, length) for r in range(size)])
+    expected = summed([summed([values(r, length) for r in ranks]) for ranks in hosts])
     np.testing.assert_array_equal(mpistrat.allreduce(values(rank, length), op=mpistrat.Sum), expected)
 say("allreduce")
 

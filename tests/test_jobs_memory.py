@@ -1,0 +1,118 @@
+"""Whole jobs: which backend reduces, what is left of shared memory, and that memory does not grow."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .jobs import ROOT, find_mpirun, job_environment, needs_mpirun, processes_of, run_job
+
+pytestmark = needs_mpirun
+MANY = ["python", "tests/scripts/many_allreduces.py"]
+
+
+def segments() -> set[str]:
+    """The files in shared memory that are ours."""
+    return {name for name in os.listdir("/dev/shm") if "mpistrat" in name}
+
+
+def test_ten_thousand_steps_do_not_let_memory_grow() -> None:
+    job = run_job(2, [*MANY, "2000"])
+    assert job.code == 0, job.output
+    assert [job.of_rank(rank) for rank in range(2)] == [["shared_memory stays"]] * 2, job.output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("operations", ["shared_memory", "mpi"])
+def test_either_backend_can_be_asked_for(ranks: int, operations: str) -> None:
+    job = run_job(ranks, [*MANY, "3"], env={"MPISTRAT_CPU_OPERATIONS": operations})
+    assert job.code == 0, job.output
+    assert [job.of_rank(rank) for rank in range(ranks)] == [[f"{operations} stays"]] * ranks, job.output
+
+
+@pytest.mark.parametrize("fusion_bytes", ["0", "1000", "100000"])
+def test_any_fusion_threshold_gives_the_same_results(fusion_bytes: str) -> None:
+    job = run_job(3, [*MANY, "3"], env={"MPISTRAT_FUSION_THRESHOLD": fusion_bytes})
+    assert job.code == 0, job.output
+
+
+# A limit on the size of files is one on memory that is shared as an anonymous file.
+WITHOUT_MEMORY = ["sh", "-c", '[ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 0 ] && ulimit -f 100; exec "$@"', "sh",
+                  *MANY, "3"]
+
+
+def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
+    job = run_job(3, WITHOUT_MEMORY)
+    assert job.code == 0, job.output
+    assert [job.of_rank(rank) for rank in range(3)] == [["mpi stays"]] * 3, job.output
+    assert job.output.count("MiB of memory cannot be shared among the ranks of") == 3, job.output  # each says why
+    assert job.output.count("MPI is used instead, which is slower") == 1, job.output
+
+
+def test_without_room_for_shared_memory_that_was_asked_for_every_rank_is_told() -> None:
+    job = run_job(2, WITHOUT_MEMORY, env={"MPISTRAT_CPU_OPERATIONS": "shared_memory"})
+    assert job.code != 0
+    assert job.output.count("MpistratError: MPISTRAT_CPU_OPERATIONS=shared_memory: rank 0: ") >= 2, job.output
+
+
+def test_nothing_is_left_when_all_ranks_are_killed() -> None:
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    before = segments()
+    line = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable,
+            "tests/scripts/many_allreduces.py", "1000000"]
+    job = f"killed-{os.getpid()}-{time.monotonic_ns()}"
+    with subprocess.Popen(line, env=job_environment(job, {}), cwd=ROOT, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as process:
+        try:
+            ranks: list[psutil.Process] = []
+            until = time.monotonic() + 60
+            while not (len(ranks) == 2 and all(shares_memory(rank) for rank in ranks)):
+                assert time.monotonic() < until, "the ranks do not come to share memory"
+                time.sleep(0.05)
+                ranks = [p for p in processes_of(job) if "python" in p.name() and "many" in " ".join(p.cmdline())]
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)
+            assert process.wait(60) != 0
+        finally:
+            for left in processes_of(job):
+                left.kill()
+    assert segments() == before
+
+
+def shares_memory(process: psutil.Process) -> bool:
+    """Whether the process has the memory that ranks of a host share."""
+    try:
+        return any("memfd:mpistrat" in mapping.path for mapping in process.memory_maps())
+    except psutil.Error:
+        return False
+
+
+def test_autotune_writes_what_a_later_run_uses(tmp_path: Path) -> None:
+    log = tmp_path / "autotune.json"
+    settings = {"MPISTRAT_AUTOTUNE": "1", "MPISTRAT_AUTOTUNE_LOG": str(log), "MPISTRAT_LOG_LEVEL": "info"}
+    first = run_job(2, [*MANY, "100"], env=settings)
+    assert first.code == 0, first.output
+    assert "autotune chose" in first.output, first.output
+    report = json.loads(log.read_text())
+    assert report["best"] in [{k: v for k, v in tried.items() if k != "bytes_per_second"} for tried in report["tried"]]
+    report["best"]["backend"] = "mpi"
+    log.write_text(json.dumps(report))
+    later = run_job(2, [*MANY, "3"], env=settings)
+    assert later.code == 0, later.output
+    assert "autotune chose" not in later.output
+    assert [later.of_rank(rank) for rank in range(2)] == [["mpi stays"]] * 2, later.output
+
+
+def test_a_log_of_other_ranks_is_not_used(tmp_path: Path) -> None:
+    log = tmp_path / "autotune.json"
+    log.write_text('{"best": {"backend": "hierarchical"}}')
+    job = run_job(2, [*MANY, "3"], env={"MPISTRAT_AUTOTUNE": "1", "MPISTRAT_AUTOTUNE_LOG": str(log)})
+    assert job.code == 0, job.output
+    assert job.output.count("is not used, and a new search begins: it was made for other ranks") == 1, job.output
