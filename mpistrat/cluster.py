@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 DIED = ("ranks {ranks} have died, so there can be no more collectives among all ranks. This is no error for what needs "
         "none, as training with parameter servers.")
+_REPORT_S = 5.0  # after which a rank says that it waits for the chief where it should serve it
 
 
 class Cluster:
@@ -77,6 +78,10 @@ class Cluster:
         self.close()
         if isinstance(self._line, Lifeline):
             try:
+                if self._has_ps and self.role in (Role.WORKER, Role.PS) and not self.wait_for_chief(_REPORT_S):
+                    logger.warning("rank %d (%s %d) is at the end of its script, but the chief is not. Without a "
+                                   "server here (MPIClusterResolver.serve) the chief may wait for it for ever",
+                                   self._topology.rank, self.role.value, self.index)
                 self.wait_for_chief()
             except RankDiedError as error:
                 sys.excepthook(RankDiedError, error, None)  # Raised here it would be printed, and the rank would go on.
@@ -88,8 +93,8 @@ class Cluster:
         logger.log(logging.WARNING if died else logging.INFO, "rank %d (%s %d, on %s) has %s before the chief", rank,
                    role.value, index, self._topology.host_of[rank], "died" if died else "left")
         self._workers.discard(rank)
-        if role is Role.WORKER and not self._workers and self._has_ps:
+        if died and role is Role.WORKER and not self._workers and self._has_ps:
             # A coordinator would wait for a worker to come back, and none can. An exception in a thread of its own
             # ends nothing, so it goes where one of the main thread would go.
-            error = RankDiedError("no worker is left; all have died or ended before the chief.")
+            error = RankDiedError("no worker is left; the last one has died.")
             sys.excepthook(RankDiedError, error, None)

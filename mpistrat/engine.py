@@ -213,7 +213,7 @@ class Engine:
 
     def step(self) -> bool:
         """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
-        if self._abandoned is not None:
+        if self._abandoned is not None and not self._ended.is_set():
             self._stop(self._abandoned, clean=False)
             return True
         now = self._clock()
