@@ -132,6 +132,23 @@ def test_when_the_chief_is_killed_all_that_survive_end_with_an_error() -> None:
     assert "ends" not in job.of_rank(0), job.output
 
 
+# -- no server of ours ------------------------------------------------------------------------------------------------
+
+
+def test_tensorflows_own_multi_worker_strategy_needs_no_tf_config() -> None:
+    job = run(3, "tests/scripts/stock_multi_worker.py")
+    assert job.code == 0, job.output
+    assert [job.of_rank(rank) for rank in range(3)] == [["sum 6.0 of 3, variable 0.0"]] * 3, job.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resolver_before_init_is_an_error_on_every_rank(ranks: int) -> None:
+    job = run(ranks, "tests/scripts/no_init.py")
+    for rank in range(ranks):
+        assert job.of_rank(rank) == ["NotInitializedError: mpistrat has not been initialized; use hvd.init()."], \
+            job.output
+
+
 # -- an evaluator -----------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,9 @@ from ..errors import InvalidRequestError
 from ..rendezvous import form
 from ..topology import Role
 
-# What makes gRPC's servers take a port that a HeldPort holds; and what makes calls to a server that has died fail,
-# where they would wait for it. TensorFlow reads both when it makes its first server.
-_ENVIRONMENT = {"TF_GRPC_REUSE_PORT": "1", "GRPC_FAIL_FAST": "use_caller"}
+# TensorFlow reads these when it starts its first server.
+_SHARE_HELD_PORTS = {"TF_GRPC_REUSE_PORT": "1"}  # without it gRPC's servers cannot take a port that a HeldPort holds
+_FAIL_FAST = {"GRPC_FAIL_FAST": "use_caller"}  # calls to a worker that has died fail, and do not wait for it
 
 
 class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
@@ -52,7 +52,9 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._num_accelerators = None if num_accelerators is None else dict(num_accelerators)
         self.rpc_layer = rpc_layer
         self._server: Any = None
-        os.environ.update(_ENVIRONMENT)
+        os.environ.update(_SHARE_HELD_PORTS)
+        if Role.PS.value in self._cluster.spec:
+            os.environ.update(_FAIL_FAST)
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
         """The addresses of all tasks. An evaluator is not among them, as TensorFlow wants it."""
