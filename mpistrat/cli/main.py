@@ -15,6 +15,7 @@ from ..errors import LaunchError, MpistratError
 COMMANDS = {
     "run": "start a script on several ranks, with mpirun's options filled in",
     "check": "show what this machine has, what is missing, and which backends can run",
+    "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
 }
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it

@@ -107,7 +107,7 @@ class MpiControl(ControlPlane):
     """Messages to ranks of this host by mail, to other hosts over MPI point to point.
 
     With all its peers on this host a rank sleeps until a message comes. A rank with peers on other hosts must poll MPI
-    for them: after 50 microseconds of spinning at growing intervals up to 2 ms.
+    for them: after 50 microseconds of spinning at growing intervals up to 3 ms.
 
     Args:
         comm: Nobody else uses it.
@@ -118,7 +118,7 @@ class MpiControl(ControlPlane):
 
     _TAG = 1
     _SPIN_S = 50e-6
-    _LONGEST_S = 2e-3
+    _LONGEST_S = 3e-3
 
     def __init__(self, comm: MPI.Comm, mail: Mail, local_ranks: Sequence[int], peers: Sequence[int]):
         self._comm, self._mail = comm, mail

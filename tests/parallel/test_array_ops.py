@@ -693,3 +693,35 @@ def test_a_disagreement_about_a_repeated_operation_is_seen(rank: int, size: int)
         mpistrat.allreduce(np.ones(5), op=mpistrat.Sum if rank else mpistrat.Min, name="repeated")
     assert mpistrat.allreduce(np.ones(6), op=mpistrat.Sum, name="repeated").tolist() == [size] * 6
     assert mpistrat.allreduce(np.ones(5), op=mpistrat.Sum, name="repeated").tolist() == [size] * 5
+
+
+# -- a step seen before -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["rank 0", "the last rank"])
+def test_the_set_of_tensors_may_change_in_mid_run_on_one_rank_first(first: str, rank: int, size: int) -> None:
+    is_first = rank == (0 if first == "rank 0" else size - 1)
+    ahead = None
+    for step in range(40):
+        new = f"new in step {step} on {first}"
+        if step % 8 == 7 and is_first:
+            ahead = mpistrat.allreduce_async(np.full(3, rank), name=new, op=mpistrat.Sum)
+        # What was there in the steps before goes on while the new one waits for the other ranks.
+        names = [f"mid.{i}" for i in range(5) if i != step // 8]
+        handles = [mpistrat.allreduce_async(np.full(7, rank + step), name=name, op=mpistrat.Sum) for name in names]
+        for handle in handles:
+            np.testing.assert_array_equal(handle.wait(), np.full(7, size * step + size * (size - 1) // 2))
+        if step % 8 == 7 and not is_first:
+            ahead = mpistrat.allreduce_async(np.full(3, rank), name=new, op=mpistrat.Sum)
+        if ahead is not None:
+            np.testing.assert_array_equal(ahead.wait(), np.full(3, size * (size - 1) // 2))
+            ahead = None
+
+
+def test_a_tensor_of_a_step_seen_before_may_change_its_shape_on_all_ranks(rank: int, size: int) -> None:
+    for step in range(30):
+        length = 4 if step < 10 else 6 if step < 20 else 4
+        arrays = [np.full(length, rank), np.full(3, step)]
+        results = mpistrat.grouped_allreduce(arrays, name="reshaped", op=mpistrat.Sum)
+        np.testing.assert_array_equal(results[0], np.full(length, size * (size - 1) // 2))
+        np.testing.assert_array_equal(results[1], np.full(3, size * step))

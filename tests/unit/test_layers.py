@@ -21,7 +21,7 @@ PACKAGE = Path(mpistrat.__file__).parent
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree", "network"),
     1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
-        "introduction", "autotune", "tf_config", "lifelines"),
+        "introduction", "autotune", "cost_model", "tf_config", "lifelines"),
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
     4: ("mpi_setup", "runtime"),
@@ -38,6 +38,7 @@ PACKAGES: dict[str, set[str]] = {
     "collectives.nccl": {"numpy", "cupy"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli": {"numpy", "mpi4py", "cupy"}, "__main__": set(),
+    "cli.bench_plot": {"matplotlib"}, "cli.bench_train": {"numpy", "keras"},
 }
 # The one import that points up, and only when it is asked for: Horovod has this name in both places.
 UPWARDS = {("tensorflow", "keras")}

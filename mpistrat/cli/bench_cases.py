@@ -1,0 +1,43 @@
+"""What `mpistrat bench` reduces: single arrays, many small ones, and the gradients of two well-known networks."""
+
+import math
+
+Shapes = list[tuple[int, ...]]
+
+
+def resnet50() -> Shapes:
+    """The trainable variables of ResNet-50 (He et al., 2015) with 1000 classes: 161 tensors, 102 MB in float32."""
+    shapes: Shapes = [(7, 7, 3, 64), (64,), (64,)]
+    channels = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            kernels = [(1, 1, channels, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            if block == 0:
+                kernels.insert(0, (1, 1, channels, 4 * width))
+            for kernel in kernels:
+                shapes += [kernel, kernel[-1:], kernel[-1:]]  # and the batch normalisation after it
+            channels = 4 * width
+    return [*shapes, (2048, 1000), (1000,)]
+
+
+def bert_base() -> Shapes:
+    """The trainable variables of BERT-base (Devlin et al., 2018) with its pooler: 199 tensors, 438 MB in float32."""
+    width, inner = 768, 3072
+    vector = (width,)
+    shapes: Shapes = [(30522, width), (512, width), (2, width), vector, vector]
+    for _ in range(12):
+        shapes += [(width, width), vector] * 4
+        shapes += [vector, vector] * 2
+        shapes += [(width, inner), (inner,), (inner, width), vector]
+    return [*shapes, (width, width), vector]
+
+
+CASES: dict[str, Shapes] = {
+    "1KB": [(256,)], "64KB": [(2**14,)], "1MB": [(2**18,)], "16MB": [(2**22,)], "64MB": [(2**24,)],
+    "400x1KB": [(256,)] * 400, "resnet50": resnet50(), "bert": bert_base()}
+SINGLE = tuple(name for name, shapes in CASES.items() if len(shapes) == 1)  # what is drawn as a curve
+
+
+def bytes_of(shapes: Shapes) -> int:
+    """Bytes of float32 tensors of these shapes."""
+    return 4 * sum(math.prod(shape) for shape in shapes)

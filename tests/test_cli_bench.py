@@ -1,0 +1,39 @@
+"""`mpistrat bench` under mpirun and alone: the table, the picture, the file of points, and training."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from .jobs import needs_mpirun, run_job, run_limited
+
+pytestmark = needs_mpirun
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_table_a_picture_and_a_file(ranks: int, tmp_path: Path) -> None:
+    picture, points = tmp_path / "figure.png", tmp_path / "points.json"
+    job = run_job(ranks, ["python", "-m", "mpistrat", "bench", "1KB", "64KB", "400x1KB", "--repeats", "3",
+                          "--plot", str(picture), "--json", str(points)])
+    assert job.code == 0, job.output
+    assert f"{ranks} ranks on 1 hosts, shared_memory" in job.output
+    assert [line.split()[:3] for line in job.output.splitlines() if "KB " in line] == [
+        ["1KB", "1", "1,024"], ["64KB", "1", "65,536"], ["400x1KB", "400", "409,600"]], job.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [(p["case"], p["ranks"]) for p in json.loads(points.read_text())] == [
+        (case, ranks) for case in ("1KB", "64KB", "400x1KB")]
+
+
+def test_training_with_and_without_averaging() -> None:
+    job = run_job(2, ["python", "-m", "mpistrat", "bench", "--train", "--models", "mlp", "--repeats", "3"])
+    assert job.code == 0, job.output
+    line, = [line for line in job.output.splitlines() if line.startswith("mlp: ")]
+    assert "ms per step with averaging" in line
+    assert "on 2 ranks; efficiency" in line
+
+
+def test_one_rank_without_mpirun_has_nothing_to_compare_with() -> None:
+    job = run_limited([sys.executable, "-m", "mpistrat", "bench", "1KB", "--repeats", "3"])
+    assert job.code == 0, job.output
+    assert job.output.splitlines()[-1].split()[5] == "-", job.output
