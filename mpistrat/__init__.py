@@ -40,6 +40,7 @@ from .basics import (
     size,
 )
 from .errors import (
+    ClusterError,
     CollectiveError,
     DuplicateNameError,
     EngineError,
@@ -48,6 +49,7 @@ from .errors import (
     MissingDependencyError,
     MpistratError,
     NotInitializedError,
+    RankDiedError,
     SettingsError,
     ShutdownError,
     StallError,
@@ -59,10 +61,11 @@ from .topology import Role
 
 __version__ = "0.1.0"
 __all__ = [
-    "Adasum", "AsyncResult", "Average", "CollectiveError", "DuplicateNameError", "EngineError", "InvalidRequestError",
-    "Max", "Min", "MismatchError", "MissingDependencyError", "MpistratError", "NotInitializedError", "Product",
-    "ReduceOp", "Role", "SettingsError", "ShutdownError", "StallError", "Sum", "allgather", "allgather_async",
-    "allgather_object", "allreduce", "allreduce_async", "barrier", "broadcast", "broadcast_async", "broadcast_object",
+    "Adasum", "AsyncResult", "Average", "ClusterError", "CollectiveError", "DuplicateNameError", "EngineError",
+    "InvalidRequestError", "Max", "Min", "MismatchError", "MissingDependencyError", "MpistratError",
+    "NotInitializedError", "Product", "RankDiedError", "ReduceOp", "Role", "SettingsError", "ShutdownError",
+    "StallError", "Sum", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_async", "barrier",
+    "broadcast", "broadcast_async", "broadcast_object",
     "cluster_spec", "cross_rank", "cross_size", "gloo_built", "gloo_enabled", "grouped_allreduce",
     "grouped_allreduce_async", "hosts", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size",
     "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "role", "shutdown", "size",

@@ -77,6 +77,7 @@ class Engine:
         self._attention = threading.Event()
         self._end_requested = False
         self._end_announced = False
+        self._abandoned: EngineError | None = None
         self._ended = threading.Event()
         self._end_error: Exception | None = None
         self._clean = False  # all ranks have shut down
@@ -132,6 +133,11 @@ class Engine:
             # Whoever drives may be asleep. If it is just about to stop, the background thread is called already.
             self._control.wake()
 
+    def announce_end(self) -> None:
+        """Say that this rank submits no more, so that other ranks need not wait for it. Returns at once."""
+        self._end_requested = True
+        self._call_background()
+
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
         """Say that this rank submits no more, wait until all ranks have said so, and stop the thread.
 
@@ -139,13 +145,21 @@ class Engine:
         `report(waited_s)` is called every `report_every_s`.
         """
         began = self._clock()
-        self._end_requested = True
+        self.announce_end()
         if self._thread is None or self._ended.is_set():
             return
-        self._call_background()
         while not self._ended.wait(report_every_s):
             if report:
                 report(self._clock() - began)
+        self._thread.join()
+
+    def abandon(self, reason: str) -> None:
+        """Stop without the other ranks, some of which have died. What is pending, and all that comes, fails. Local."""
+        self._abandoned = EngineError(reason)
+        if self._thread is None or self._ended.is_set():
+            return
+        self._call_background()
+        self._ended.wait()
         self._thread.join()
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
@@ -199,6 +213,9 @@ class Engine:
 
     def step(self) -> bool:
         """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
+        if self._abandoned is not None and not self._ended.is_set():
+            self._stop(self._abandoned, clean=False)
+            return True
         now = self._clock()
         # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
         messages = self._control.poll()

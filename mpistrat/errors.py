@@ -11,6 +11,8 @@
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor
+        ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not make a cluster
+        ├── RankDiedError                      a rank has died that the others cannot do without
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── StallError                     a tensor was not submitted by all ranks in time
             └── ShutdownError                  a rank ended while others still wait for it
@@ -54,6 +56,14 @@ class CollectiveError(MpistratError, RuntimeError):
 
 class MismatchError(CollectiveError, ValueError):
     """The ranks disagree about one tensor, which fails on every rank. The engine goes on, except from a tf.function."""
+
+
+class ClusterError(CollectiveError, ValueError):
+    """The ranks cannot form a cluster: roles or TF_CONFIG do not fit, a port is taken, the chief is not reached."""
+
+
+class RankDiedError(CollectiveError):
+    """A process was killed or its host is gone, and the others cannot go on without it."""
 
 
 class EngineError(CollectiveError):

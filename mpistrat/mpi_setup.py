@@ -69,14 +69,17 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        previous(kind, error, trace)
-        name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
-        print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if isinstance(error, CollectiveError | SettingsError):
-            # All ranks have been told the same, so leave them the time to say so.
-            time.sleep(0.5)
-        mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        try:
+            previous(kind, error, trace)
+            name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
+            print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            if isinstance(error, CollectiveError | SettingsError):
+                # All ranks have been told the same, so leave them the time to say so.
+                time.sleep(0.5)
+        finally:
+            # Even if nothing can be printed, since a launcher that has ended before reads it no more.
+            mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     if getattr(previous, "_mpistrat", False):
         return

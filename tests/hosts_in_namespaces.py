@@ -78,11 +78,13 @@ class Hosts:
     Attributes:
         names: Their names, as they call themselves and each other.
         directory: What they are made of; scripts, among others.
+        addresses: Where they reach each other.
     """
 
     names: tuple[str, str]
     directory: Path
     _first_process: int
+    addresses: tuple[str, str] = _ADDRESSES
 
     def run(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str] | None = None,
             limit_s: float = 120, map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> Finished:

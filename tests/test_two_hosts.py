@@ -139,6 +139,24 @@ def test_mpistrat_run_passes_settings_and_the_path_on(hosts: Hosts) -> None:
     assert job.code == 0, job.output
 
 
+def test_a_cluster_has_addresses_by_which_the_hosts_reach_each_other(hosts: Hosts) -> None:
+    job = hosts.run([2, 2], ["python", "tests/scripts/cluster_formed.py"])
+    first, second = hosts.addresses
+    for rank in range(4):
+        line, = job.of_rank(rank)
+        spec = {role: [address.rpartition(":")[0] for address in addresses]
+                for role, addresses in json.loads(line).items()}
+        assert spec == {"chief": [first], "worker": [first, second], "ps": [second]}, job.output
+    assert job.code == 0, job.output
+
+
+def test_a_coordinator_trains_with_workers_and_a_parameter_server_of_another_host(hosts: Hosts) -> None:
+    job = hosts.run([2, 2], ["python", "examples/parameter_server.py", "--epochs", "3"], limit_s=200)
+    assert job.code == 0, job.output
+    assert ", 2 workers" in job.output, job.output
+    assert job.left == (), job.output
+
+
 def test_nothing_is_left_of_hosts() -> None:
     require_namespaces()
     sleep = ["sleep", str(600 + uuid.uuid4().int % 10**6 / 10**6)]

@@ -43,13 +43,14 @@ from .. import (
     size,
 )
 from ..process_sets import global_process_set
+from .cluster_resolver import MPIClusterResolver
 from .compression import Compression
 from .gradient_tape import DistributedGradientTape
 from .ops import allgather, allreduce, barrier, broadcast, broadcast_variables, grouped_allreduce
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedGradientTape", "DistributedOptimizer", "Max", "Min", "Product",
-    "Sum", "allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_object",
+    "Adasum", "Average", "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver", "Max",
+    "Min", "Product", "Sum", "allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_object",
     "broadcast_variables", "cluster_spec", "cross_rank", "cross_size", "global_process_set", "gloo_built",
     "gloo_enabled", "grouped_allreduce", "hosts", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "role", "shutdown", "size",

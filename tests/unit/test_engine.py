@@ -193,6 +193,29 @@ def test_work_that_waits_for_a_rank_that_has_ended_fails_with_the_number_of_its_
     assert all(isinstance(engine.error, ShutdownError) for engine in job.engines)
 
 
+def test_when_all_ranks_have_announced_their_end_the_engine_ends() -> None:
+    job = ByHand(3)
+    for engine in job.engines:
+        engine.announce_end()
+    job.settle()
+    for engine in job.engines:
+        assert engine.error is None
+        with pytest.raises(ShutdownError):
+            submit_barrier(engine, "a")
+
+
+def test_an_engine_that_is_abandoned_fails_what_is_pending_and_all_that_comes() -> None:
+    job = ByHand(3)
+    pending = submit_barrier(job.engines[1], "a")
+    job.engines[1].abandon("ranks [2] have died")
+    job.settle()
+    with pytest.raises(EngineError, match=r"^ranks \[2\] have died$"):
+        pending.wait(0)
+    with pytest.raises(EngineError, match=r"^ranks \[2\] have died$"):
+        submit_barrier(job.engines[1], "b")
+    assert str(job.engines[1].error) == "ranks [2] have died"
+
+
 def test_a_rank_that_has_ended_still_takes_part_in_what_it_submitted() -> None:
     job = ByHand(2)
     early = submit_barrier(job.engines[1], "a")
@@ -402,6 +425,17 @@ def test_a_caller_whose_work_another_driver_has_done_does_not_wait() -> None:
     engine._driving = LateLock(engine.step)  # type: ignore[assignment]
     assert run(engine, "a", np.ones(1)).done()
     assert engine.error is None
+
+
+def test_an_abandoned_engine_waits_for_nobody() -> None:
+    group = ThreadGroup(2, timeout_s=LONG_S)
+    engine = Engine(0, 2, group.control(0), group.data(0), Settings())
+    engine.start()
+    pending = submit_barrier(engine, "a")
+    engine.abandon("ranks [1] have died")
+    engine.abandon("ranks [1] have died")
+    engine.end()
+    assert pending.done()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 18])

@@ -19,13 +19,13 @@ PACKAGE = Path(mpistrat.__file__).parent
 # A module belongs to the layer of the longest name here that it is, or is inside of. It imports its own layer and lower
 # ones. "mpistrat" itself is listed, but not everything inside of it.
 LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("settings", "errors", "launch_environment", "tree"),
+    0: ("settings", "errors", "launch_environment", "tree", "network"),
     1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
-        "introduction", "autotune", "cost_model"),
+        "introduction", "autotune", "cost_model", "tf_config", "lifelines"),
     2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
     3: ("collectives", "execution", "engine"),
     4: ("mpi_setup", "runtime"),
-    5: ("", "basics", "array_ops", "process_sets"),
+    5: ("", "basics", "array_ops", "process_sets", "cluster", "rendezvous"),
     6: ("tensorflow",),
     7: ("keras", "tensorflow.keras", "cli", "__main__"),
 }

@@ -1,0 +1,219 @@
+"""A cluster formed by all ranks of this session, which share a host; and what does not make one."""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import mpistrat
+from mpistrat.cluster import Cluster
+from mpistrat.errors import ClusterError, InvalidRequestError
+from mpistrat.rendezvous import form
+from mpistrat.tensorflow import MPIClusterResolver
+
+Form = Callable[..., Cluster]
+
+
+@pytest.fixture(autouse=True)
+def _no_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def set_tf_config(monkeypatch: pytest.MonkeyPatch, cluster: Mapping[str, Any], role: str, index: int) -> None:
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": role, "index": index}}))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, the same on all ranks."""
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return mpistrat.broadcast_object(ports, 0)
+
+
+def error_of(jobs: Any = None) -> str:
+    """The text of the ClusterError that every rank gets, which is the same."""
+    with pytest.raises(ClusterError) as caught:
+        form(jobs)
+    texts = mpistrat.allgather_object(str(caught.value))
+    assert texts == [texts[0]] * len(texts)
+    return texts[0]
+
+
+# -- what is formed ---------------------------------------------------------------------------------------------------
+
+
+def test_the_default_is_a_chief_and_workers(rank: int) -> None:
+    cluster = form()
+    assert (cluster.role.value, cluster.index) == (("worker", rank - 1) if rank else ("chief", 0))
+
+
+def test_roles_are_given_out_in_order(rank: int, size: int) -> None:
+    cluster = form({"chief": 1, "ps": size - 1, "worker": 0})
+    assert (cluster.role.value, cluster.index) == (("ps", rank - 1) if rank else ("chief", 0))
+
+
+def test_all_ranks_have_the_same_addresses_and_no_two_the_same_port(size: int) -> None:
+    spec = form().spec
+    assert mpistrat.allgather_object(spec) == [spec] * size
+    addresses = [address for role in spec.values() for address in role]
+    assert len(set(addresses)) == size
+    assert all(address.startswith("localhost:") for address in addresses)
+
+
+def test_each_rank_holds_its_own_port_until_it_closes_the_cluster(rank: int) -> None:
+    cluster = form()
+    port = int(cluster.spec[cluster.role.value][cluster.index].rpartition(":")[2])
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("", port))
+    cluster.close()
+    socket.create_server(("", port)).close()
+
+
+def test_a_cluster_may_be_formed_again(size: int) -> None:
+    first, second = form().spec, form().spec
+    assert not set(map(tuple, first.values())) & set(map(tuple, second.values()))
+
+
+def test_the_chief_cannot_wait_for_itself(rank: int) -> None:
+    cluster = form()
+    if rank == 0:
+        with pytest.raises(InvalidRequestError, match="rank 0 is the chief"):
+            cluster.wait_for_chief(0)
+
+
+# -- roles that do not fit --------------------------------------------------------------------------------------------
+
+
+def test_more_roles_than_ranks_say_how_many_ranks_they_need(size: int) -> None:
+    assert f"need {size + 1} ranks, but there are {size} (mpirun -np {size + 1})" in \
+        error_of({"chief": 1, "worker": size - 1, "ps": 1})
+
+
+def test_fewer_roles_than_ranks_say_how_many_ranks_they_need(size: int) -> None:
+    assert f"need 1 ranks, but there are {size} (mpirun -np 1)" in error_of({"chief": 1})
+
+
+def test_an_unknown_role_is_named(size: int) -> None:
+    assert "unknown role 'master'; the roles are chief, worker, ps, evaluator" in \
+        error_of({"chief": 1, "master": size - 1})
+
+
+def test_without_a_chief_there_is_no_cluster(size: int) -> None:
+    assert "exactly one chief is needed" in error_of({"worker": size})
+
+
+def test_jobs_that_differ_among_the_ranks_are_an_error_on_every_rank(rank: int, size: int) -> None:
+    others = {"chief": 1, "worker": size - 1}
+    last = {"chief": 1, "ps": size - 1}
+    assert error_of(last if rank == size - 1 else others) == \
+        f"the ranks disagree on jobs: {others} on rank 0, {last} on rank {size - 1}."
+
+
+def test_jobs_that_are_wrong_on_one_rank_are_an_error_on_every_rank(rank: int, size: int) -> None:
+    error = error_of({"chief": 1, "worker": size} if rank == 1 else None)
+    assert error.startswith("ranks [1]: jobs ")
+
+
+def test_after_an_error_a_cluster_can_be_formed(size: int) -> None:
+    error_of({"worker": size})
+    assert form().spec
+
+
+# -- TF_CONFIG --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> dict[str, list[str]]:
+    """A TF_CONFIG that fits the ranks, on every rank; the cluster in it, whose workers are in the opposite order."""
+    chief, *workers = [f"127.0.0.1:{port}" for port in free_ports(size)]
+    cluster = {"chief": [chief], "worker": workers}
+    set_tf_config(monkeypatch, cluster, *(("worker", size - 1 - rank) if rank else ("chief", 0)))
+    return cluster
+
+
+def test_tf_config_says_the_role_of_each_rank_and_its_address(platform: dict, rank: int, size: int) -> None:
+    cluster = form()
+    assert cluster.spec == platform
+    assert (cluster.role.value, cluster.index) == (("worker", size - 1 - rank) if rank else ("chief", 0))
+
+
+def test_the_port_of_tf_config_is_held(platform: dict) -> None:
+    cluster = form()
+    port = int(platform[cluster.role.value][cluster.index].rpartition(":")[2])
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("", port))
+
+
+def test_jobs_are_checked_against_tf_config(platform: dict, size: int) -> None:
+    assert form({"worker": size - 1, "chief": 1}).spec == platform
+    assert "but TF_CONFIG has {'chief': 1, 'worker': " in error_of({"chief": 1, "ps": size - 1})
+
+
+def test_a_port_that_is_taken_is_an_error_on_every_rank_that_names_it(platform: dict, rank: int, size: int) -> None:
+    port = int(platform["chief"][0].rpartition(":")[2])
+    taken = socket.create_server(("", port)) if rank == 0 else None
+    error = error_of()
+    assert error.startswith(f"ranks [0]: port {port} of TF_CONFIG on {mpistrat.hosts()[0]} is taken by another program")
+    if taken is not None:
+        taken.close()
+
+
+@pytest.mark.usefixtures("platform")
+def test_tf_config_on_some_ranks_only_is_an_error_on_every_rank(rank: int) -> None:
+    if rank == 0:
+        del os.environ["TF_CONFIG"]
+    assert "but not on ranks [0]. Set it on every rank, or on none." in error_of()
+
+
+@pytest.mark.usefixtures("platform")
+def test_tf_config_that_is_malformed_on_one_rank_is_an_error_on_every_rank(
+        rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rank == 1:
+        monkeypatch.setenv("TF_CONFIG", "{")
+    assert error_of().startswith("ranks [1]: TF_CONFIG is not JSON: ")
+
+
+# -- the resolver -----------------------------------------------------------------------------------------------------
+
+
+def test_the_resolver_tells_tensorflow_of_the_cluster(rank: int, size: int) -> None:
+    resolver = MPIClusterResolver()
+    spec = resolver.cluster_spec()
+    assert isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver)
+    assert {job: spec.num_tasks(job) for job in spec.jobs} == {"chief": 1, "worker": size - 1}
+    assert (resolver.task_type, resolver.task_id) == (("worker", rank - 1) if rank else ("chief", 0))
+    assert resolver.master() == "grpc://" + spec.task_address(resolver.task_type, resolver.task_id)
+    assert resolver.master("chief", 0, "https") == "https://" + spec.task_address("chief", 0)
+
+
+def test_an_evaluator_is_not_in_the_cluster(size: int) -> None:
+    resolver = MPIClusterResolver({"chief": 1, "evaluator": size - 1})
+    assert resolver.cluster_spec().jobs == ["chief"]
+    assert resolver.master("evaluator", 0) == ""
+
+
+def test_accelerators_are_those_of_this_process_or_as_given() -> None:
+    assert MPIClusterResolver().num_accelerators() == {"GPU": len(tf.config.get_visible_devices("GPU"))}
+    assert MPIClusterResolver(num_accelerators={"GPU": 3}).num_accelerators("worker", 0) == {"GPU": 3}
+
+
+def test_a_chief_and_an_evaluator_have_no_server_to_run(size: int) -> None:
+    resolver = MPIClusterResolver({"chief": 1, "evaluator": size - 1})
+    with pytest.raises(InvalidRequestError, match=r"a (chief|evaluator) has no server to run; serve\(\) is for"):
+        resolver.serve()
+
+
+def test_a_server_takes_the_port_that_is_held(rank: int) -> None:
+    resolver = MPIClusterResolver()
+    server = tf.distribute.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+    assert server.target == resolver.master().replace("127.0.0.1", "localhost")
+    mpistrat.barrier()
+    chief = resolver.cluster_spec().task_address("chief", 0).rpartition(":")[2]
+    socket.create_connection(("127.0.0.1", int(chief)), 10).close()
+    mpistrat.barrier()
