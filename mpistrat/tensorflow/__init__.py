@@ -1,6 +1,7 @@
 """mpistrat for TensorFlow, with the names of horovod.tensorflow: `import mpistrat.tensorflow as hvd`.
 
-Collectives on tensors (eager, in tf.function, differentiable), DistributedGradientTape and broadcast_variables.
+Collectives on tensors (eager, in tf.function, differentiable), DistributedGradientTape and broadcast_variables; and
+MPIStrategy, for programs that are written for tf.distribute.
 """
 
 from typing import Any
@@ -45,12 +46,14 @@ from .. import (
 from ..process_sets import global_process_set
 from .cluster_resolver import MPIClusterResolver
 from .compression import Compression
+from .distribute import MPIStrategy
 from .gradient_tape import DistributedGradientTape
 from .ops import allgather, allreduce, barrier, broadcast, broadcast_variables, grouped_allreduce
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver", "Max",
-    "Min", "Product", "Sum", "allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_object",
+    "Adasum", "Average", "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver",
+    "MPIStrategy", "Max", "Min", "Product", "Sum", "allgather", "allgather_object", "allreduce", "barrier", "broadcast",
+    "broadcast_object",
     "broadcast_variables", "cluster_spec", "cross_rank", "cross_size", "global_process_set", "gloo_built",
     "gloo_enabled", "grouped_allreduce", "hosts", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "role", "shutdown", "size",

@@ -42,7 +42,14 @@ class GradientReducer:
         self._local.add(id(variable))
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, reduced. Collective; `variables` are those of the gradients. None stays None."""
+        """The gradients, reduced. Collective; `variables` are those of the gradients. None stays None.
+
+        Raises:
+            InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
+        """
+        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
+            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
+                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
         size = runtime.current().topology.size
         results = list(gradients)
         if size == 1:

@@ -206,15 +206,16 @@ def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
     def differentiable(value: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
-            rows = _gather_list([tf.shape(value, tf.int64)[:1]], f"{name}/rows")[0]
+            rows = gather_list([tf.shape(value, tf.int64)[:1]], f"{name}/rows")[0]
             before = tf.reduce_sum(rows[:runtime.current().topology.rank])
             return mean[before:before + tf.shape(value, tf.int64)[0]]
-        return _gather_list([value], name)[0], gradient
+        return gather_list([value], name)[0], gradient
 
     return differentiable(tensor)
 
 
-def _gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """The ranks' tensors, each joined along the first dimension, in one exchange. Collective; not differentiable."""
     return bridge.run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
                       [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 

@@ -93,13 +93,13 @@ class Wakeups:
 
 def awaited(ticket: tf.Tensor, queues: tf.Tensor) -> tf.Tensor:
     """In a graph: `ticket`, once its collective is complete."""
-    queue = tf.gather(_seen_from_here(queues), ticket % _SLOTS)
+    queue = tf.gather(seen_from_here(queues), ticket % _SLOTS)
     done = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int64])
     with tf.control_dependencies(done):
         return tf.identity(ticket)
 
 
-def _seen_from_here(resource: tf.Tensor) -> tf.Tensor:
+def seen_from_here(resource: tf.Tensor) -> tf.Tensor:
     """The resource as a tensor of the function around this graph: the gradient of a loop can capture no other."""
     graph = tf.compat.v1.get_default_graph()
     if not isinstance(graph, ControlFlowFuncGraph):

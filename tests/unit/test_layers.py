@@ -40,8 +40,9 @@ PACKAGES: dict[str, set[str]] = {
     "cli": {"numpy", "mpi4py", "cupy"}, "__main__": set(),
     "cli.bench_plot": {"matplotlib"}, "cli.bench_train": {"numpy", "keras"},
 }
-# The one import that points up, and only when it is asked for: Horovod has this name in both places.
-UPWARDS = {("tensorflow", "keras")}
+# The imports that point up, and only when they are asked for: Horovod has DistributedOptimizer in both places, and a
+# strategy patches Keras, where there is one.
+UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras._strategy_patches")}
 
 
 @cache

@@ -1,0 +1,93 @@
+"""What of Keras is patched for MPIStrategy: applied when the first strategy is made, undone by `undo`.
+
+Every patch does what Keras does unless an MPIStrategy is at work, and says its reason and what it was run with.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow import trainer
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.callbacks.callback_list import CallbackList
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random.seed_generator import SeedGenerator
+
+from ..errors import MissingDependencyError
+from . import _strategy_replacements as new
+from . import _strategy_steps as steps
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of Keras and what takes its place.
+
+    Attributes:
+        owner: The class or module that it is in.
+        name: Its name there.
+        make: Given the original, the replacement.
+        reason: What would happen without it.
+        run_with: The versions of Keras that it was run with.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    reason: str
+    run_with: str = "3.15"
+
+
+PATCHES = (
+    Patch(TFOptimizer, "_all_reduce_sum_gradients", new.all_reduce_sum_gradients,
+          "uneven batches would not have the gradient of the global batch, and errors not the variables' names"),
+    Patch(BaseOptimizer, "_clip_gradients", new.clip_gradients,
+          "each rank's own gradient would be clipped, and not their average"),
+    Patch(LossScaleOptimizer, "check_finite", new.check_finite,
+          "a rank with an overflow would skip the step, and the others wait for its gradients"),
+    Patch(trainer, "reduce_per_replica", new.reduce_per_replica,
+          "every log would be a collective of its own in every step (keras#20585)"),
+    Patch(TensorFlowTrainer, "_make_function", new.make_function,
+          "the number of rows would not be known, nor a model warned of that nobody synchronises"),
+    Patch(TensorFlowTrainer, "_maybe_symbolic_build", new.maybe_symbolic_build,
+          "the first batch would be reduced over the ranks, with strings and different numbers of rows"),
+    Patch(trainer.TFEpochIterator, "__init__", new.epoch_iterator, "the ranks would shuffle in different ways"),
+    Patch(CallbackList, "on_train_begin", new.on_begin, "logs that nobody reads would be reduced"),
+    Patch(CallbackList, "on_test_begin", new.on_begin, "likewise"),
+    Patch(CallbackList, "on_epoch_end", new.on_epoch_end,
+          "a checkpoint would hold the running statistics of the chief's rows only"),
+    Patch(TensorFlowTrainer, "evaluate", new.with_averaged_statistics,
+          "the ranks would evaluate models of different running statistics"),
+    Patch(TensorFlowTrainer, "predict", new.with_averaged_statistics, "likewise"),
+    Patch(SeedGenerator, "next", new.next_seed, "all ranks would drop the same units"),
+)
+_originals: list[tuple[Patch, Any]] = []
+
+
+def apply() -> None:
+    """Patch Keras; once.
+
+    Raises:
+        MissingDependencyError: This version of Keras lacks something that is patched.
+    """
+    if _originals:
+        return
+    missing = [f"{patch.owner.__name__}.{patch.name}" for patch in PATCHES if not hasattr(patch.owner, patch.name)]
+    if missing:
+        raise MissingDependencyError(f"MPIStrategy does not know Keras {keras.__version__}: it has no "
+                                     f"{', '.join(missing)} (pip install 'keras==3.15.*').")
+    TensorFlowTrainer._mpistrat_logs_wanted = True
+    steps.create_shared()
+    for patch in PATCHES:
+        original = getattr(patch.owner, patch.name)
+        _originals.append((patch, original))
+        setattr(patch.owner, patch.name, patch.make(original))
+
+
+def undo() -> None:
+    """Put back what `apply` has replaced."""
+    while _originals:
+        patch, original = _originals.pop()
+        setattr(patch.owner, patch.name, original)

@@ -1,0 +1,121 @@
+"""The collectives of strategies: by way of the engine, and in a graph one after the other in the order of the program.
+
+TensorFlow runs what does not depend on each other in any order, and also at once: the same function, called twice,
+would have two collectives of one name in flight. So each collective in a graph reads a variable, the token, before it
+begins and assigns it when it is complete; TensorFlow's automatic control dependencies then keep all of them in the
+order of the program, through nested functions, branches and loops. The tensors of one call are reduced together.
+"""
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ... import runtime
+from ...requests import Average, ReduceOp, Sum
+from ..buckets import reduce_list
+from ..ops import broadcast_list, gather_list, reduce_slices
+from ..wakeups import seen_from_here
+from ._tf_private import FuncGraph
+
+_token: tf.Variable | None = None
+_counters: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
+
+
+def create_token() -> None:
+    """Make the token, outside of any strategy's scope: there it would become a variable of that strategy."""
+    global _token
+    if _token is None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _token = tf.Variable(0, trainable=False, dtype=tf.int32, name="mpistrat_token")
+
+
+def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str = "all_reduce",
+               labels: Sequence[str] = ()) -> list[Any]:
+    """Reduce tensors and tf.IndexedSlices over the ranks, in one go. Collective.
+
+    Args:
+        values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
+        op: SUM or MEAN.
+        operation: What it is, for the name by which the ranks meet.
+        labels: What users call the values, for error messages.
+    """
+    tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
+    if runtime.current().topology.size == 1 or not tensors:
+        return tensors
+    engine_op = Sum if op == tf.distribute.ReduceOp.SUM else Average
+    return _in_program_order(operation, lambda name: _reduced(tensors, engine_op, name, labels))
+
+
+def _reduced(tensors: list[Any], op: ReduceOp, name: str, labels: Sequence[str]) -> list[Any]:
+    results = list(tensors)
+    dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            results[i] = reduce_slices(tensor, op, 1.0, 1.0, f"{name}/{i}")
+    reduced = reduce_list([tensors[i] for i in dense], name, op, labels=[labels[i] for i in dense] if labels else ())
+    for i, tensor in zip(dense, reduced, strict=True):
+        results[i] = tensor
+    return results
+
+
+def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
+    """Join the ranks' values along `axis`, in which they may differ, in the order of the ranks. Collective.
+
+    Raises:
+        ValueError: A value is a scalar, or has no such axis.
+    """
+    tensors = [tf.convert_to_tensor(v) for v in values]
+    for tensor in tensors:
+        if tensor.shape.rank == 0:
+            raise ValueError("a scalar has no axis to be gathered along; reshape it to (1,).")
+    if runtime.current().topology.size == 1 or not tensors:
+        return tensors
+    fronts = [_swapped(tensor, axis) for tensor in tensors]
+    joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
+    return [_swapped(tensor, axis) for tensor in joined]
+
+
+def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    """The tensor with `axis` and the first dimension exchanged."""
+    if axis == 0:
+        return tensor
+    order = list(range(tensor.shape.rank))
+    order[0], order[axis] = order[axis], order[0]
+    return tf.transpose(tensor, order)
+
+
+def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
+    """Rank 0's value on every rank. Collective."""
+    if runtime.current().topology.size == 1:
+        return tensor
+    return _in_program_order(operation,
+                             lambda name: broadcast_list([tensor], 0, name, (label,) if label else ()))[0]
+
+
+def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) -> list[Any]:
+    """Call `collective(name)` in such a way that it runs after all earlier ones of the program."""
+    if tf.executing_eagerly():
+        return collective(f"strategy/{operation}")
+    assert _token is not None
+    # By its handle, since the gradient of a loop can use no variable that the loop itself has not captured.
+    token = seen_from_here(_token.handle)
+    with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.int32)]):
+        results = collective(_name_in_graph(operation))
+    with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+        tf.raw_ops.AssignVariableOp(resource=token, value=tf.constant(0))
+    return results
+
+
+def _name_in_graph(operation: str) -> str:
+    """A name made of the place in the program. It does not depend on how often this rank has traced its functions."""
+    graph = tf.compat.v1.get_default_graph()
+    number = next(_counters.setdefault(graph, itertools.count()))
+    places = [f"{operation}_{number}"]
+    while isinstance(graph, FuncGraph):
+        places.append(re.sub(r"_\d+(?=_|$)", "", graph.name))  # the numbers are counted over all of the process
+        graph = graph.outer_graph
+    return "/".join(["strategy", *reversed(places)])

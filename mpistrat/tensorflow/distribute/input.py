@@ -1,0 +1,160 @@
+"""Datasets of a strategy: each rank reads its part of every global batch, by TensorFlow's own sharding and rebatching.
+
+TensorFlow can ask all ranks before each step whether any has data left, so that datasets may end at different times.
+That is a collective per step; it is switched off where the ranks are known to have equally many batches.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from ... import array_ops
+from ...errors import InvalidRequestError
+from ._tf_private import InputWorkers, get_distributed_dataset, get_distributed_datasets_from_function
+
+logger = logging.getLogger(__name__)
+
+_Policy = tf.data.experimental.AutoShardPolicy
+# The kinds of datasets that TensorFlow shards by files.
+_READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
+            "TFRecordDataset")
+
+
+class Pipelines:
+    """Makes distributed datasets.
+
+    Args:
+        strategy: Whose datasets they are.
+        rank: This rank.
+        size: How many there are.
+        device: Where the replica computes.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int, device: str):
+        self._strategy, self._device = strategy, device
+        self._rank, self._size = rank, size
+
+    def distribute(self, dataset: Any, options: Any) -> Any:
+        """This rank's part of a dataset that has global batches. Collective.
+
+        Raises:
+            NotImplementedError: For InputReplicationMode.PER_REPLICA.
+            ValueError: On every rank, when the elements are not of one kind on all of them, or the policy is FILE and
+                there are fewer files than ranks.
+        """
+        if options is not None and _is_per_replica(options):
+            raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
+                                      "`distribute_datasets_from_function`.")
+        batches, same = self._agree(dataset)
+        if self._size > 1:
+            dataset = _with_own_memory(dataset)
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        distributed = self._distributed(dataset, options)
+        if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
+            problem = self._problem_with_files(distributed)
+            if not problem:
+                return distributed
+            if policy == _Policy.FILE:
+                raise InvalidRequestError(f"{problem} Write options.experimental_distribute.auto_shard_policy = "
+                                          "tf.data.experimental.AutoShardPolicy.DATA, or make more files.")
+            if self._rank == 0:
+                logger.warning("fewer files than ranks: each rank reads all of them and takes its share of the rows")
+            chosen = tf.data.Options()
+            chosen.experimental_distribute.auto_shard_policy = policy = _Policy.DATA
+            distributed = self._distributed(dataset.with_options(chosen), options)
+        if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
+            distributed._enable_get_next_as_optional = False
+        return distributed
+
+    def _distributed(self, dataset: Any, options: Any) -> Any:
+        return get_distributed_dataset(dataset, self._workers(options), self._strategy,
+                                       num_replicas_in_sync=self._size, input_context=self._context(), options=options)
+
+    def _problem_with_files(self, distributed: Any) -> str:
+        """What TensorFlow says about sharding by files; it says so of the first element, and not on every rank."""
+        own = ""
+        try:
+            for _ in distributed._cloned_datasets[0].take(1):
+                break
+        except tf.errors.InvalidArgumentError as error:
+            if "FILE based sharding" not in str(error):
+                raise
+            own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
+        return next((problem for problem in array_ops.allgather_object(own) if problem), "")
+
+    def distribute_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        """The dataset that `dataset_fn` makes of an InputContext, as it is. Collective."""
+        if options is not None and _is_per_replica(options):
+            raise NotImplementedError("InputReplicationMode.PER_REPLICA has no meaning with one replica per process; "
+                                      "leave it out.")
+        distributed = get_distributed_datasets_from_function(
+            dataset_fn, self._workers(options), [self._context()], self._strategy, options)
+        batches, same = self._agree(distributed._datasets[0])
+        if same and batches != tf.data.UNKNOWN_CARDINALITY:
+            distributed._enable_get_next_as_optional = False
+        return distributed
+
+    def _context(self) -> tf.distribute.InputContext:
+        return tf.distribute.InputContext(self._size, self._rank, self._size)
+
+    def _workers(self, options: Any) -> InputWorkers:
+        fetch = options is None or options.experimental_fetch_to_device
+        return InputWorkers([("/device:CPU:0", (self._device if fetch else "/device:CPU:0",))])
+
+    def _agree(self, dataset: Any) -> tuple[int, bool]:
+        """The number of batches on this rank, and whether it is the same on all of them."""
+        if not tf.executing_eagerly():
+            return tf.data.UNKNOWN_CARDINALITY, False
+        batches = int(dataset.cardinality())
+        kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
+        everybody = array_ops.allgather_object((batches, kind))
+        kinds: dict[str, list[int]] = {}
+        for rank, (_, other) in enumerate(everybody):
+            kinds.setdefault(other, []).append(rank)
+        if len(kinds) > 1:
+            raise ValueError("the ranks' datasets have different elements: "
+                             + "; ".join(f"{text} on ranks {ranks}" for text, ranks in kinds.items()))
+        return batches, all(other == batches for other, _ in everybody)
+
+
+def _kind(spec: Any) -> str:
+    """What must be equal on all ranks: everything but the number of rows."""
+    shape = getattr(spec, "shape", None)
+    if shape is None or shape.rank is None:
+        return str(spec)
+    return f"{spec.dtype.name}{[None, *shape.as_list()[1:]] if shape.rank else []}"
+
+
+def _operations(dataset: Any) -> Iterator[str]:
+    """The kinds of the datasets that a dataset is made from, and of the operations in the functions that it calls."""
+    yield type(dataset).__name__
+    for wrapper in dataset._functions():
+        graph_def = wrapper.function.graph.as_graph_def()
+        for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+            yield from (node.op for node in nodes)
+    for other in dataset._inputs():
+        yield from _operations(other)
+
+
+def _reads_files(dataset: Any) -> bool:
+    """Whether a dataset reads files that TensorFlow can shard."""
+    return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
+
+
+def _with_own_memory(dataset: Any) -> Any:
+    """A dataset whose elements are no memory of Python's.
+
+    TensorFlow hands over what a generator yields as it is. Split up into the ranks' parts, it takes that memory for
+    its own and writes results to it: the user's arrays would change (seen in TensorFlow 2.21 without mpistrat too).
+    """
+    if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless") for operation in _operations(dataset)):
+        return dataset
+    return dataset.map(lambda *element: tf.nest.map_structure(
+        lambda x: tf.raw_ops.DeepCopy(x=x) if isinstance(x, tf.Tensor) and x.dtype != tf.string else x,
+        element if len(element) > 1 else element[0]))
+
+
+def _is_per_replica(options: Any) -> bool:
+    return options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA

@@ -1,0 +1,108 @@
+"""MPIStrategy: tf.distribute's synchronous training with one replica per rank."""
+
+import logging
+from importlib import import_module
+from typing import Any
+
+import tensorflow as tf
+
+from ... import basics, runtime
+from ...errors import MissingDependencyError
+from . import collectives
+from ._tf_private import resolve
+from .extended import RankExtended
+from .options import check_options
+from .seeds import seed_alike
+
+logger = logging.getLogger(__name__)
+
+
+class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is shared out.
+
+        strategy = mpistrat.tensorflow.MPIStrategy()
+        with strategy.scope():
+            model = build_and_compile_model()
+        model.fit(dataset_of_global_batches, epochs=3)
+
+    It takes no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a
+    MultiWorkerMirroredStrategy, since Keras asks for that class, but has nothing of it. Making one is collective, and
+    calls mpistrat.init() if need be. It seeds TensorFlow alike on all ranks, so that all shuffle alike: with the seed
+    that rank 0 has set, or a random one.
+
+    Args:
+        communication_options: tf.distribute.experimental.CommunicationOptions.
+        device: Where variables and computation are, for example "GPU:0"; by default the GPU of this local rank, or
+            the CPU where there is none.
+        random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
+            does for each row of the global batch.
+    """
+
+    def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True):
+        runtime.init()
+        check_options(communication_options)
+        collectives.create_token()
+        extended = RankExtended(self, resolve(device or _default_device()), _resolver(), random_per_rank)
+        # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
+        tf.distribute.Strategy.__init__(self, extended)
+        seed_alike()
+        _patch_keras()
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduce over the replicas, and over `axis` of each value before. Collective.
+
+        As tf.distribute.Strategy.reduce, with these differences: `value` may be nested, all of it is reduced in one
+        go, and an axis is ignored for scalars, for Keras asks for the mean of its logs in that way.
+
+        Args:
+            reduce_op: SUM or MEAN; with an axis, MEAN is of all rows of all replicas.
+            value: What `run` returned, on all ranks.
+            axis: A number, a list of numbers, or None.
+        """
+        op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        if axis is None:
+            return super().reduce(op, value, None)
+        flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
+        flat = [v if isinstance(v, float | int) else tf.convert_to_tensor(v) for v in flat]
+        if op == tf.distribute.ReduceOp.SUM:
+            summed = [tf.reduce_sum(v, axis) if _has_axes(v) else v for v in flat]
+            return tf.nest.pack_sequence_as(value, tf.nest.flatten(super().reduce(op, summed, None)))
+        return tf.nest.pack_sequence_as(value, self._means(flat, axis))
+
+    def _means(self, values: list[Any], axis: Any) -> list[tf.Tensor]:
+        counts = [tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), axis)) if _has_axes(v) else tf.constant(1, tf.int64)
+                  for v in values]
+        sums = [tf.reduce_sum(v, axis) if _has_axes(v) else tf.convert_to_tensor(v) for v in values]
+        total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
+        return [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
+                for numerator, denominator in zip(total[:len(values)], total[len(values):], strict=True)]
+
+
+def _has_axes(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0
+
+
+def _default_device() -> str:
+    gpus = tf.config.list_logical_devices("GPU")
+    return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
+
+
+def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
+    spec = basics.cluster_spec([0] * basics.size())
+    task = spec["task"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(spec["cluster"]), task_type=task["type"], task_id=task["index"],
+        num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})
+
+
+def _patch_keras() -> None:
+    try:
+        patches = import_module("mpistrat.keras._strategy_patches")
+    except MissingDependencyError as error:
+        logger.info("MPIStrategy is for custom training loops here: %s", error)
+        return
+    try:
+        patches.apply()
+    except MissingDependencyError as error:
+        if basics.rank() == 0:
+            logger.warning("MPIStrategy is for custom training loops here, and not for Keras' fit: %s", error)

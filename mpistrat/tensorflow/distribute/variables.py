@@ -1,0 +1,95 @@
+"""Variables of a strategy: TensorFlow's distributed ones, with one component here, that begin with rank 0's value.
+
+In what they do differently from TensorFlow's own, those assume that this process has all replicas.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from . import collectives
+from ._tf_private import (
+    DistributedVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+    create_mirrored_variable,
+)
+
+
+class _Number:
+    """float(variable) and int(variable), which tf.Variable has and TensorFlow's distributed variables lack."""
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+
+class RankMirroredVariable(_Number, MirroredVariable):
+    """A variable that is equal on all ranks, as long as it is not assigned to without aggregation in a replica."""
+
+    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        # TensorFlow would leave a Python number out of the aggregation, and add 1 where the ranks add 1 each.
+        if self.aggregation == tf.VariableAggregation.SUM and not isinstance(value, tf.Tensor | tf.IndexedSlices):
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
+    """A variable that every rank writes on its own, and that is aggregated when it is read outside of a replica."""
+
+    def _get_cross_replica(self) -> Any:
+        if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            return collectives.broadcast_from_first(self._get_replica(0).read_value(), "read", self.name)
+        return super()._get_cross_replica()
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """As SyncOnReadVariable.assign, but outside of a replica it does not read the value back.
+
+        That would be a collective for each metric's variable that Keras resets, whose result nobody looks at.
+        """
+        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if tf.executing_eagerly() and not in_replica:
+            super().assign(value, use_locking, name, read_value=False)
+            return self if read_value else None
+        return super().assign(value, use_locking, name, read_value)
+
+
+_CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
+            tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
+
+
+def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
+    """Create a variable in the strategy's scope. Collective: every rank creates the same ones in the same order."""
+    kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
+
+    def component(**kwargs: Any) -> list[Any]:
+        with tf.device(device):
+            return [next_creator(**kwargs)]
+
+    return create_mirrored_variable(strategy, component, _CLASSES, {}, **kwargs)
+
+
+def _of_first_rank(initial: Any, dtype: Any, name: str | None) -> Any:
+    """Rank 0's initial value: a callable that fetches it, or for a tensor of a graph, the tensor."""
+    if initial is None:  # A SavedModel is loaded: each variable gets its value later, from the file.
+        return None
+    if isinstance(initial, tf.Tensor) and not hasattr(initial, "numpy"):
+        return _broadcast(initial, name)
+
+    def fetch() -> tf.Tensor:
+        # In a function, the variable is made once for all calls of it, and so is its value.
+        with tf.init_scope():
+            value = initial() if callable(initial) else initial
+            return _broadcast(tf.convert_to_tensor(value, dtype=dtype), name)
+
+    return fetch
+
+
+def _broadcast(value: tf.Tensor, name: str | None) -> tf.Tensor:
+    if not np.issubdtype(value.dtype.as_numpy_dtype, np.generic) or value.dtype in (tf.string, tf.resource, tf.variant):
+        return value
+    return collectives.broadcast_from_first(value, "variable", name or "")

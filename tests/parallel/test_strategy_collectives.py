@@ -1,0 +1,233 @@
+"""MPIStrategy without Keras: run, reduce, gather and what a replica can do, eagerly and in graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+
+from .strategy_helpers import MEAN, SUM, eagerly, in_graph, per_rank  # noqa: E402
+
+each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
+
+
+@pytest.fixture(scope="module")
+def strategy() -> MPIStrategy:
+    return MPIStrategy()
+
+
+def replica() -> Any:
+    return tf.distribute.get_replica_context()
+
+
+def test_what_it_is(strategy: MPIStrategy, rank: int, size: int) -> None:
+    assert isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    assert strategy.num_replicas_in_sync == size
+    resolver = strategy.cluster_resolver
+    assert (resolver.task_type, resolver.task_id) == ("chief", 0) if rank == 0 else ("worker", rank - 1)
+    assert len(resolver.cluster_spec().as_dict().get("worker", [])) == size - 1
+
+
+def test_a_strategy_may_be_made_twice(strategy: MPIStrategy, size: int) -> None:
+    other = MPIStrategy()
+    assert float(other.reduce("SUM", other.run(lambda: tf.constant(1.0)), axis=None)) == size
+
+
+@each_way
+def test_run_gives_each_replica_its_values(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
+    values = per_rank(strategy, lambda r: [r, 10])
+    result = way(lambda v: strategy.run(lambda x: x + replica().replica_id_in_sync_group, args=(v,)))(values)
+    np.testing.assert_array_equal(strategy.experimental_local_results(result)[0], [2 * rank, 10 + rank])
+
+
+@each_way
+def test_reduce(strategy: MPIStrategy, way: Callable, size: int) -> None:
+    values = per_rank(strategy, lambda r: float(r + 1))
+    total, mean = way(lambda v: (strategy.reduce("SUM", v, axis=None), strategy.reduce(MEAN, v, axis=None)))(values)
+    assert (float(total), float(mean)) == (size * (size + 1) / 2, (size + 1) / 2)
+
+
+@each_way
+def test_reduce_over_an_axis_weighs_rows_and_not_ranks(strategy: MPIStrategy, way: Callable, size: int) -> None:
+    values = per_rank(strategy, lambda r: np.full([r + 1, 2], r, np.float32))
+    mean, total = way(lambda v: (strategy.reduce("MEAN", v, axis=0), strategy.reduce("SUM", v, axis=0)))(values)
+    rows = sum(r + 1 for r in range(size))
+    expected = float(sum(r * (r + 1) for r in range(size)))
+    np.testing.assert_allclose(total, [expected] * 2)
+    np.testing.assert_allclose(mean, [expected / rows] * 2, rtol=1e-6)
+
+
+def test_reduce_of_scalars_takes_no_notice_of_the_axis(strategy: MPIStrategy, size: int) -> None:
+    values = per_rank(strategy, float)
+    assert float(strategy.reduce("MEAN", values, axis=0)) == (size - 1) / 2
+
+
+def test_reduce_of_a_nested_structure_is_one_collective(strategy: MPIStrategy, rank: int, size: int) -> None:
+    from .strategy_helpers import collectives_counted
+    with collectives_counted() as names:
+        result = strategy.reduce("SUM", {"a": tf.constant(1.0), "b": [tf.constant([rank])]}, axis=None)
+    assert float(result["a"]) == size and len(names) == 1
+    np.testing.assert_array_equal(result["b"][0], [sum(range(size))])
+
+
+@each_way
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gather(strategy: MPIStrategy, way: Callable, axis: int, size: int) -> None:
+    def part(r: int) -> np.ndarray:
+        return np.full([r + 1, 2] if axis == 0 else [2, r + 1], r)
+    joined = way(lambda v: strategy.gather(v, axis))(per_rank(strategy, part))
+    np.testing.assert_array_equal(joined, np.concatenate([part(r) for r in range(size)], axis))
+
+
+def test_a_scalar_cannot_be_gathered(strategy: MPIStrategy) -> None:
+    with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
+        strategy.gather(tf.constant(1.0), 0)
+
+
+@each_way
+def test_all_reduce_of_a_nested_structure(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
+    def step() -> Any:
+        return replica().all_reduce(SUM, {"a": tf.constant(rank + 1.0), "b": (tf.ones([2, 3]), tf.constant([rank]))})
+    result = way(lambda: strategy.run(step))()
+    assert float(result["a"]) == size * (size + 1) / 2
+    np.testing.assert_array_equal(result["b"][0], np.full([2, 3], size))
+    np.testing.assert_array_equal(result["b"][1], [sum(range(size))])
+
+
+@each_way
+def test_all_reduce_of_slices(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
+    def step() -> Any:
+        slices = tf.IndexedSlices(tf.fill([rank + 1, 2], 1.0), tf.range(rank + 1), tf.constant([size + 1, 2]))
+        return tf.convert_to_tensor(replica().all_reduce("SUM", slices))
+    result = way(lambda: strategy.run(step))()
+    np.testing.assert_array_equal(result[:, 0], [size - i for i in range(size)] + [0])
+
+
+@each_way
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_the_gradient_of_all_reduce(strategy: MPIStrategy, way: Callable, op: str, rank: int, size: int) -> None:
+    def step() -> Any:
+        x = tf.constant(2.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = replica().all_reduce(op, x * x) * (rank + 1)
+        return tape.gradient(y, x)
+    total = 4.0 * sum(r + 1 for r in range(size))
+    assert float(way(lambda: strategy.run(step))()) == pytest.approx(total if op == "SUM" else total / size)
+
+
+@each_way
+def test_all_gather_and_its_gradient(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
+    def step() -> Any:
+        x, z = tf.fill([rank + 1, 2], 1.0 + rank), tf.fill([2], 3.0)
+        with tf.GradientTape() as tape:
+            tape.watch([x, z])
+            joined = replica().all_gather([x, z], axis=0)
+            y = tf.reduce_sum(joined[0] * joined[0]) + tf.reduce_sum(joined[1])
+        return joined, tape.gradient(y, [x, z])
+    (x, z), (dx, dz) = way(lambda: strategy.run(step))()
+    np.testing.assert_array_equal(x[:, 0], np.concatenate([np.full(r + 1, r + 1.0) for r in range(size)]))
+    assert z.shape == (2 * size,)
+    np.testing.assert_allclose(dx, np.full([rank + 1, 2], 2.0 * (rank + 1) * size))
+    np.testing.assert_allclose(dz, np.full([2], float(size)))
+
+
+@each_way
+def test_merge_call(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+
+    def merged(strategy: Any, value: Any) -> Any:
+        total = strategy.extended.reduce_to("SUM", value, destinations=variable)
+        strategy.extended.update(variable, lambda v, t: v.assign(t), args=(total,))
+        return total
+
+    way(lambda: strategy.run(lambda: replica().merge_call(merged, args=(tf.constant(rank + 1.0),))))()
+    assert variable.numpy() == size * (size + 1) / 2
+
+
+def test_collectives_in_branches_and_loops(strategy: MPIStrategy, rank: int, size: int) -> None:
+    @tf.function
+    def program(flag: Any) -> Any:
+        def step() -> Any:
+            total = tf.constant(0.0)
+            for i in tf.range(4):
+                if flag:
+                    total += replica().all_reduce("SUM", tf.cast(i, tf.float32))
+                else:
+                    total += tf.reduce_sum(replica().all_gather(tf.fill([rank + 1], 1.0), 0))
+            return total
+        return strategy.run(step)
+    assert float(program(tf.constant(True))) == 6 * size
+    assert float(program(tf.constant(False))) == 4 * sum(r + 1 for r in range(size))
+
+
+def test_a_nested_function_may_be_called_twice(strategy: MPIStrategy, size: int) -> None:
+    @tf.function
+    def inner(x: Any) -> Any:
+        return replica().all_reduce("SUM", x)
+
+    @tf.function
+    def outer() -> Any:
+        return strategy.run(lambda: (inner(tf.constant(1.0)), inner(tf.constant(2.0))))
+    assert [float(v) for v in outer()] == [size, 2.0 * size]
+
+
+def test_the_gradient_through_a_nested_function_and_a_loop(strategy: MPIStrategy, size: int) -> None:
+    @tf.function
+    def inner(x: Any) -> Any:
+        for _ in tf.range(3):
+            x = replica().all_reduce("MEAN", x) * 2.0
+        return x
+
+    @tf.function
+    def outer() -> Any:
+        def step() -> Any:
+            x = tf.constant(1.0)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = inner(x)
+            return y, tape.gradient(y, x)
+        return strategy.run(step)
+    assert [float(v) for v in outer()] == [8.0, 8.0]
+
+
+def test_ranks_may_trace_a_different_number_of_times(strategy: MPIStrategy, rank: int, size: int) -> None:
+    @tf.function
+    def program(tag: int) -> Any:
+        return strategy.run(lambda: replica().all_reduce("SUM", tf.constant(1.0)))
+    for i in range(4):
+        assert float(program(i if rank == 0 else 0)) == size
+
+
+def test_different_shapes_are_an_error_on_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
+    with pytest.raises(mpistrat.MismatchError, match="the ranks disagree on shape"):
+        strategy.run(lambda: replica().all_reduce("SUM", tf.zeros([2 + (rank == 0)])))
+
+
+def test_values_for_each_replica(strategy: MPIStrategy, rank: int, size: int) -> None:
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync))
+    assert strategy.experimental_local_results(value) == ((rank, size),)
+
+
+def test_options_that_are_no_options_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be tf\.distribute\.experimental\.CommunicationOptions"):
+        MPIStrategy(communication_options="ring")
+
+
+def test_a_distributed_tape_is_refused_in_a_replica(strategy: MPIStrategy) -> None:
+    def step() -> Any:
+        x = tf.constant(2.0)
+        with mpistrat.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
+            tape.watch(x)
+            y = x * x
+        return tape.gradient(y, x)
+    with pytest.raises(ValueError, match="would average gradients twice"):
+        strategy.run(step)

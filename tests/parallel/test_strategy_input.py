@@ -1,0 +1,172 @@
+"""Datasets of MPIStrategy: no row is lost or seen twice, whatever does not divide evenly."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+
+from .strategy_helpers import collectives_counted  # noqa: E402
+
+Policy = tf.data.experimental.AutoShardPolicy
+
+
+@pytest.fixture(scope="module")
+def strategy() -> MPIStrategy:
+    return MPIStrategy()
+
+
+def with_policy(dataset: Any, policy: Any) -> Any:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+def local_batches(strategy: MPIStrategy, distributed: Any) -> list[list[int]]:
+    """The rows of each batch of this rank."""
+    return [np.asarray(strategy.experimental_local_results(batch)[0]).tolist() for batch in distributed]
+
+
+def all_rows(batches: list[list[int]]) -> list[int]:
+    """The rows of all ranks, sorted."""
+    return sorted(row for rank in mpistrat.allgather_object(batches) for batch in rank for row in batch)
+
+
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.DATA])
+@pytest.mark.parametrize("rows", [24, 25, 31])
+def test_every_row_is_seen_once(strategy: MPIStrategy, policy: Any, rows: int) -> None:
+    dataset = with_policy(tf.data.Dataset.range(rows).batch(6), policy)
+    with collectives_counted() as names:
+        batches = local_batches(strategy, strategy.experimental_distribute_dataset(dataset))
+    assert all_rows(batches) == list(range(rows))
+    assert not [name for name in names if "reduce" in name], "asked whether there is data, where that is known"
+
+
+def test_a_global_batch_holds_the_rows_of_one_batch_of_the_dataset(strategy: MPIStrategy, size: int) -> None:
+    dataset = tf.data.Dataset.range(24).batch(6)
+    batches = mpistrat.allgather_object(local_batches(strategy, strategy.experimental_distribute_dataset(dataset)))
+    for i in range(4):
+        assert sorted(row for rank in batches for row in rank[i]) == list(range(6 * i, 6 * i + 6))
+
+
+def test_a_global_batch_may_be_smaller_than_the_ranks(strategy: MPIStrategy, size: int) -> None:
+    dataset = tf.data.Dataset.range(5).batch(1)
+    batches = local_batches(strategy, strategy.experimental_distribute_dataset(dataset))
+    assert len(batches) == 5
+    assert all_rows(batches) == list(range(5))
+
+
+def test_without_sharding_every_rank_sees_all(strategy: MPIStrategy, size: int) -> None:
+    dataset = with_policy(tf.data.Dataset.range(12).batch(6), Policy.OFF)
+    batches = local_batches(strategy, strategy.experimental_distribute_dataset(dataset))
+    assert sorted(row for batch in batches for row in batch) == list(range(12))
+
+
+def test_the_user_may_shard_by_the_hint(strategy: MPIStrategy) -> None:
+    dataset = tf.data.Dataset.range(12).shard(tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT).batch(6)
+    batches = local_batches(strategy, strategy.experimental_distribute_dataset(with_policy(dataset, Policy.HINT)))
+    assert all_rows(batches) == list(range(12))
+
+
+def text_files(shared_dir: str, lines: list[int]) -> list[str]:
+    """Files of numbers, `lines[i]` of them in file i, written by every rank alike."""
+    names, number = [], 0
+    for i, count in enumerate(lines):
+        names.append(f"{shared_dir}/{i}.txt")
+        if mpistrat.rank() == 0:
+            with open(names[-1], "w") as file:
+                file.writelines(f"{n}\n" for n in range(number, number + count))
+        number += count
+    mpistrat.barrier()
+    return names
+
+
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.FILE])
+def test_files_of_different_lengths(strategy: MPIStrategy, policy: Any, size: int, shared_dir: str) -> None:
+    lines = [7 * (i + 1) for i in range(size)]
+    dataset = tf.data.TextLineDataset(text_files(shared_dir, lines)).map(tf.strings.to_number).batch(6)
+    batches = local_batches(strategy, strategy.experimental_distribute_dataset(with_policy(dataset, policy)))
+    assert all_rows(batches) == list(range(sum(lines)))
+
+
+def lines_of_one_file(shared_dir: str) -> Any:
+    return tf.data.Dataset.from_tensor_slices(text_files(shared_dir, [9])).interleave(tf.data.TextLineDataset).map(
+        tf.strings.to_number).batch(3)
+
+
+def test_fewer_files_than_ranks_are_shared_out_by_rows(strategy: MPIStrategy, shared_dir: str) -> None:
+    batches = local_batches(strategy, strategy.experimental_distribute_dataset(lines_of_one_file(shared_dir)))
+    assert all_rows(batches) == list(range(9))
+
+
+def test_fewer_files_than_ranks_are_an_error_where_files_are_asked_for(strategy: MPIStrategy, shared_dir: str) -> None:
+    with pytest.raises(ValueError, match=r"fewer files than the \d+ ranks"):
+        strategy.experimental_distribute_dataset(with_policy(lines_of_one_file(shared_dir), Policy.FILE))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_generators_of_different_lengths(strategy: MPIStrategy, known: bool, rank: int, size: int) -> None:
+    def dataset_of(context: Any) -> Any:
+        own = range(100 * rank, 100 * rank + 3 + rank)
+        if known:
+            return tf.data.Dataset.from_tensor_slices(list(own)).batch(1)
+        return tf.data.Dataset.from_generator(lambda: iter(own), output_types=tf.int64, output_shapes=()).batch(1)
+    batches = local_batches(strategy, strategy.distribute_datasets_from_function(dataset_of))
+    assert len(batches) == 3 + size - 1
+    assert all_rows(batches) == sorted(100 * r + i for r in range(size) for i in range(3 + r))
+
+
+def test_a_function_is_told_its_part(strategy: MPIStrategy, rank: int, size: int) -> None:
+    seen: list[Any] = []
+
+    def dataset_of(context: Any) -> Any:
+        seen.append((context.input_pipeline_id, context.num_input_pipelines, context.num_replicas_in_sync,
+                     context.get_per_replica_batch_size(4 * size)))
+        return tf.data.Dataset.range(8).shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+    batches = local_batches(strategy, strategy.distribute_datasets_from_function(dataset_of))
+    assert seen == [(rank, size, size, 4)]
+    assert all_rows(batches) == list(range(8))
+
+
+def test_a_loop_in_a_function(strategy: MPIStrategy, size: int) -> None:
+    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.range(10).batch(4))
+
+    @tf.function
+    def program() -> Any:
+        total = tf.constant(0, tf.int64)
+        for batch in distributed:
+            total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        return total
+    assert int(program()) == 45
+
+
+def test_an_endless_dataset(strategy: MPIStrategy) -> None:
+    iterator = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).repeat().batch(4)))
+    assert all_rows([np.asarray(strategy.experimental_local_results(next(iterator))[0]).tolist() for _ in range(2)]) \
+        == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_an_unseeded_shuffle_is_the_same_on_all_ranks(rank: int) -> None:
+    tf.random.set_seed(rank)
+    strategy = MPIStrategy()
+    dataset = tf.data.Dataset.range(20).shuffle(20).batch(5)
+    assert all_rows(local_batches(strategy, strategy.experimental_distribute_dataset(dataset))) == list(range(20))
+
+
+def test_different_elements_are_an_error_on_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(tf.zeros([8, 3 if rank else 2])).batch(4)
+    with pytest.raises(ValueError, match=r"different elements: .* on ranks \[0\]; .* on ranks \[1"):
+        strategy.experimental_distribute_dataset(dataset)
+
+
+def test_a_replica_per_pipeline_is_refused(strategy: MPIStrategy) -> None:
+    options = tf.distribute.InputOptions(experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
+    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
+        strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2), options)
+    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
+        strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(4).batch(2), options)

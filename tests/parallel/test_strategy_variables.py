@@ -1,0 +1,160 @@
+"""Variables of MPIStrategy: how they begin, how they are written and read, and how they are saved."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+
+from .strategy_helpers import assert_equal_on_all_ranks, collectives_counted, eagerly, in_graph  # noqa: E402
+
+each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
+ON_READ = tf.VariableSynchronization.ON_READ
+Aggregation = tf.VariableAggregation
+
+
+@pytest.fixture(scope="module")
+def strategy() -> MPIStrategy:
+    return MPIStrategy()
+
+
+def make(strategy: MPIStrategy, value: Any, **arguments: Any) -> Any:
+    with strategy.scope():
+        return tf.Variable(value, **arguments)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool", "complex64"])
+def test_a_variable_begins_with_the_value_of_the_first_rank(strategy: MPIStrategy, dtype: str, rank: int) -> None:
+    variable = make(strategy, np.array([rank, 0]).astype(dtype))
+    np.testing.assert_array_equal(variable.numpy(), np.array([0, 0]).astype(dtype))
+
+
+def test_an_initial_value_may_be_a_function(strategy: MPIStrategy, rank: int) -> None:
+    assert make(strategy, lambda: tf.constant(rank + 5.0)).numpy() == 5.0
+
+
+def test_a_string_is_left_as_it_is(strategy: MPIStrategy, rank: int) -> None:
+    assert make(strategy, "same").numpy() == b"same"
+
+
+def test_a_variable_may_be_made_in_a_function(strategy: MPIStrategy, rank: int, size: int) -> None:
+    made: list[Any] = []
+
+    @tf.function
+    def program() -> Any:
+        def step() -> Any:
+            if not made:
+                made.append(tf.Variable(tf.fill([2], rank + 3.0), aggregation=Aggregation.SUM))
+            return made[0].assign_add(tf.ones([2])).read_value()
+        return strategy.run(step)
+    np.testing.assert_array_equal(program(), [3.0 + size] * 2)
+
+
+def test_different_shapes_are_an_error_that_names_the_variable(strategy: MPIStrategy, rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"mine.*disagree on shape|disagree on shape.*mine"):
+        make(strategy, tf.zeros([2 + (rank == 0)]), name="mine")
+
+
+@each_way
+@pytest.mark.parametrize(("aggregation", "expected"), [
+    (Aggregation.SUM, lambda size: 10 + size * (size + 1) / 2), (Aggregation.MEAN, lambda size: 10 + (size + 1) / 2),
+    (Aggregation.ONLY_FIRST_REPLICA, lambda size: 11.0)])
+def test_assignment_in_a_replica_is_aggregated(strategy: MPIStrategy, way: Callable, aggregation: Any,
+                                               expected: Callable, rank: int, size: int) -> None:
+    variable = make(strategy, 10.0, aggregation=aggregation)
+    way(lambda: strategy.run(lambda: variable.assign_add(tf.constant(rank + 1.0))))()
+    assert variable.numpy() == expected(size)
+
+
+def test_a_python_number_is_aggregated_like_a_tensor(strategy: MPIStrategy, size: int) -> None:
+    variable = make(strategy, 0.0, aggregation=Aggregation.SUM)
+    strategy.run(lambda: variable.assign_add(1.0))
+    assert variable.numpy() == size
+
+
+def test_without_aggregation_each_rank_writes_its_own(strategy: MPIStrategy, rank: int) -> None:
+    variable = make(strategy, 0.0)
+    strategy.run(lambda: variable.assign(tf.constant(float(rank))))
+    assert variable.numpy() == rank
+
+
+def test_assignment_outside_of_a_replica(strategy: MPIStrategy) -> None:
+    variable = make(strategy, [1.0, 2.0], aggregation=Aggregation.SUM)
+    variable.assign([3.0, 4.0])
+    variable.assign_sub([1.0, 1.0])
+    np.testing.assert_array_equal(variable.numpy(), [2.0, 3.0])
+
+
+@each_way
+@pytest.mark.parametrize(("aggregation", "expected"), [
+    (Aggregation.SUM, lambda size: size * (size + 1) / 2), (Aggregation.MEAN, lambda size: (size + 1) / 2),
+    (Aggregation.ONLY_FIRST_REPLICA, lambda size: 1.0)])
+def test_reading_aggregates_what_is_synchronised_on_reading(strategy: MPIStrategy, way: Callable, aggregation: Any,
+                                                            expected: Callable, rank: int, size: int) -> None:
+    variable = make(strategy, 0.0, synchronization=ON_READ, aggregation=aggregation)
+    local = way(lambda: strategy.run(lambda: variable.assign_add(rank + 1.0).read_value()))()
+    assert float(local) == rank + 1
+    assert variable.numpy() == expected(size)
+
+
+def test_a_sum_keeps_its_value_when_it_is_assigned(strategy: MPIStrategy, size: int) -> None:
+    variable = make(strategy, 0.0, synchronization=ON_READ, aggregation=Aggregation.SUM)
+    with collectives_counted() as names:
+        variable.assign(6.0)
+    assert not names
+    assert variable.numpy() == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("aggregation", [Aggregation.SUM, Aggregation.MEAN])
+def test_a_checkpoint_keeps_both_kinds(strategy: MPIStrategy, aggregation: Any, rank: int, size: int,
+                                       shared_dir: str) -> None:
+    mirrored = make(strategy, [1.0, 2.0])
+    on_read = make(strategy, 0.0, synchronization=ON_READ, aggregation=aggregation)
+    strategy.run(lambda: on_read.assign(rank + 1.0))
+    total = float(on_read.numpy())
+    checkpoint = tf.train.Checkpoint(a=mirrored, b=on_read)
+    path = checkpoint.write(f"{shared_dir}/rank{rank}")  # Reading `b` is collective, so all write.
+    mirrored.assign([0.0, 0.0])
+    on_read.assign(0.0)
+    checkpoint.read(path).assert_consumed()
+    np.testing.assert_array_equal(mirrored.numpy(), [1.0, 2.0])
+    assert on_read.numpy() == pytest.approx(total)
+
+
+def test_a_checkpoint_may_be_read_before_the_variable_is_made(strategy: MPIStrategy, rank: int,
+                                                              shared_dir: str) -> None:
+    path = tf.train.Checkpoint(a=tf.Variable(7.0)).write(f"{shared_dir}/rank{rank}")
+    later = tf.train.Checkpoint()
+    status = later.read(path)
+    later.a = make(strategy, 0.0)
+    status.assert_consumed()
+    assert later.a.numpy() == 7.0
+
+
+def test_a_variable_made_outside_of_the_scope_cannot_be_updated(strategy: MPIStrategy) -> None:
+    outside = tf.Variable(1.0)
+    with pytest.raises(ValueError, match="was not created in this strategy's scope"), strategy.scope():
+        strategy.extended.update(outside, lambda v: v.assign(2.0))
+
+
+def test_training_by_hand_is_equal_on_all_ranks(strategy: MPIStrategy, rank: int, size: int) -> None:
+    weights = make(strategy, tf.random.normal([3], seed=rank))
+
+    @tf.function
+    def program() -> None:
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((weights - tf.cast(rank, tf.float32)) ** 2) / size
+            context = tf.distribute.get_replica_context()
+            gradient = context.all_reduce("SUM", tape.gradient(loss, weights))
+            context.merge_call(lambda s, g: s.extended.update(weights, lambda v, g: v.assign_sub(0.4 * g), args=(g,)),
+                               args=(gradient,))
+        strategy.run(step)
+    for _ in range(40):
+        program()
+    assert_equal_on_all_ranks([weights.numpy()])
+    np.testing.assert_allclose(weights.numpy(), [(size - 1) / 2] * 3, atol=1e-5)
