@@ -77,7 +77,7 @@ def apply() -> None:
     missing = [f"{patch.owner.__name__}.{patch.name}" for patch in PATCHES if not hasattr(patch.owner, patch.name)]
     if missing:
         raise MissingDependencyError(f"MPIStrategy does not know Keras {keras.__version__}: it has no "
-                                     f"{', '.join(missing)} (pip install 'keras==3.15.*').")
+                                     f"{', '.join(missing)} (pip install 'keras>=3.7').")
     TensorFlowTrainer._mpistrat_logs_wanted = True
     steps.create_shared()
     for patch in PATCHES:

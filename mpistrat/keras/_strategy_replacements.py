@@ -137,7 +137,7 @@ def maybe_symbolic_build(original: Any) -> Any:
             data_batch = tf.nest.map_structure(_symbolic, iterator._distributed_dataset.element_spec)
         else:
             if iterator is not None:
-                for _, _, batches in iterator:
+                for *_, batches in iterator:  # before Keras 3.9 the step comes with it, now the first and the last
                     data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
                     break
             rows = steps.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)

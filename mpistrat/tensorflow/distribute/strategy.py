@@ -36,6 +36,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             the CPU where there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
             does for each row of the global batch.
+
+    Raises:
+        MissingDependencyError: The version of Keras is one that it cannot work with.
     """
 
     def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True):
@@ -101,8 +104,5 @@ def _patch_keras() -> None:
     except MissingDependencyError as error:
         logger.info("MPIStrategy is for custom training loops here: %s", error)
         return
-    try:
-        patches.apply()
-    except MissingDependencyError as error:
-        if basics.rank() == 0:
-            logger.warning("MPIStrategy is for custom training loops here, and not for Keras' fit: %s", error)
+    # An error if it cannot be done, since ranks would train models of their own without a word.
+    patches.apply()
