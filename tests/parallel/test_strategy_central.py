@@ -1,5 +1,6 @@
 """MPIStrategy(variables="central"): the numbers of the mirrored mode, with the optimizers' slots on the chief only."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -34,15 +35,17 @@ def mirrored() -> MPIStrategy:
 class Loop:
     """Two variables of a model, an optimizer, and a step of one's own whose gradients differ among the ranks."""
 
-    def __init__(self, strategy: MPIStrategy, make: Callable):
+    def __init__(self, strategy: MPIStrategy, make: Callable, build: bool = True, graph: bool = True):
         self.strategy, self._rank = strategy, mpistrat.rank()
         with strategy.scope():
             self.weights = [keras.Variable(np.linspace(-1, 1, 15).reshape(5, 3).astype(np.float32), name="kernel"),
                             keras.Variable(np.zeros(3, np.float32), name="bias")]
             self.weights[0].constraint = keras.constraints.MaxNorm(1.0, axis=0)
             self.optimizer = make()
-            self.optimizer.build(self.weights)
-        self.step = tf.function(lambda number: strategy.run(self._step, args=(number,)))
+            if build:
+                self.optimizer.build(self.weights)
+        step = functools.partial(strategy.run, self._step)
+        self.step = tf.function(lambda number: step((number,))) if graph else lambda number: step((number,))
 
     def _step(self, number: Any) -> None:
         inputs = tf.reshape(tf.sin(tf.range(20.0) + 3.0 * self._rank + number), [4, 5])
@@ -103,6 +106,15 @@ def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, 
     assert_close(ours.values, expected.values, 0)
     assert_equal_on_all_ranks(ours.values)
     assert not np.array_equal(ours.values[0], Loop(mirrored, MAKERS[name]).values[0]), "nothing was trained"
+
+
+@pytest.mark.parametrize("arguments", [{"build": False}, {"graph": False}], ids=str)
+def test_an_optimizer_may_be_built_in_the_step_and_the_step_run_eagerly(central: MPIStrategy, mirrored: MPIStrategy,
+                                                                         arguments: dict, rank: int) -> None:
+    ours, expected = Loop(central, MAKERS["Adam"], **arguments).run(), Loop(mirrored, MAKERS["Adam"]).run()
+    assert_close(ours.values, expected.values, 0)
+    assert_equal_on_all_ranks(ours.values)
+    assert (elements_of_slots(ours.optimizer) > 0) == (rank == 0)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -262,3 +274,9 @@ def test_an_optimizer_takes_slots_on_all_ranks(central: MPIStrategy, rank: int) 
 def test_another_kind_of_variables_is_an_error() -> None:
     with pytest.raises(ValueError, match=r'variables are "mirrored" or "central"\. Received: .partitioned'):
         MPIStrategy(variables="partitioned")
+
+
+def test_kinds_of_variables_that_differ_among_the_ranks_are_an_error_on_every_rank(rank: int, size: int) -> None:
+    expected = ", ".join(["mirrored", *["central"] * (size - 1)])
+    with pytest.raises(mpistrat.MismatchError, match=f"disagree on the kind of variables; by rank: {expected}"):
+        MPIStrategy(variables="central" if rank else "mirrored")

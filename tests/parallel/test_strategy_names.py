@@ -67,7 +67,7 @@ def test_nccl_is_said_not_to_be_there_where_it_is_not(caplog: pytest.LogCaptureF
 
 def test_hierarchical_reduction_is_what_is_done(caplog: pytest.LogCaptureFixture) -> None:
     text = warned_of(caplog, tf.distribute.HierarchicalCopyAllReduce())
-    assert ("without a stage within each host" in text) == (runtime.current().data_name == "mpi" and hvd.rank() == 0)
+    assert ("leaves out the stage" in text) == (runtime.current().settings.cpu_operations == "mpi" and hvd.rank() == 0)
 
 
 # -- who is the chief -------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def _what_differs(cross_device_ops: Any) -> str:
     """What is not as those cross_device_ops would do it; empty if nothing is."""
     name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
     if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
-        return f"{name}: tensors go through {in_use} without a stage within each host; " \
-               "leave MPISTRAT_CPU_OPERATIONS at auto." if in_use == "mpi" else ""
+        return "" if runtime.current().settings.cpu_operations != "mpi" else \
+            f"{name}: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host."
     if isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
         return "" if basics.nccl_built() else f"{name}: NCCL is not there; tensors go through {in_use}."
     return f"{name} has no counterpart here, and changes no results; tensors go through {in_use}."

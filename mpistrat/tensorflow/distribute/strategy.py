@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import basics, runtime
-from ...errors import InvalidRequestError, MissingDependencyError
+from ... import array_ops, basics, runtime
+from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
 from . import collectives
 from ._tf_private import resolve
 from .extended import RankExtended
@@ -46,6 +46,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Raises:
         InvalidRequestError: There is no such kind of variables; on this rank, before anything is sent.
+        MismatchError: The ranks disagree on the kind of variables; on every rank.
     """
 
     def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True,
@@ -53,6 +54,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         runtime.init()
+        kinds = array_ops.allgather_object(variables)
+        if len(set(kinds)) > 1:
+            raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
         check_options(communication_options)
         collectives.create_token()
         extended = RankExtended(self, resolve(device or _default_device()), _resolver(), random_per_rank,
