@@ -25,10 +25,7 @@ args = parser.parse_args()
 hvd.init()
 if hvd.size() < 3:
     sys.exit(f"a coordinator, a worker and a parameter server are 3 ranks; there are {hvd.size()} (mpirun -np 3)")
-resolver = hvd.MPIClusterResolver({"chief": 1, "worker": hvd.size() - 2, "ps": 1})
-if resolver.task_type != "chief":
-    resolver.serve()  # Returns when the chief's script ends.
-    sys.exit()
+strategy = hvd.strategy("parameter_server")  # Returns on rank 0 only; elsewhere it serves rank 0, and ends with it.
 
 
 def load_data() -> tuple[np.ndarray, ...]:
@@ -41,7 +38,6 @@ def load_data() -> tuple[np.ndarray, ...]:
 
 x_train, y_train, x_test, y_test = load_data()
 steps = len(x_train) // args.batch_size
-strategy = tf.distribute.ParameterServerStrategy(resolver)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10)])

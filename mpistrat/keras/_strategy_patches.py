@@ -12,11 +12,13 @@ from keras.src.backend.tensorflow import trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.callbacks.callback_list import CallbackList
+from keras.src.callbacks.swap_ema_weights import SwapEMAWeights
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 
 from ..errors import MissingDependencyError
+from . import _strategy_central as central
 from . import _strategy_replacements as new
 from . import _strategy_steps as steps
 
@@ -62,6 +64,18 @@ PATCHES = (
           "the ranks would evaluate models of different running statistics"),
     Patch(TensorFlowTrainer, "predict", new.with_averaged_statistics, "likewise"),
     Patch(SeedGenerator, "next", new.next_seed, "all ranks would drop the same units"),
+    Patch(BaseOptimizer, "add_variable", central.add_variable, "central slots would be on every rank"),
+    Patch(BaseOptimizer, "apply", central.apply, "only the chief would have the new values"),
+    Patch(TFOptimizer, "_distributed_tf_update_step", central.where_slots_are,
+          "ranks would update with slots that they do not have"),
+    Patch(BaseOptimizer, "_update_model_variables_moving_average", central.where_slots_are, "likewise"),
+    Patch(TFOptimizer, "_overwrite_model_variables_with_average_value", central.where_slots_are, "likewise"),
+    Patch(BaseOptimizer, "finalize_variable_values", central.finalize_variable_values,
+          "only the chief's model would end with the averages"),
+    Patch(BaseOptimizer, "save_own_variables", central.where_slots_are,
+          "a file of another rank would have slots without elements, with which it cannot be loaded"),
+    Patch(SwapEMAWeights, "_tf_swap_variables", central.swap_averages, "other ranks than the chief have no averages"),
+    Patch(SwapEMAWeights, "_tf_finalize_ema_values", central.keep_averages, "likewise"),
 )
 _originals: list[tuple[Patch, Any]] = []
 

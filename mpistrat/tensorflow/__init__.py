@@ -47,6 +47,7 @@ from ..process_sets import global_process_set
 from .cluster_resolver import MPIClusterResolver
 from .compression import Compression
 from .distribute import MPIStrategy
+from .distribute.names import strategy
 from .gradient_tape import DistributedGradientTape
 from .ops import allgather, allreduce, barrier, broadcast, broadcast_variables, grouped_allreduce
 
@@ -57,6 +58,7 @@ __all__ = [
     "broadcast_variables", "cluster_spec", "cross_rank", "cross_size", "global_process_set", "gloo_built",
     "gloo_enabled", "grouped_allreduce", "hosts", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "role", "shutdown", "size",
+    "strategy",
 ]
 
 

@@ -90,10 +90,15 @@ def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
 def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
     """Rank 0's value on every rank. Collective."""
+    return broadcast_list_from_first([tensor], operation, (label,) if label else ())[0]
+
+
+def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labels: Sequence[str] = ()
+                              ) -> list[tf.Tensor]:
+    """Rank 0's values on every rank, in one exchange. Collective."""
     if runtime.current().topology.size == 1:
-        return tensor
-    return _in_program_order(operation,
-                             lambda name: broadcast_list([tensor], 0, name, (label,) if label else ()))[0]
+        return list(tensors)
+    return _in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
 
 
 def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from ... import runtime
-from . import collectives, input, variables
+from . import collectives, input
 from ._tf_private import (
     DistributedValues,
     DistributedVariable,
@@ -23,6 +23,7 @@ from ._tf_private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from .central import Slots
 from .replica_context import RankReplicaContext
 
 
@@ -35,6 +36,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
         cluster_resolver: What `strategy.cluster_resolver` is.
         random_per_rank: Whether Keras' layers draw other random numbers on each rank.
+        central: Whether the chief alone keeps the optimizers' slots.
     """
 
     # Gradients are averaged here; DistributedOptimizer and DistributedGradientTape look at this, and refuse.
@@ -44,12 +46,14 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     # A function that is called with other devices need not be traced again: there is one.
     _retrace_functions_for_each_device = False
 
-    def __init__(self, strategy: tf.distribute.Strategy, device: str, cluster_resolver: Any, random_per_rank: bool):
+    def __init__(self, strategy: tf.distribute.Strategy, device: str, cluster_resolver: Any, random_per_rank: bool,
+                 central: bool = False):
         super().__init__(strategy)
         self._device, self._cluster_resolver, self.random_per_rank = device, cluster_resolver, random_per_rank
         topology = runtime.current().topology
         self._rank, self._size = topology.rank, topology.size
         self._input = input.Pipelines(strategy, self._rank, self._size, device)
+        self.slots = Slots(strategy, central)
         self._in_lockstep: set[int] = set()
 
     # -- variables ----------------------------------------------------------------------------------------------------
@@ -57,7 +61,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         colocated = kwargs.pop("colocate_with", None)
         device = self._device if colocated is None else colocated.device
-        return variables.create(self._container_strategy(), device, next_creator, **kwargs)
+        return self.slots.create(device, next_creator, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         validate_colocate_distributed_variable(colocate_with_variable, self)
@@ -93,18 +97,19 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             return regroup((fn(*select_replica(0, args), **select_replica(0, kwargs)),))
 
     def _update(self, var: Any, fn: Callable, args: Any, kwargs: Any, group: bool) -> Any:
-        component = self._component(var)
+        component = self.component(var)
         with tf.device(component.device), UpdateContext(0), tf.name_scope("update"):
             result = fn(component, *select_replica(0, args), **select_replica(0, kwargs))
         return update_regroup(self, (result,), group)
 
     def _replica_ctx_update(self, var: Any, fn: Callable, args: Any = (), kwargs: Any = None,
                             group: bool = True) -> Any:
-        component = self._component(var)
+        component = self.component(var)
         with tf.device(component.device), tf.name_scope("update"):
             return fn(component, *args, **(kwargs or {}))
 
-    def _component(self, var: Any) -> Any:
+    def component(self, var: Any) -> Any:
+        """This rank's part of a distributed variable. Raises ValueError for any other variable."""
         if not isinstance(var, DistributedVariable):
             raise ValueError(f"the variable {getattr(var, 'name', var)!r} was not created in this strategy's scope. "
                              "Create models, optimizers and variables under `with strategy.scope():`.")

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import basics, runtime
-from ...errors import MissingDependencyError
+from ... import array_ops, basics, runtime
+from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
 from . import collectives
 from ._tf_private import resolve
 from .extended import RankExtended
@@ -36,16 +36,32 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             the CPU where there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
             does for each row of the global batch.
+        variables: "mirrored", or "central" to save memory. Then what Keras' optimizers remember of each variable, their
+            slots (for Adam twice the size of the model), is on rank 0 only: there the sum of the gradients updates, and
+            all get the new values in one exchange. The numbers are those of "mirrored". On the other ranks slots have
+            no elements, and an optimizer that is saved there has none either. Every rank still has what it computes
+            with: a working copy of the model's variables (BatchNormalization's statistics among them), and its own
+            gradients, summed up over steps where an optimizer does so. The sum of the gradients comes from an
+            all-reduce, so a step sends more than in "mirrored", and not less.
 
     Raises:
+        InvalidRequestError: There is no such kind of variables; on this rank, before anything is sent.
         MissingDependencyError: The version of Keras is one that it cannot work with.
+        MismatchError: The ranks disagree on the kind of variables; on every rank.
     """
 
-    def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True):
+    def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True,
+                 variables: str = "mirrored"):
+        if variables not in ("mirrored", "central"):
+            raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         runtime.init()
+        kinds = array_ops.allgather_object(variables)
+        if len(set(kinds)) > 1:
+            raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
         check_options(communication_options)
         collectives.create_token()
-        extended = RankExtended(self, resolve(device or _default_device()), _resolver(), random_per_rank)
+        extended = RankExtended(self, resolve(device or _default_device()), _resolver(), random_per_rank,
+                                variables == "central")
         # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
@@ -91,10 +107,16 @@ def _default_device() -> str:
 
 
 def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
-    spec = basics.cluster_spec([0] * basics.size())
-    task = spec["task"]
+    """What programs ask who is the chief: all ranks are workers, of which TensorFlow takes the first for the chief.
+
+    That answer is right also for programs that know no task "chief", and what TensorFlow's own strategies say of a
+    cluster without one. Nothing listens on the ports; a cluster of servers is what MPIClusterResolver forms.
+    """
+    topology = runtime.current().topology
+    alone = len(topology.hosts) == 1
+    workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(spec["cluster"]), task_type=task["type"], task_id=task["index"],
+        tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=topology.rank,
         num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})
 
 

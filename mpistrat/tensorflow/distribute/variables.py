@@ -3,7 +3,7 @@
 In what they do differently from TensorFlow's own, those assume that this process has all replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,19 +58,24 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
         return super().assign(value, use_locking, name, read_value)
 
 
-_CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
+CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
             tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
 
 
 def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
     """Create a variable in the strategy's scope. Collective: every rank creates the same ones in the same order."""
     kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
+    return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
 
+
+def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Callable,
+                 classes: Mapping[tf.VariableSynchronization, type], **kwargs: Any) -> DistributedVariable:
+    """As `create`, with the value that this rank gives, and of one of `classes`. Not collective."""
     def component(**kwargs: Any) -> list[Any]:
         with tf.device(device):
             return [next_creator(**kwargs)]
 
-    return create_mirrored_variable(strategy, component, _CLASSES, {}, **kwargs)
+    return create_mirrored_variable(strategy, component, classes, {}, **kwargs)
 
 
 def _of_first_rank(initial: Any, dtype: Any, name: str | None) -> Any:

@@ -1,0 +1,82 @@
+"""strategy(name) on several ranks: what each name answers with, and what it refuses."""
+
+import logging
+from typing import Any
+
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+import mpistrat.tensorflow as hvd  # noqa: E402
+from mpistrat import runtime  # noqa: E402
+
+
+def refusal(name: str, **options: Any) -> str:
+    """The text of the error, which every rank gets."""
+    with pytest.raises(ValueError) as caught:
+        hvd.strategy(name, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "multi_worker_mirrored", "central_storage"])
+def test_a_synchronous_strategy_is_ours(name: str, size: int) -> None:
+    strategy = hvd.strategy(name, random_per_rank=False)
+    assert isinstance(strategy, hvd.MPIStrategy)
+    assert strategy.num_replicas_in_sync == size
+    assert strategy.extended.random_per_rank is False
+    assert strategy.extended.slots.are_central == (name == "central_storage")
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
+    assert refusal("horovod") == (
+        "there is no strategy 'horovod'; the names are mirrored, multi_worker_mirrored, central_storage, "
+        "parameter_server, one_device, default, tpu.")
+
+
+def test_for_tpus_another_strategy_is_named() -> None:
+    assert "take tf.distribute.TPUStrategy" in refusal("tpu")
+
+
+@pytest.mark.parametrize("name", ["one_device", "default"])
+def test_a_strategy_for_one_rank_is_refused_on_several(name: str, size: int) -> None:
+    assert f"are for one rank; there are {size}" in refusal(name)
+
+
+def test_an_evaluator_has_no_strategy(size: int) -> None:
+    assert "an evaluator runs a program of its own" in refusal("parameter_server", jobs={"chief": 1, "evaluator": 1})
+
+
+# -- cross-device operations ------------------------------------------------------------------------------------------
+
+
+def warned_of(caplog: pytest.LogCaptureFixture, operations: Any) -> str:
+    with caplog.at_level(logging.WARNING, "mpistrat"):
+        hvd.strategy("mirrored", cross_device_ops=operations)
+    return " ".join(record.getMessage() for record in caplog.records if type(operations).__name__ in record.message)
+
+
+def test_reduction_to_one_device_is_said_not_to_be_there(caplog: pytest.LogCaptureFixture, rank: int) -> None:
+    text = warned_of(caplog, tf.distribute.ReductionToOneDevice())
+    assert ("has no counterpart here" in text) == (rank == 0)
+
+
+def test_nccl_is_said_not_to_be_there_where_it_is_not(caplog: pytest.LogCaptureFixture, rank: int) -> None:
+    text = warned_of(caplog, tf.distribute.NcclAllReduce())
+    assert ("NCCL is not there" in text) == (rank == 0 and not hvd.nccl_built())
+
+
+def test_hierarchical_reduction_is_what_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    text = warned_of(caplog, tf.distribute.HierarchicalCopyAllReduce())
+    assert ("leaves out the stage" in text) == (runtime.current().settings.cpu_operations == "mpi" and hvd.rank() == 0)
+
+
+# -- who is the chief -------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_ask_for_the_chief_finds_the_first_rank(rank: int, size: int) -> None:
+    resolver = hvd.MPIStrategy().cluster_resolver
+    task_type, task_id, cluster = resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict()
+    # As TensorFlow's tutorials ask: for Keras with workers only, and for a loop of one's own also with a chief.
+    assert (task_type is None or (task_type == "worker" and task_id == 0)) == (rank == 0)
+    assert (task_type == "chief" or ("chief" not in cluster and task_id == 0)) == (rank == 0)
+    assert sum(len(tasks) for tasks in cluster.values()) == size
