@@ -232,6 +232,7 @@ def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, appen
                          ids=str)
 def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, arguments: dict) -> None:
     x, y = global_data(24)
+    pytest.importorskip("tensorboard")
     fit(compiled(strategy), keras.callbacks.TensorBoard(shared_dir, **arguments), validation_data=(x, y))
     mpistrat.barrier()
     for part in ("train", "validation"):
@@ -244,6 +245,7 @@ def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, argumen
 
 
 def test_ranks_may_log_to_directories_of_their_own(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
+    pytest.importorskip("tensorboard")
     fit(compiled(strategy), keras.callbacks.TensorBoard(f"{shared_dir}/{rank}"),
         keras.callbacks.CSVLogger(f"{shared_dir}/{rank}.csv"))
     assert os.path.exists(f"{shared_dir}/{rank}.csv")

@@ -11,7 +11,7 @@ from ...errors import MissingDependencyError
 from . import checkpoints, collectives
 from ._tf_private import resolve
 from .extended import RankExtended
-from .options import check_options
+from .options import agreed
 from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     that rank 0 has set, or a random one.
 
     Args:
-        communication_options: tf.distribute.experimental.CommunicationOptions.
+        communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
         device: Where variables and computation are, for example "GPU:0"; by default the GPU of this local rank, or
             the CPU where there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
@@ -40,9 +40,10 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True):
         runtime.init()
-        check_options(communication_options)
+        options = agreed(communication_options)
         collectives.create_token()
-        extended = RankExtended(self, resolve(device or _default_device()), _resolver(), random_per_rank)
+        extended = RankExtended(self, resolve(device or _default_device()), options, _resolver(),
+                                random_per_rank)
         # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
