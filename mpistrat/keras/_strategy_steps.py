@@ -97,12 +97,14 @@ def reduce_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequen
     # Here and not where the step begins: this may be in a branch of it.
     rows, usual = state.rows, shared("usual_rows", None)
     weight = tf.cast(rows, tf.float32) / tf.cast(usual, tf.float32)
-    weighted = tf.cond(rows == usual, lambda: collectives.copied(gradients),
-                       lambda: [_scaled(g, weight) for g in gradients])
+    weighted = tf.cond(rows == usual, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
     *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"], bucket_bytes)
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
-    return tf.cond(total == size, lambda: collectives.copied(summed),
-                   lambda: [_scaled(g, size / total) for g in summed])
+    return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
+
+
+def _copied(gradients: Sequence[Any]) -> list[Any]:
+    return [tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in gradients]
 
 
 def _scaled(gradient: Any, factor: tf.Tensor) -> Any:

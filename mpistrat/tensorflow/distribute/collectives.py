@@ -46,14 +46,9 @@ def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str
     """
     tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     if runtime.current().topology.size == 1 or not tensors:
-        return copied(tensors)
+        return tensors
     engine_op = Sum if op == tf.distribute.ReduceOp.SUM else Average
     return _in_program_order(operation, lambda name: _reduced(tensors, engine_op, name, labels, bucket_bytes))
-
-
-def copied(tensors: Sequence[Any]) -> list[Any]:
-    """The same values in other tensors: a tf.custom_gradient, or a cond, is not to return what it was given."""
-    return [tf.nest.map_structure(tf.identity, tensor, expand_composites=True) for tensor in tensors]
 
 
 def _reduced(tensors: list[Any], op: ReduceOp, name: str, labels: Sequence[str], bucket_bytes: int) -> list[Any]:
@@ -80,7 +75,7 @@ def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
         if tensor.shape.rank == 0:
             raise ValueError("a scalar has no axis to be gathered along; reshape it to (1,).")
     if runtime.current().topology.size == 1 or not tensors:
-        return copied(tensors)
+        return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
     joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
     return [_swapped(tensor, axis) for tensor in joined]
