@@ -130,7 +130,7 @@ def sequence(chooser: random.Random, depth: int) -> Piece:
 def main() -> None:
     """Run the programs, each on several inputs."""
     for seed in range(int(sys.argv[1])):
-        graph, rows = sequence(random.Random(seed), depth=3)
+        graph, rows = sequence(random.Random(seed), depth=2)
         program = tf.function(lambda x, graph=graph: strategy.run(graph, args=(x,)))
         for start in range(3):
             x = np.array([[(7 * r + 5 * c + start + seed) % 17 for c in range(WIDTH)] for r in range(size)], np.float32)

@@ -15,6 +15,8 @@ what, directory = sys.argv[1:]
 strategy = MPIStrategy(tf.distribute.experimental.CommunicationOptions(timeout_seconds=3))
 with strategy.scope():
     metric = keras.metrics.Mean()
+    seen = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
+                       aggregation=tf.VariableAggregation.SUM)
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
 strategy.run(lambda: metric.update_state(1.0))
@@ -26,7 +28,7 @@ def save() -> bool:
 
 
 actions = {"metric": lambda: float(metric.result()), "save": save, "save-at-the-end": save,
-           "checkpoint": lambda: tf.train.Checkpoint(metric=metric).save(f"{directory}/ckpt")}
+           "checkpoint": lambda: tf.train.Checkpoint(seen=seen).save(f"{directory}/ckpt")}
 if launched_rank() == 0:
     attempt(actions[what])
 elif what != "save-at-the-end":
