@@ -243,6 +243,10 @@ class Coordinator:
                     f" Ended after {self._abort_s:g} s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS)."
         return None, ""
 
+    def abort_stalls_after(self, seconds: float) -> None:
+        """From now on, end the engines when a request has been incomplete for so long."""
+        self._abort_s = seconds
+
     def stall_report(self, now: float) -> str | None:
         """On rank 0, the warning that is due now, if any; each stall is reported every `stall_warning_s`."""
         if self.rank != 0 or self._warning_s is None or now - self._last_report < self._warning_s:

@@ -171,6 +171,10 @@ class Engine:
         self._executor.choose(choice)
         self._tuner = None
 
+    def abort_stalls_after(self, seconds: float) -> None:
+        """In place of the setting: end when ranks have waited so long for others. The same on all ranks."""
+        self._coordinator.abort_stalls_after(seconds)
+
     @property
     def error(self) -> Exception | None:
         """What ended the engine, if anything but a shutdown by all ranks did."""

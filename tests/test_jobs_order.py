@@ -1,5 +1,7 @@
 """Ranks that build their collectives in different orders, with one inter-op thread: no deadlock, right sums."""
 
+import pytest
+
 from .jobs import needs_mpirun, run_job
 
 
@@ -17,3 +19,12 @@ def test_errors_in_the_midst_of_such_steps_are_caught_and_leave_nothing_behind()
     assert job.code == 0, job.output
     for rank in range(2):
         assert f"rank {rank}: 200 steps, 40 errors" in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_programs_under_a_strategy(ranks: int) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "20"], limit_s=300)
+    assert job.code == 0, job.output
+    for rank in range(ranks):
+        assert f"rank {rank}: 20 programs are right" in job.output, job.output

@@ -52,3 +52,24 @@ def test_a_rank_that_leaves_the_loop_is_named() -> None:
     assert job.code != 0
     assert job.of_rank(0) == ["done"]
     assert "ranks [1] wait for ranks [0], which have already shut down" in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("what", ["metric", "checkpoint", "save"])
+def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: Path) -> None:
+    job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", what, str(tmp_path)])
+    for rank in range(2):
+        error = job.of_rank(rank)[0]
+        assert error.startswith("StallError: "), job.output
+        assert "look for one under `if rank == 0`" in error
+        assert "strategy/" in error
+        assert "Ended after 3 s" in error
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_chief_may_save_a_model_alone_at_the_end(ranks: int, tmp_path: Path) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/strategy_under_one_rank.py", "save-at-the-end", str(tmp_path)])
+    assert job.of_rank(0) == ["returned True", "ends"], job.output
+    assert job.code == 0, job.output
+    assert (tmp_path / "model.keras").exists()

@@ -90,14 +90,16 @@ def reduce_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequen
     labels = [label_of(v) for v in variables] if variables is not None else \
         [f"gradient {i}" for i in range(len(gradients))]
     # A sum over several steps has no one number of rows.
+    strategy = tf.distribute.get_strategy()
+    bucket_bytes = strategy.extended.bucket_bytes()
     if state.rows is None or optimizer.gradient_accumulation_steps:
-        return collectives.all_reduce(gradients, _SUM, "gradients", labels)
+        return collectives.all_reduce(gradients, _SUM, "gradients", labels, bucket_bytes)
     # Here and not where the step begins: this may be in a branch of it.
     rows, usual = state.rows, shared("usual_rows", None)
     weight = tf.cast(rows, tf.float32) / tf.cast(usual, tf.float32)
     weighted = tf.cond(rows == usual, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
-    *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"])
-    size = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+    *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"], bucket_bytes)
+    size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
     return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
 
 

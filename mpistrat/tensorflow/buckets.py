@@ -65,7 +65,8 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
-                labels: Sequence[str] = (), patient: bool = True) -> list[tf.Tensor]:
+                labels: Sequence[str] = (), patient: bool = True,
+                bucket_bytes: int = BUCKET_BYTES) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -76,10 +77,11 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         postscale: Multiplies the result.
         labels: What users call the tensors, for error messages.
         patient: See bridge.run; False when other collectives are likely to follow before the results are needed.
+        bucket_bytes: The size of the buckets; the same on all ranks.
     """
     if not tensors:
         return []
-    buckets = plan([(t.dtype, t.shape) for t in tensors])
+    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes)
     if tf.executing_eagerly():
         # Nothing overlaps with an eager call, and joining is done by the engine's fusion buffer.
         buckets = [Bucket(single=list(range(len(tensors))))]

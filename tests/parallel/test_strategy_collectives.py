@@ -12,7 +12,7 @@ tf = pytest.importorskip("tensorflow")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-from .strategy_helpers import MEAN, SUM, eagerly, in_graph, per_rank  # noqa: E402
+from .strategy_helpers import MEAN, SUM, collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
 
 each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
 
@@ -231,3 +231,44 @@ def test_a_distributed_tape_is_refused_in_a_replica(strategy: MPIStrategy) -> No
         return tape.gradient(y, x)
     with pytest.raises(ValueError, match="would average gradients twice"):
         strategy.run(step)
+
+
+def test_tensors_are_packed_as_the_options_say(strategy: MPIStrategy, rank: int, size: int) -> None:
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=2000)
+    packing = MPIStrategy(options)
+    values = [tf.fill([200], rank + 1.0) for _ in range(6)]
+
+    def reduced(which: MPIStrategy, **arguments: Any) -> list[str]:
+        program = tf.function(lambda: which.run(
+            lambda: tf.distribute.get_replica_context().all_reduce("SUM", values, **arguments)))
+        program()
+        with collectives_counted() as names:
+            results = program()
+        np.testing.assert_array_equal(results, np.full((6, 200), size * (size + 1) / 2))
+        return names
+
+    assert len(reduced(strategy)) == 1
+    assert len(reduced(packing)) == 3
+    assert len(reduced(strategy, options=options)) == 3
+
+
+def test_different_options_are_an_error_on_every_rank(rank: int) -> None:
+    with pytest.raises(ValueError, match="communication_options differ among the ranks"):
+        MPIStrategy(tf.distribute.experimental.CommunicationOptions(bytes_per_pack=rank))
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0])
+def test_a_timeout_must_be_above_zero(seconds: float) -> None:
+    with pytest.raises(ValueError, match="timeout_seconds must be above 0"):
+        MPIStrategy(tf.distribute.experimental.CommunicationOptions(timeout_seconds=seconds))
+
+
+def test_nccl_is_warned_of_where_it_is_not_there(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.NCCL)
+    with caplog.at_level("WARNING", logger="mpistrat"):
+        MPIStrategy(options)
+    if mpistrat.nccl_built():
+        assert "NCCL" not in caplog.text
+    else:
+        assert ("ask for NCCL" in caplog.text) == (rank == 0)

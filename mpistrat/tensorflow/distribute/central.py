@@ -24,7 +24,13 @@ class ElsewhereVariable(RankMirroredVariable):
         return self
 
 
+_MARK = "_mpistrat_is_central"
 _ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: ElsewhereVariable}
+
+
+def is_central(variable: Any) -> bool:
+    """Whether the chief alone has the contents of a variable; the same on all ranks."""
+    return hasattr(variable, _MARK)
 
 
 class Slots:
@@ -55,11 +61,12 @@ class Slots:
         """Create a variable, which may be a slot. Collective, unless it is one."""
         if not self._begun:
             return create(self._strategy, device, next_creator, **kwargs)
-        if self.are_here:
-            return create_alone(self._strategy, device, next_creator, CLASSES, **kwargs)
-        dtype = kwargs["dtype"]
-        kwargs["initial_value"] = lambda: tf.zeros([0], dtype)
-        return create_alone(self._strategy, device, next_creator, _ELSEWHERE, **kwargs)
+        if not self.are_here:
+            dtype = kwargs["dtype"]
+            kwargs["initial_value"] = lambda: tf.zeros([0], dtype)
+        slot = create_alone(self._strategy, device, next_creator, CLASSES if self.are_here else _ELSEWHERE, **kwargs)
+        setattr(slot, _MARK, True)
+        return slot
 
     def share(self, variables: Sequence[Any]) -> None:
         """Give all ranks the chief's values of variables, in one exchange. Collective; nothing where none are central.

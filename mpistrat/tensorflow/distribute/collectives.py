@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ... import runtime
 from ...requests import Average, ReduceOp, Sum
-from ..buckets import reduce_list
+from ..buckets import BUCKET_BYTES, reduce_list
 from ..ops import broadcast_list, gather_list, reduce_slices
 from ..wakeups import seen_from_here
 from ._tf_private import FuncGraph
@@ -34,7 +34,7 @@ def create_token() -> None:
 
 
 def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str = "all_reduce",
-               labels: Sequence[str] = ()) -> list[Any]:
+               labels: Sequence[str] = (), bucket_bytes: int = BUCKET_BYTES) -> list[Any]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one go. Collective.
 
     Args:
@@ -42,21 +42,23 @@ def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str
         op: SUM or MEAN.
         operation: What it is, for the name by which the ranks meet.
         labels: What users call the values, for error messages.
+        bucket_bytes: The size of the buckets that they are reduced in.
     """
     tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     engine_op = Sum if op == tf.distribute.ReduceOp.SUM else Average
-    return _in_program_order(operation, lambda name: _reduced(tensors, engine_op, name, labels))
+    return _in_program_order(operation, lambda name: _reduced(tensors, engine_op, name, labels, bucket_bytes))
 
 
-def _reduced(tensors: list[Any], op: ReduceOp, name: str, labels: Sequence[str]) -> list[Any]:
+def _reduced(tensors: list[Any], op: ReduceOp, name: str, labels: Sequence[str], bucket_bytes: int) -> list[Any]:
     results = list(tensors)
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
             results[i] = reduce_slices(tensor, op, 1.0, 1.0, f"{name}/{i}")
-    reduced = reduce_list([tensors[i] for i in dense], name, op, labels=[labels[i] for i in dense] if labels else ())
+    reduced = reduce_list([tensors[i] for i in dense], name, op, labels=[labels[i] for i in dense] if labels else (),
+                          bucket_bytes=bucket_bytes)
     for i, tensor in zip(dense, reduced, strict=True):
         results[i] = tensor
     return results
@@ -96,7 +98,7 @@ def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label:
 def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labels: Sequence[str] = ()
                               ) -> list[tf.Tensor]:
     """Rank 0's values on every rank, in one exchange. Collective."""
-    if runtime.current().topology.size == 1:
+    if runtime.current().topology.size == 1 or not tensors:
         return list(tensors)
     return _in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
 

@@ -24,6 +24,7 @@ from ._tf_private import (
     value_container,
 )
 from .central import Slots
+from .options import apply_timeout, bucket_bytes
 from .replica_context import RankReplicaContext
 
 
@@ -46,9 +47,10 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     # A function that is called with other devices need not be traced again: there is one.
     _retrace_functions_for_each_device = False
 
-    def __init__(self, strategy: tf.distribute.Strategy, device: str, cluster_resolver: Any, random_per_rank: bool,
-                 central: bool = False):
+    def __init__(self, strategy: tf.distribute.Strategy, device: str, options: Any, cluster_resolver: Any,
+                 random_per_rank: bool, central: bool):
         super().__init__(strategy)
+        self._options = options
         self._device, self._cluster_resolver, self.random_per_rank = device, cluster_resolver, random_per_rank
         topology = runtime.current().topology
         self._rank, self._size = topology.rank, topology.size
@@ -127,21 +129,30 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), _op(reduce_op)))
+        return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), _op(reduce_op),
+                                                                      bucket_bytes=self.bucket_bytes(options)))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, tf.nest.flatten(value)))
+        return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, tf.nest.flatten(value), options))
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        return self._reduced(reduce_op, [value for value, _ in value_destination_pairs])
+        return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def _reduced(self, reduce_op: Any, values: Sequence[Any]) -> list[Any]:
+    def bucket_bytes(self, options: Any = None) -> int:
+        """The size of the buckets of a call with options of its own, or None. A timeout in those is applied."""
+        if options is not None:
+            apply_timeout(options)
+        return bucket_bytes(self._options.merge(options))
+
+    def _reduced(self, reduce_op: Any, values: Sequence[Any], options: Any) -> list[Any]:
         op = _op(reduce_op)
         # The mean of what is equal on all ranks is that.
         equal = [op == tf.distribute.ReduceOp.MEAN and is_mirrored(value) for value in values]
         results = [self.local(value) for value in values]
         sent = [i for i, is_equal in enumerate(equal) if not is_equal]
-        for i, result in zip(sent, collectives.all_reduce([results[i] for i in sent], op, "reduce"), strict=True):
+        reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
+                                         bucket_bytes=self.bucket_bytes(options))
+        for i, result in zip(sent, reduced, strict=True):
             results[i] = result
         return results
 

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from ... import array_ops, basics, runtime
 from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
-from . import collectives
+from . import checkpoints, collectives
 from ._tf_private import resolve
 from .extended import RankExtended
-from .options import check_options
+from .options import agreed
 from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     that rank 0 has set, or a random one.
 
     Args:
-        communication_options: tf.distribute.experimental.CommunicationOptions.
+        communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
         device: Where variables and computation are, for example "GPU:0"; by default the GPU of this local rank, or
             the CPU where there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
@@ -55,16 +55,17 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         runtime.init()
+        options = agreed(communication_options)
         kinds = array_ops.allgather_object(variables)
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
-        check_options(communication_options)
         collectives.create_token()
-        extended = RankExtended(self, resolve(device or _default_device()), _resolver(), random_per_rank,
+        extended = RankExtended(self, resolve(device or _default_device()), options, _resolver(), random_per_rank,
                                 variables == "central")
         # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
+        checkpoints.patch()
         _patch_keras()
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
