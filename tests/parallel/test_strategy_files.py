@@ -272,7 +272,9 @@ class Interrupt(keras.callbacks.Callback):
             raise TrainingInterruptedError
 
 
-def test_training_goes_on_after_an_interruption(strategy: MPIStrategy, shared_dir: str) -> None:
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_training_goes_on_after_an_interruption(kind: str, shared_dir: str) -> None:
+    strategy = MPIStrategy(variables=kind)
     whole, first, second = compiled(strategy), compiled(strategy), compiled(strategy)
     first.set_weights(whole.get_weights())
     fit(whole, epochs=4)
