@@ -7,14 +7,21 @@ right one, or that the program hangs. It takes about 20 minutes on 2 cores.
 """
 
 import argparse
-import faulthandler
+import contextlib
 import os
 import re
 import sys
 import tempfile
-import time
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import tensorflow as tf
+
+import mpistrat.tensorflow as hvd
+
+from .features import FEATURES, World
+from .features.common import Program
 from .jobs import Finished, run_job, run_limited
 
 HANG_S = 60
@@ -40,12 +47,7 @@ COLUMNS = (
 
 
 def try_features(strategy: str, names: list[str]) -> None:
-    """In a process of the job: run features until one fails, and print what becomes of each. It does not return."""
-    import tensorflow as tf
-
-    import mpistrat.tensorflow as hvd
-
-    from .features import FEATURES, World
+    """In a process of the job: run features while that can be done, and print what becomes of each; then exit."""
     if strategy in ("mirrored", "central"):
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -60,19 +62,40 @@ def try_features(strategy: str, names: list[str]) -> None:
     for name in names:
         directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
         print(f"\nbegins {name}", flush=True)
-        faulthandler.dump_traceback_later(HANG_S, exit=True)  # The other processes of the job end with this one.
-        try:
-            FEATURES[name].program(World(made, hvd.rank(), directory))
-        except BaseException as error:
-            print(f"\nfails {name} {describe(error)}", flush=True)
-            time.sleep(2)  # The other processes may have another error, and more to say.
-            os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
-        print(f"\nworks {name}", flush=True)
-        hvd.barrier()
+        with ended_when_it_hangs():
+            outcome, poisoned = outcome_of(FEATURES[name].program, World(made, hvd.rank(), directory))
+            print(f"\nends {name} {outcome}", flush=True)
+            everybody = hvd.allgather_object((outcome, poisoned))
+        if poisoned or any(other != everybody[0] for other in everybody):
+            break
         made = make() if strategy == "mpi" else made
     sys.stdout.flush()
     os._exit(0)  # Not every strategy can be ended in another way.
+
+
+def outcome_of(program: Program, world: World) -> tuple[str, bool]:
+    """What becomes of a feature, and whether TensorFlow may be of no use afterwards."""
+    try:
+        program(world)
+    except Exception as error:
+        return describe(error), isinstance(error, tf.errors.OpError)
+    return WORKS, False
+
+
+@contextlib.contextmanager
+def ended_when_it_hangs() -> Iterator[None]:
+    """Ends the process, and so the job, after HANG_S; not counting the time for which it is stopped by a signal."""
+    done = threading.Event()
+
+    def count() -> None:
+        for _ in range(HANG_S):
+            if done.wait(1.0):
+                return
+        print("\nhangs", flush=True)
+        os._exit(1)
+    threading.Thread(target=count, daemon=True).start()
+    yield
+    done.set()
 
 
 def describe(error: BaseException) -> str:
@@ -88,24 +111,18 @@ def describe(error: BaseException) -> str:
 def cells_of(column: Column, names: list[str]) -> dict[str, str]:
     """What becomes of each feature in a column."""
     cells: dict[str, str] = {}
-    tried_again = set()
     while left := [name for name in names if name not in cells]:
         output = run(column, left).output
-        cells.update(dict.fromkeys(re.findall(r"^works (\w+)$", output, re.MULTILINE), WORKS))
-        failed = re.findall(r"^fails (\w+) (.*)$", output, re.MULTILINE)
         begun = re.findall(r"^begins (\w+)$", output, re.MULTILINE)
-        if failed:
-            cells[failed[0][0]] = failed[0][1]
-        elif "Timeout (" in output:
-            # A machine that was busy with something else is no hang.
-            if begun[-1] in tried_again:
-                cells[begun[-1]] = f"hangs ({HANG_S} s)"
-            tried_again.add(begun[-1])
-        elif begun and begun[-1] not in cells:
-            cells[begun[-1]] = "the process dies"
-        elif not begun:
+        if not begun:
             sys.exit(f"{column.title}: nothing was tried:\n{output}")
-        print(f"{column.title}: {len(cells)} of {len(names)}", file=sys.stderr, flush=True)
+        for name, outcome in re.findall(r"^ends (\w+) (.*)$", output, re.MULTILINE):
+            if cells.get(name, WORKS) == WORKS:  # What fails in one process does not work.
+                cells[name] = outcome
+        if begun[-1] not in cells or (cells[begun[-1]] == WORKS and "\nhangs\n" in output):
+            cells[begun[-1]] = f"hangs ({HANG_S} s)" if "\nhangs\n" in output else "the process dies"
+        print(f"{column.title}: {len(cells)} of {len(names)}, then {begun[-1]}: {cells[begun[-1]]}", file=sys.stderr,
+              flush=True)
     return cells
 
 
@@ -119,7 +136,6 @@ def run(column: Column, names: list[str]) -> Finished:
 
 def table(cells: dict[str, dict[str, str]], names: list[str]) -> str:
     """The Markdown of all groups."""
-    from .features import FEATURES
     titles = list(cells)
     lines, group = [], ""
     for name in names:
@@ -143,7 +159,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.strategy:
         try_features(args.strategy, args.features)
-    from .features import FEATURES
     names = args.features or list(FEATURES)
     chosen = COLUMNS if args.columns is None else [COLUMNS[int(i)] for i in args.columns.split(",")]
     print(table({column.title: cells_of(column, names) for column in chosen}, names))

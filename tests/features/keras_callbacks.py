@@ -74,7 +74,7 @@ def csv_logger(world: World) -> None:
 @feature(GROUP, "`ModelCheckpoint`: the best model, to one path")
 def model_checkpoint(world: World) -> None:
     path = f"{world.directory}/best.keras"
-    model, _ = both(world, lambda: compiled(optimizer=lambda: keras.optimizers.SGD(0.7)))
+    model, _ = both(world.strategy, world.rank, lambda: compiled(optimizer=lambda: keras.optimizers.SGD(0.7)))
     x, y = points(60)
     history = model.fit(x, y, batch_size=BATCH, epochs=4, shuffle=False, verbose=0, validation_data=(x, y), callbacks=[
         keras.callbacks.ModelCheckpoint(path, monitor="val_loss", save_best_only=True)]).history
@@ -87,7 +87,7 @@ def model_checkpoint(world: World) -> None:
 @feature(GROUP, "`ModelCheckpoint(save_weights_only=True)`, every 2 batches")
 def weights_checkpoint(world: World) -> None:
     path = f"{world.directory}/{{batch}}.weights.h5"
-    model, _ = both(world)
+    model, _ = both(world.strategy, world.rank)
     model.fit(*points(60), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[
         keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2)])
     of_all_processes(None)
@@ -104,7 +104,7 @@ class Interruption(keras.callbacks.Callback):
 
 @feature(GROUP, "`BackupAndRestore`: interrupted, and resumed as if never")
 def backup_and_restore(world: World) -> None:
-    model, reference = both(world)
+    model, reference = both(world.strategy, world.rank)
     x, y = points(60)
     arguments: dict[str, Any] = {"batch_size": BATCH, "epochs": 4, "shuffle": False, "verbose": 0}
     try:

@@ -24,7 +24,7 @@ GROUP = "Keras: data"
 
 def _fits_like_arrays(world: World, data: Any) -> None:
     """One epoch on `data` is one epoch on the arrays that they are made of."""
-    model, reference = both(world)
+    model, reference = both(world.strategy, world.rank)
     x, y = points(ROWS)
     ours = model.fit(data, verbose=0, shuffle=False)
     expected = reference.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False)
@@ -98,7 +98,7 @@ def fit_from_function(world: World) -> None:
 @feature(GROUP, "`fit`: `steps_per_epoch` of an endless dataset")
 def fit_endless(world: World) -> None:
     x, y = points(ROWS)
-    model, reference = both(world)
+    model, reference = both(world.strategy, world.rank)
     ours = model.fit(_dataset().repeat(), steps_per_epoch=5, epochs=2, verbose=0)
     expected = reference.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
     assert_same_training(model, reference, ours, expected)
@@ -106,7 +106,7 @@ def fit_endless(world: World) -> None:
 
 @feature(GROUP, "`fit`: shuffled arrays, every row once")
 def fit_shuffled(world: World) -> None:
-    model, _ = both(world, lambda: compiled(optimizer=lambda: keras.optimizers.SGD(0.0)))
+    model, _ = both(world.strategy, world.rank, lambda: compiled(optimizer=lambda: keras.optimizers.SGD(0.0)))
     x, y = points(64)
     loss = model.fit(x, y, batch_size=16, shuffle=True, verbose=0).history["loss"][0]
     np.testing.assert_allclose(loss, np.mean((model(x).numpy() - y) ** 2), atol=1e-6)
@@ -149,14 +149,14 @@ def fit_strings(world: World) -> None:
     def prepared(text: Any, y: Any) -> Any:
         return look_up(tf.strings.split(text)).to_tensor(shape=[None, 3]), y
     dataset = tf.data.Dataset.from_tensor_slices((texts, points(ROWS)[1])).batch(BATCH).map(prepared)
-    model, reference = both(world, make)
+    model, reference = both(world.strategy, world.rank, make)
     ours, expected = (m.fit(dataset, verbose=0) for m in (model, reference))
     assert_same_training(model, reference, ours, expected)
 
 
 @feature(GROUP, "`evaluate`: metrics of all rows")
 def evaluate(world: World) -> None:
-    model, reference = both(world)
+    model, reference = both(world.strategy, world.rank)
     x, y = points(61)
     ours, expected = (m.evaluate(x, y, batch_size=BATCH, verbose=0) for m in (model, reference))
     assert_close(ours, expected, 1e-6)
@@ -165,7 +165,7 @@ def evaluate(world: World) -> None:
 
 @feature(GROUP, "`predict`: all rows, in order")
 def predict(world: World) -> None:
-    model, reference = both(world)
+    model, reference = both(world.strategy, world.rank)
     x, _ = points(61)
     assert_close([model.predict(x, batch_size=BATCH, verbose=0)], [reference.predict(x, verbose=0)], 1e-6)
 
@@ -175,7 +175,7 @@ def predict_several(world: World) -> None:
     def make() -> Any:
         inputs = keras.Input((COLUMNS,))
         return keras.Model(inputs, {"a": keras.layers.Dense(1)(inputs), "b": keras.layers.Dense(3)(inputs)})
-    model, reference = both(world, make)
+    model, reference = both(world.strategy, world.rank, make)
     x, _ = points(61)
     ours = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(BATCH), verbose=0)
     expected = reference.predict(x, verbose=0)
@@ -185,7 +185,7 @@ def predict_several(world: World) -> None:
 @feature(GROUP, "`train_on_batch`, `test_on_batch`")
 def on_batch(world: World) -> None:
     # Every replica is given the same rows: what each of them sees is up to the strategy.
-    model, reference = both(world, lambda: compiled(sequential))
+    model, reference = both(world.strategy, world.rank, lambda: compiled(sequential))
     x, y = points(BATCH)
     for _ in range(2):
         assert_close(model.train_on_batch(x, y), reference.train_on_batch(x, y))

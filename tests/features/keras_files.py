@@ -24,7 +24,7 @@ def keras_file(world: World) -> None:
     with world.strategy.scope():
         loaded = keras.models.load_model(path)
     assert_close(loaded.get_weights(), model.get_weights(), 0)
-    fit_both(world, loaded, reference)
+    fit_both(world.strategy, loaded, reference)
 
 
 @feature(GROUP, "`.keras` of one process, trained on with a strategy")
@@ -88,7 +88,7 @@ def checkpoint_manager(world: World) -> None:
         later = compiled()
         later.optimizer.build(later.trainable_variables)
     assert checkpoint_of(later).restore_or_initialize() == path
-    fit_both(world, later, reference)
+    fit_both(world.strategy, later, reference)
 
 
 @feature(GROUP, "A model with `BatchNormalization`, read back without a strategy")
@@ -106,7 +106,7 @@ def read_without_strategy(world: World) -> None:
 
 @feature(GROUP, "`clone_model` and `get_config`")
 def cloned(world: World) -> None:
-    model, _ = both(world)
+    model, _ = both(world.strategy, world.rank)
     with world.strategy.scope():
         clone = keras.models.clone_model(model)
         clone.compile("sgd", "mse")

@@ -57,7 +57,7 @@ def two_inputs(world: World) -> None:
         x = keras.layers.Concatenate()([keras.layers.Dense(4)(i) for i in inputs])
         return keras.Model(inputs, keras.layers.Dense(1)(x))
     x, y = points(60)
-    model, reference = both(world, lambda: compiled(build))
+    model, reference = both(world.strategy, world.rank, lambda: compiled(build))
     ours, expected = (m.fit([x[:, :2], x[:, 2:]], y, batch_size=BATCH, shuffle=False, verbose=0)
                       for m in (model, reference))
     assert_same_training(model, reference, ours, expected)
@@ -73,7 +73,7 @@ def several_outputs(world: World) -> None:
                       metrics={"a": ["mae"], "b": ["mse"]})
         return model
     x, y = points(60)
-    model, reference = both(world, make)
+    model, reference = both(world.strategy, world.rank, make)
     ours, expected = (m.fit(x, {"a": y, "b": 1 - y}, batch_size=BATCH, shuffle=False, verbose=0)
                       for m in (model, reference))
     assert_same_training(model, reference, ours, expected)
@@ -108,7 +108,7 @@ def built_outside(world: World) -> None:
 
 @feature(GROUP, "`get_weights`, `set_weights`")
 def set_weights(world: World) -> None:
-    model, reference = both(world)
+    model, reference = both(world.strategy, world.rank)
     weights = [np.full(w.shape, 0.1 * i, np.float32) for i, w in enumerate(model.get_weights())]
     model.set_weights(weights)
     assert_close(model.get_weights(), weights, 0)

@@ -65,7 +65,7 @@ def own_compute_loss(world: World) -> None:
 
 @feature(GROUP, "A loss that is a sum")
 def summed_loss(world: World) -> None:
-    model, reference = both(world, lambda: compiled(
+    model, reference = both(world.strategy, world.rank, lambda: compiled(
         optimizer=lambda: keras.optimizers.SGD(0.001), loss=keras.losses.MeanSquaredError(reduction="sum")))
     x, y = points(60)
     for m in (model, reference):
@@ -144,7 +144,7 @@ def frozen_in_between(world: World) -> None:
         m.layers[0].trainable = False
         with (world.strategy if m is model else tf.distribute.get_strategy()).scope():
             m.compile(sgd(), loss="mse", metrics=["mae"])
-    fit_both(world, model, reference)
+    fit_both(world.strategy, model, reference)
 
 
 @feature(GROUP, "LoRA switched on between two fits")
@@ -155,4 +155,4 @@ def lora_in_between(world: World) -> None:
             m.layers[0].enable_lora(2)
             m.compile(sgd(), loss="mse", metrics=["mae"])
     reference.set_weights(model.get_weights())
-    fit_both(world, model, reference)
+    fit_both(world.strategy, model, reference)

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from .common import World, assert_close, assert_equal_on_all, points
 
@@ -30,12 +31,12 @@ def compiled(build: Callable = sequential, optimizer: Callable = sgd, loss: Any 
     return model
 
 
-def both(world: World, make: Callable = compiled) -> tuple[Any, Any]:
+def both(strategy: tf.distribute.Strategy, rank: int, make: Callable = compiled) -> tuple[Any, Any]:
     """The same model with the strategy, from other seeds in each process, and without one."""
     keras.utils.set_random_seed(7)
     reference = make()
-    keras.utils.set_random_seed(7 + world.rank)
-    with world.strategy.scope():
+    keras.utils.set_random_seed(7 + rank)
+    with strategy.scope():
         model = make()
     if reference.built:
         reference.set_weights(model.get_weights())
@@ -64,18 +65,18 @@ def trains_as_one_process(world: World, make: Callable = compiled, *, rows: int 
         callbacks: Makes the callbacks of a fit.
         arguments: More for fit.
     """
-    model, reference = both(world, make)
-    fit_both(world, model, reference, rows=rows, data=data, atol=atol, callbacks=callbacks, **arguments)
+    model, reference = both(world.strategy, world.rank, make)
+    fit_both(world.strategy, model, reference, rows=rows, data=data, atol=atol, callbacks=callbacks, **arguments)
     return model, reference
 
 
-def fit_both(world: World, model: Any, reference: Any, *, rows: int = ROWS, data: Any = None, atol: float = 1e-5,
-             callbacks: Callable = list, **arguments: Any) -> None:
+def fit_both(strategy: tf.distribute.Strategy, model: Any, reference: Any, *, rows: int = ROWS, data: Any = None,
+             atol: float = 1e-5, callbacks: Callable = list, **arguments: Any) -> None:
     """As trains_as_one_process, for models that are there. They are built first, with the same weights."""
     x, y = data or points(rows)
     if not model.built:
         reference.build((None, *x.shape[1:]))
-        with world.strategy.scope():
+        with strategy.scope():
             model.build((None, *x.shape[1:]))
         reference.set_weights(model.get_weights())
     arguments = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **arguments}

@@ -46,7 +46,7 @@ def _assert_like_one_process(model: Any, reference: Any, losses: Any) -> None:
 
 
 def _loop(world: World, way: Any) -> None:
-    model, reference = both(world, _made)
+    model, reference = both(world.strategy, world.rank, _made)
     step = _step_of(model, BATCH)
     program = way(lambda batch: world.strategy.reduce("SUM", world.strategy.run(step, args=batch), axis=None))
     losses = [float(program(batch)) for batch in world.strategy.experimental_distribute_dataset(_dataset())]
@@ -65,7 +65,7 @@ def loop_of_eager_steps(world: World) -> None:
 
 @feature(GROUP, "Steps in a loop in `tf.function`: as one process")
 def loop_in_graph(world: World) -> None:
-    model, reference = both(world, _made)
+    model, reference = both(world.strategy, world.rank, _made)
     with world.strategy.scope():
         model.optimizer.build(model.trainable_variables)
     step = _step_of(model, BATCH)
@@ -83,7 +83,7 @@ def loop_in_graph(world: World) -> None:
 
 @feature(GROUP, "Keras' metrics are of all rows")
 def loop_with_metrics(world: World) -> None:
-    model, _ = both(world, _made)
+    model, _ = both(world.strategy, world.rank, _made)
     with world.strategy.scope():
         mean = keras.metrics.Mean()
     step = _step_of(model, BATCH, mean=mean)

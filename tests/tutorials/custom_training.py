@@ -1,6 +1,7 @@
 """TensorFlow's tutorial "Custom training with tf.distribute.Strategy", and its other ways to go through a dataset.
 
-The tutorial makes tf.distribute.MirroredStrategy(). Argument: a directory.
+The tutorial makes tf.distribute.MirroredStrategy(), and has one process. Where several save a checkpoint, each has a
+file of its own here; and only the chief prints. Argument: a directory.
 """
 
 import os
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from digits import load_data
 
+import mpistrat
 from mpistrat.tensorflow import MPIStrategy
 
 strategy = MPIStrategy()
@@ -86,7 +88,7 @@ def distributed_test_step(dataset_inputs: tuple) -> None:
     strategy.run(test_step, args=(dataset_inputs,))
 
 
-prefix = os.path.join(sys.argv[1], f"process{strategy.cluster_resolver.task_type}{strategy.cluster_resolver.task_id}")
+prefix = os.path.join(sys.argv[1], f"rank{mpistrat.rank()}")
 for _ in range(EPOCHS):
     train_losses = [distributed_train_step(x) for x in train_dist_dataset]
     for x in test_dist_dataset:
@@ -121,6 +123,6 @@ def distributed_train_epoch(dataset: tf.distribute.DistributedDataset) -> tf.Ten
 
 
 epoch_loss = float(distributed_train_epoch(train_dist_dataset))
-if strategy.cluster_resolver.task_type in ("chief", None) or strategy.cluster_resolver.task_id == 0:
+if mpistrat.rank() == 0:
     print(f"{strategy.num_replicas_in_sync} replicas, test accuracy {results[3]:.4f}, restored "
           f"{float(eval_accuracy.result()):.4f}, losses {results[0]:.3f} {iterator_loss:.3f} {epoch_loss:.3f}")

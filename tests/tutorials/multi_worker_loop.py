@@ -75,7 +75,9 @@ def train_step(iterator: tf.data.Iterator) -> tf.Tensor:
 
 
 task_type, task_id = strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id
-chief = task_type in ("chief", None) or (task_type == "worker" and task_id == 0)
+cluster_spec = strategy.cluster_resolver.cluster_spec()
+chief = task_type in (None, "chief") or (
+    task_type == "worker" and task_id == 0 and "chief" not in cluster_spec.as_dict())
 epoch = tf.Variable(initial_value=tf.constant(0, dtype=tf.int64), name="epoch")
 step_in_epoch = tf.Variable(initial_value=tf.constant(0, dtype=tf.int64), name="step_in_epoch")
 checkpoint = tf.train.Checkpoint(model=multi_worker_model, optimizer=optimizer, epoch=epoch,

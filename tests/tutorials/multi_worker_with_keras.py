@@ -53,10 +53,12 @@ multi_worker_model.fit(multi_worker_dataset.with_options(options), epochs=EPOCHS
 
 # -- Saving: every worker saves, and only the chief's file is kept. ----------------------------------------------------
 task_type, task_id = strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id
+cluster_spec = strategy.cluster_resolver.cluster_spec()
 
 
 def is_chief(task_type: str | None, task_id: int) -> bool:
-    return (task_type == "worker" and task_id == 0) or task_type in ("chief", None)
+    return task_type in (None, "chief") or (
+        task_type == "worker" and task_id == 0 and "chief" not in cluster_spec.as_dict())
 
 
 def write_filepath(filepath: str, task_type: str | None, task_id: int) -> str:
