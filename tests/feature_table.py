@@ -102,8 +102,7 @@ def describe(error: BaseException) -> str:
     """How an error begins, as one line that fits into a cell."""
     if isinstance(error, AssertionError):
         return "another result"
-    text = " ".join(str(error).split())
-    text = re.sub(r".*?(?:Error|Exception) \[?Op:\w+\]?", "", text) or text
+    text = " ".join(re.sub(r"\{\{.*?\}\}|Detected at node .*|Graph execution error:?", "", str(error)).split())
     shown = text if len(text) <= 70 else text[:70].rsplit(" ", 1)[0] + " …"
     return f"{type(error).__name__}: {shown}"
 
