@@ -11,12 +11,17 @@ import keras
 from keras.src.backend.tensorflow import trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.callbacks import BackupAndRestore, ModelCheckpoint, TensorBoard
 from keras.src.callbacks.callback_list import CallbackList
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.models.model import Model
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random.seed_generator import SeedGenerator
+from keras.src.saving import saving_lib
 
 from ..errors import MissingDependencyError
+from . import _strategy_files as files
 from . import _strategy_replacements as new
 from . import _strategy_steps as steps
 
@@ -62,6 +67,18 @@ PATCHES = (
           "the ranks would evaluate models of different running statistics"),
     Patch(TensorFlowTrainer, "predict", new.with_averaged_statistics, "likewise"),
     Patch(SeedGenerator, "next", new.next_seed, "all ranks would drop the same units"),
+    Patch(CallbackList, "on_train_end", new.on_train_end, "an error of one rank would leave the others waiting"),
+    Patch(saving_lib, "save_model", files.save, "all ranks would write to one file, at once"),
+    Patch(saving_lib, "save_weights_only", files.save, "likewise"),
+    Patch(legacy_h5_format, "save_model_to_hdf5", files.save, "likewise"),
+    Patch(Model, "export", files.save, "likewise"),
+    Patch(ModelCheckpoint, "_save_model", files.checkpoint_of_callback, "likewise"),
+    Patch(BackupAndRestore, "_save_model", files.backup, "likewise"),
+    Patch(BackupAndRestore, "on_train_begin", files.restore, "ranks that see no backup would begin anew"),
+    Patch(BackupAndRestore, "on_train_end", files.end_backup, "a rank would delete what another is about to delete"),
+    Patch(TensorBoard, "_write_keras_model_summary", files.deferred,
+          "all ranks would write events, before it is known which of them is to"),
+    Patch(TensorBoard, "_configure_embeddings", files.deferred, "likewise"),
 )
 _originals: list[tuple[Patch, Any]] = []
 

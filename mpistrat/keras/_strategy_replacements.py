@@ -15,7 +15,9 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from .. import array_ops, runtime
 from ..requests import Max
 from ..tensorflow.distribute import MPIStrategy, collectives
+from ..tensorflow.distribute.files import errors_shared
 from ..tensorflow.distribute.seeds import state_of_first_rank
+from . import _strategy_files as files
 from . import _strategy_steps as steps
 from .optimizer import is_distributed
 
@@ -166,10 +168,22 @@ def on_begin(original: Any) -> Any:
             wanted = any(_reads_logs(callback) for callback in self.callbacks)
             if strategy.num_replicas_in_sync > 1:
                 # A rank may have callbacks that others have not.
-                wanted = bool(array_ops.allreduce(int(wanted), op=Max, name="strategy/logs_wanted"))
+                everybody = array_ops.allreduce([int(wanted), int(any(map(files.writes, self.callbacks)))], op=Max,
+                                                name="strategy/callbacks")
+                wanted = bool(everybody[0])
+                if everybody[1] and not hasattr(self, "_mpistrat_shared_out"):
+                    files.share_out(self)
+                    self._mpistrat_shared_out = True
             object.__setattr__(model, "_mpistrat_logs_wanted", wanted)
-        return original(self, logs)
+        with _errors_shared(self):
+            files.write_deferred(self)
+            return original(self, logs)
     return replacement
+
+
+def _errors_shared(callbacks: Any) -> Any:
+    """Where callbacks write files, an error on one rank is one on all."""
+    return errors_shared() if hasattr(callbacks, "_mpistrat_shared_out") else contextlib.nullcontext()
 
 
 def _reads_logs(callback: Any) -> bool:
@@ -194,7 +208,15 @@ def on_epoch_end(original: Any) -> Any:
     def replacement(self: Any, epoch: int, logs: Any = None) -> Any:
         if getattr(self, "_model", None) is not None:
             steps.average_statistics(self._model)
-        return original(self, epoch, logs)
+        with _errors_shared(self):
+            return original(self, epoch, logs)
+    return replacement
+
+
+def on_train_end(original: Any) -> Any:
+    def replacement(self: Any, logs: Any = None) -> Any:
+        with _errors_shared(self):
+            return original(self, logs)
     return replacement
 
 

@@ -90,10 +90,15 @@ def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
 def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
     """Rank 0's value on every rank. Collective."""
-    if runtime.current().topology.size == 1:
-        return tensor
-    return _in_program_order(operation,
-                             lambda name: broadcast_list([tensor], 0, name, (label,) if label else ()))[0]
+    return broadcast_all_from_first([tensor], operation, (label,) if label else ())[0]
+
+
+def broadcast_all_from_first(tensors: Sequence[tf.Tensor], operation: str,
+                             labels: tuple[str, ...] = ()) -> list[tf.Tensor]:
+    """As broadcast_from_first for several tensors, in one go."""
+    if runtime.current().topology.size == 1 or not tensors:
+        return list(tensors)
+    return _in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, labels))
 
 
 def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) -> list[Any]:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ... import basics, runtime
 from ...errors import MissingDependencyError
-from . import collectives
+from . import checkpoints, collectives
 from ._tf_private import resolve
 from .extended import RankExtended
 from .options import check_options
@@ -46,6 +46,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
+        checkpoints.patch()
         _patch_keras()
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from . import collectives
+from . import collectives, files
 from ._tf_private import (
     DistributedVariable,
     MirroredVariable,
@@ -42,6 +42,9 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
     """A variable that every rank writes on its own, and that is aggregated when it is read outside of a replica."""
 
     def _get_cross_replica(self) -> Any:
+        known = files.known_value(self)
+        if known is not None:
+            return known
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return collectives.broadcast_from_first(self._get_replica(0).read_value(), "read", self.name)
         return super()._get_cross_replica()
