@@ -24,7 +24,7 @@ from .features import FEATURES, World
 from .features.common import Program
 from .jobs import Finished, run_job, run_limited
 
-HANG_S = 60
+HANG_S = 120
 WORKS = "works"
 
 
@@ -102,7 +102,10 @@ def describe(error: BaseException) -> str:
     """How an error begins, as one line that fits into a cell."""
     if isinstance(error, AssertionError):
         return "another result"
-    text = " ".join(re.sub(r"\{\{.*?\}\}|Detected at node .*|Graph execution error:?", "", str(error)).split())
+    # An error in a graph comes with the stack of where the graph was made.
+    lines = [line for line in str(error).splitlines()
+             if line.strip() and not line.startswith((" ", "\t", "File ", "Detected at", "Graph execution", "[["))]
+    text = " ".join(re.sub(r"\{\{.*?\}\}", "", " ".join(lines)).split())
     shown = text if len(text) <= 70 else text[:70].rsplit(" ", 1)[0] + " …"
     return f"{type(error).__name__}: {shown}"
 
