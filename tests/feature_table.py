@@ -102,8 +102,13 @@ def describe(error: BaseException) -> str:
     """How an error begins, as one line that fits into a cell."""
     if isinstance(error, AssertionError):
         return "another result"
-    # An error in a graph comes with the stack of where the graph was made.
-    lines = [line for line in str(error).splitlines()
+    # An error in a graph comes with the stack of where the graph was made, and Keras colours what it says.
+    said = re.sub(r"\x1b\[\d+m", "", str(error)).strip()
+    if said.startswith("in user code"):
+        said = said.splitlines()[-1].strip()
+    if root := re.search(r"\(0\) (.*)", said):
+        said = root[1]
+    lines = [line for line in said.splitlines()
              if line.strip() and not line.startswith((" ", "\t", "File ", "Detected at", "Graph execution", "[["))]
     text = " ".join(re.sub(r"\{\{.*?\}\}", "", " ".join(lines)).split())
     shown = text if len(text) <= 70 else text[:70].rsplit(" ", 1)[0] + " …"

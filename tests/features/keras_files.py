@@ -74,7 +74,8 @@ def exported(world: World) -> None:
     path = _own_path(world, "")
     model.export(path, verbose=False)
     x, _ = points(6)
-    np.testing.assert_allclose(tf.saved_model.load(path).serve(x), reference.predict(x, verbose=0), atol=1e-5)
+    served = tf.saved_model.load(path)
+    np.testing.assert_allclose(served.serve(x), reference.predict(x, verbose=0), atol=1e-5)
 
 
 @feature(GROUP, "`tf.train.CheckpointManager` of model and optimizer")

@@ -71,14 +71,10 @@ def training_with_dropout(world: World) -> None:
 
 @feature(GROUP, "`Normalization.adapt` before training")
 def adapted(world: World) -> None:
-    x, _ = points(60)
-    layer = keras.layers.Normalization()
-    layer.adapt(x)
-
     def build() -> Any:
-        return keras.Sequential([keras.Input((COLUMNS,)),
-                                 keras.layers.Normalization(mean=layer.mean, variance=layer.variance),
-                                 keras.layers.Dense(1)])
+        layer = keras.layers.Normalization()
+        layer.adapt(points(60)[0])
+        return keras.Sequential([keras.Input((COLUMNS,)), layer, keras.layers.Dense(1)])
     trains_as_one_process(world, lambda: compiled(build))
 
 

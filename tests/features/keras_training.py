@@ -27,7 +27,7 @@ def sgd(**arguments: Any) -> Any:
 def compiled(build: Callable = sequential, optimizer: Callable = sgd, loss: Any = "mse", metrics: Any = ("mae",),
              **arguments: Any) -> Any:
     model = build()
-    model.compile(optimizer(), loss=loss, metrics=list(metrics), **arguments)
+    model.compile(optimizer(), loss=loss, metrics=list(metrics) or None, **arguments)
     return model
 
 

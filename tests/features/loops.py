@@ -16,6 +16,13 @@ ROWS = 60
 def _made() -> Any:
     model = sequential()
     model.optimizer = sgd()
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _made_without_slots() -> Any:
+    model = sequential()
+    model.optimizer = sgd()
     return model
 
 
@@ -45,8 +52,8 @@ def _assert_like_one_process(model: Any, reference: Any, losses: Any) -> None:
     assert_close(losses, expected)
 
 
-def _loop(world: World, way: Any) -> None:
-    model, reference = both(world.strategy, world.rank, _made)
+def _loop(world: World, way: Any, make: Any = _made) -> None:
+    model, reference = both(world.strategy, world.rank, make)
     step = _step_of(model, BATCH)
     program = way(lambda batch: world.strategy.reduce("SUM", world.strategy.run(step, args=batch), axis=None))
     losses = [float(program(batch)) for batch in world.strategy.experimental_distribute_dataset(_dataset())]
@@ -58,6 +65,11 @@ def loop_of_functions(world: World) -> None:
     _loop(world, tf.function)
 
 
+@feature(GROUP, "A step in `tf.function` that makes the optimizer's variables")
+def loop_that_makes_slots(world: World) -> None:
+    _loop(world, tf.function, _made_without_slots)
+
+
 @feature(GROUP, "A step not in `tf.function`: as one process")
 def loop_of_eager_steps(world: World) -> None:
     _loop(world, lambda function: function)
@@ -66,8 +78,6 @@ def loop_of_eager_steps(world: World) -> None:
 @feature(GROUP, "Steps in a loop in `tf.function`: as one process")
 def loop_in_graph(world: World) -> None:
     model, reference = both(world.strategy, world.rank, _made)
-    with world.strategy.scope():
-        model.optimizer.build(model.trainable_variables)
     step = _step_of(model, BATCH)
 
     @tf.function
