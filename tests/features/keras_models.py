@@ -16,7 +16,6 @@ from .keras_training import (
     both,
     compiled,
     dense,
-    sequential,
     sgd,
     trains_as_one_process,
 )
@@ -85,15 +84,6 @@ def nested_model(world: World) -> None:
         inner = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(COLUMNS, activation="tanh")])
         return keras.Sequential([keras.Input((COLUMNS,)), inner, inner, keras.layers.Dense(1)])
     trains_as_one_process(world, lambda: compiled(build))
-
-
-@feature(GROUP, "Compiled outside of the scope")
-def compiled_outside(world: World) -> None:
-    with world.strategy.scope():
-        model = sequential()
-    model.compile(sgd(), loss="mse")
-    model.fit(*points(60), batch_size=BATCH, shuffle=False, verbose=0)
-    assert_equal_on_all(model.get_weights())
 
 
 @feature(GROUP, "Built outside of the scope: a warning")
