@@ -2,6 +2,7 @@
 
     python examples/strategy_fit.py
     mpirun -np 2 python examples/strategy_fit.py
+    mpirun -np 2 python examples/strategy_fit.py --input dataset
 
 Any number of ranks sees the same global batches, and so ends with the same weights up to rounding.
 """
@@ -12,6 +13,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import mpistrat
 from mpistrat.tensorflow import MPIStrategy
@@ -24,6 +26,8 @@ except ImportError:
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=8)
 parser.add_argument("--batch-size", type=int, default=64, help="images of all ranks together in a step (default: 64)")
+parser.add_argument("--input", choices=["numpy", "dataset"], default="numpy",
+                    help="what fit is given: arrays, or a tf.data.Dataset of global batches (default: numpy)")
 args = parser.parse_args()
 
 keras.utils.set_random_seed(1)
@@ -45,7 +49,13 @@ with strategy.scope():
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
 chief = mpistrat.rank() == 0
-model.fit(x[train], y[train], batch_size=args.batch_size, epochs=args.epochs, verbose=2 if chief else 0)
+verbose = 2 if chief else 0
+if args.input == "numpy":
+    model.fit(x[train], y[train], batch_size=args.batch_size, epochs=args.epochs, verbose=verbose)
+else:
+    # Each rank reads its part of every global batch.
+    batches = tf.data.Dataset.from_tensor_slices((x[train], y[train])).shuffle(1437, seed=1).batch(args.batch_size)
+    model.fit(batches, epochs=args.epochs, verbose=verbose)
 
 # evaluate is collective like fit: every rank calls it, and every rank gets the metrics of all rows.
 _, accuracy = model.evaluate(x[test], y[test], verbose=0)

@@ -8,7 +8,10 @@ import pytest
 
 from .jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
 
-EXAMPLES = ["strategy_fit", "strategy_custom_loop"]
+# What trains on any number of ranks as it does on one.
+EXAMPLES = ["strategy_fit", "strategy_fit --input dataset", "strategy_custom_loop"]
+# The statistics of BatchNormalization are those of a rank's rows, so the results differ; the arguments make it quick.
+OTHERS = ["strategy_mobilenet --epochs 3 --batch-size 64", "strategy_resnet56 --depth 8 --images 512 --batch-size 32"]
 LAST_LINE = re.compile(r"test accuracy (\d\.\d+), norm of the weights (\d+\.\d+), (\d) ranks")
 _alone: dict[str, re.Match[str]] = {}
 
@@ -20,16 +23,29 @@ def last_line(job: Finished) -> re.Match[str]:
     return found[0]
 
 
+def trained_alone_job(example: str) -> Finished:
+    return run_limited([sys.executable, *command(example)[1:]], limit_s=300)
+
+
 def trained_alone(example: str) -> re.Match[str]:
     if example not in _alone:
-        _alone[example] = last_line(run_limited([sys.executable, str(ROOT / "examples" / f"{example}.py")],
-                                                limit_s=300))
+        _alone[example] = last_line(trained_alone_job(example))
     return _alone[example]
 
 
+def command(example: str) -> list[str]:
+    """The words that start an example, which is given by its name and arguments."""
+    name, *arguments = example.split()
+    return ["python", f"examples/{name}.py", *arguments]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("strategy_*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_short_and_runs_without_mpirun(example: str) -> None:
-    assert len(Path(ROOT / "examples" / f"{example}.py").read_text().splitlines()) < 80
+def test_an_example_runs_without_mpirun(example: str) -> None:
     line = trained_alone(example)
     assert float(line[1]) > 0.8
     assert line[3] == "1"
@@ -39,11 +55,45 @@ def test_an_example_is_short_and_runs_without_mpirun(example: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_as_one_process_does(example: str, ranks: int) -> None:
-    line = last_line(run_job(ranks, ["python", f"examples/{example}.py"], limit_s=300))
+    line = last_line(run_job(ranks, command(example), limit_s=300))
     expected = trained_alone(example)
     assert float(line[2]) == pytest.approx(float(expected[2]), abs=0.01)
     assert float(line[1]) == pytest.approx(float(expected[1]), abs=0.006)
     assert int(line[3]) == ranks
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])
+@pytest.mark.parametrize("example", OTHERS)
+def test_an_example_with_statistics_of_its_rows_learns(example: str, ranks: int) -> None:
+    line = last_line(trained_alone_job(example) if ranks == 1 else run_job(ranks, command(example), limit_s=300))
+    assert float(line[1]) > 0.7
+    assert int(line[3]) == ranks
+
+
+@needs_mpirun
+def test_the_whole_resnet_56_takes_a_step() -> None:
+    job = run_job(2, command("strategy_resnet56 --images 16 --batch-size 16 --epochs 1"), limit_s=300)
+    assert int(last_line(job)[3]) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun), pytest.param(3, marks=needs_mpirun)])
+def test_a_dataset_function_gives_each_rank_its_points(ranks: int) -> None:
+    job = trained_alone_job("strategy_dataset_fn") if ranks == 1 else run_job(ranks, command("strategy_dataset_fn"))
+    assert job.code == 0, job.output
+    assert job.output.splitlines()[-1] == f"weights [1.0, -2.0, 0.5], {ranks} ranks"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])
+def test_an_interrupted_training_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
+    def trained(arguments: str) -> Finished:
+        example = f"strategy_resume --directory {tmp_path} --epochs 4 {arguments}"
+        return trained_alone_job(example) if ranks == 1 else run_job(ranks, command(example), limit_s=300)
+    first = trained("--interrupt-after 2")
+    assert "interrupted after epoch 2" in first.output, first.output
+    assert first.code != 0
+    second = trained("")
+    assert re.findall(r"^Epoch (\d)/4", second.output, re.MULTILINE) == ["3", "4"], second.output
+    assert float(last_line(second)[1]) > 0.8
 
 
 @needs_mpirun

@@ -1,34 +1,21 @@
 """What the tests of MPIStrategy share: a strategy, data, and comparisons among ranks and with one process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-import mpistrat
 from mpistrat import runtime
 from mpistrat.tensorflow import MPIStrategy
 
+from ..features.common import assert_close
+from ..features.common import assert_equal_on_all as assert_equal_on_all_ranks
+from ..features.common import points as global_data
+
+__all__ = ["MEAN", "SUM", "assert_close", "assert_equal_on_all_ranks", "collectives_counted", "eagerly", "global_data",
+           "in_graph", "per_rank"]
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
-
-
-def global_data(rows: int, columns: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """The same rows on every rank: normal inputs and a smooth function of them."""
-    generator = np.random.default_rng(11)
-    x = generator.standard_normal((rows, columns)).astype(np.float32)
-    return x, np.tanh(x @ generator.standard_normal((columns, 1))).astype(np.float32)
-
-
-def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
-    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
-    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
-
-
-def assert_close(values: Sequence[Any], expected: Sequence[Any], atol: float) -> None:
-    for value, other in zip(values, expected, strict=True):
-        np.testing.assert_allclose(value, other, rtol=0, atol=atol)
 
 
 @contextmanager
