@@ -78,6 +78,7 @@ class Runtime:
         self.engine.end(self._report_waiting)
         if self.engine.error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
+        self.engine.close()
         self._data.close()
         self._control.close()
         if self.comm is not None:
