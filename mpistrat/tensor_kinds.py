@@ -98,7 +98,10 @@ class Torch(AnyLibrary):
     def to_numpy(self, value: Any) -> np.ndarray:
         if value.dtype is not _module("torch").bfloat16:
             return np.from_dlpack(value)
-        from ml_dtypes import bfloat16  # numpy knows no bfloat16 by itself
+        try:
+            from ml_dtypes import bfloat16
+        except ImportError as error:
+            raise MissingDependencyError("numpy knows bfloat16 by ml_dtypes only (pip install ml_dtypes).") from error
         return np.from_dlpack(value.view(_module("torch").int16)).view(bfloat16)
 
     def from_numpy(self, array: np.ndarray) -> Any:
