@@ -21,7 +21,7 @@ from .shared_memory import CONSUMED, PACKED, READY, UNPACKED, SharedMemoryData, 
 _SMALL_BYTES = 32 * 1024
 # Slices smaller than this would cost more messages than the wire gains by having several senders.
 _SLICE_BYTES = 16 * 1024
-_YIELD_S = 1e-4
+_YIELD_S = 2e-3
 _SLEEP_S = 50e-6
 
 

@@ -34,6 +34,7 @@ from ..errors import (
 )
 from ..messages import Request
 from ..tensor_queue import Handle
+from .thread_state import keep_thread_state
 from .wakeups import Wakeups, awaited
 
 _wakeups = Wakeups()
@@ -126,11 +127,13 @@ class _Place:
 
     def submit(self, *arrays: np.ndarray) -> np.int64:
         """A ticket for the result."""
+        keep_thread_state()
         prepared = [np.asarray(array) for array in arrays]
         return self._ticket_for(runtime.current().engine.submit(self._request(prepared), prepared))
 
     def submit_and_wait(self, *arrays: np.ndarray) -> list[Any]:
         """_DONE and the results, or a ticket and empty arrays."""
+        keep_thread_state()
         prepared = [np.asarray(array) for array in arrays]
         handle = runtime.current().engine.run(self._request(prepared), prepared, _PATIENCE_S)
         if handle.done():
@@ -139,6 +142,7 @@ class _Place:
 
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The results."""
+        keep_thread_state()
         return _wakeups.redeem(int(ticket)).wait()
 
     def _request(self, arrays: list[np.ndarray]) -> Request:

@@ -32,6 +32,7 @@ class Wakeups:
         self._taken: dict[int, Handle] = {}  # by ticket, the oldest first
         self._numbers = itertools.count()
         self._places = 0
+        self._element: tf.Tensor | None = None  # to make one takes as long as to enqueue it
 
     def queues_for(self, place: Any) -> tf.Tensor:
         """Handles of as many queues as are enough with one more place in a graph, for that graph to capture.
@@ -53,6 +54,7 @@ class Wakeups:
     def _grow(self) -> None:
         first = len(self._queues)
         with tf.init_scope(), tf.device("CPU:0"):
+            self._element = tf.constant(0, tf.int64)
             self._queues += [tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
                                                     shared_name=f"mpistrat_wakeup_{slot}")
                              for slot in range(first, first + _GROUP)]
@@ -81,7 +83,7 @@ class Wakeups:
         raise AssertionError(f"{queues} queues are not enough for the collectives under way")
 
     def _wake(self, slot: int) -> None:
-        tf.raw_ops.QueueEnqueueV2(handle=self._queues[slot], components=[tf.constant(0, tf.int64)], timeout_ms=-1)
+        tf.raw_ops.QueueEnqueueV2(handle=self._queues[slot], components=[self._element], timeout_ms=-1)
 
     def redeem(self, ticket: int) -> Handle:
         """The handle that the ticket stands for, once its wait is over."""
