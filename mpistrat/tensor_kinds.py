@@ -62,7 +62,7 @@ class AnyLibrary:
             made, event = device.empty_on_arrival(shape, dtype)
             return device.seen(made), event
 
-        return _input(device.seen(array), device, ready, allocate)
+        return gpu_input(device.seen(array), device, ready, allocate)
 
     def from_gpu(self, result: GpuArray) -> Any:
         """The result for the caller."""
@@ -89,7 +89,7 @@ class Cupy(AnyLibrary):
                 made = device.empty(shape, dtype)
                 return device.seen(made), device.record(stream)
 
-        return _input(device.seen(array), device, device.record(stream), allocate)
+        return gpu_input(device.seen(array), device, device.record(stream), allocate)
 
 
 class Torch(AnyLibrary):
@@ -122,7 +122,7 @@ class Torch(AnyLibrary):
                 seen, event = device.imported(made)
             return GpuArray(device.seen(seen).address, shape, seen.dtype, made), event
 
-        return _input(device.seen(array), device, ready, allocate)
+        return gpu_input(device.seen(array), device, ready, allocate)
 
 
 class Jax(AnyLibrary):
@@ -154,8 +154,7 @@ def tensor_of(value: Any) -> Tensor:
     kind = KINDS.get(type(value).__module__.partition(".")[0], _OTHERS)
     number = _gpu_of(value)
     if number is not None:
-        with _lock:
-            device = _device(number)
+        device = this_ranks_gpu(number)
         with device.current():
             return Tensor(_guarded(value, lambda: kind.to_gpu(value, device)), kind.from_gpu)
     array = np.asarray(_guarded(value, lambda: kind.to_numpy(value)), order="C")
@@ -179,12 +178,17 @@ def _gpu_of(value: Any) -> int | None:
     return int(number) if int(kind) == _CUDA else None
 
 
-def _device(number: int) -> Any:
-    """This rank's GPU, which is that of the first tensor since init()."""
+def this_ranks_gpu(number: int) -> Any:
+    """This rank's GPU (`gpu.device.Device`), which is that of the first tensor since init().
+
+    Raises:
+        As `tensor_of`, when `number` is another one, or cupy is not installed.
+    """
     current = runtime.current()
-    device = _devices.get(current)
-    if device is None:
-        device = _devices[current] = make_device(number)
+    with _lock:
+        device = _devices.get(current)
+        if device is None:
+            device = _devices[current] = make_device(number)
     if device.number != number:
         raise InvalidRequestError(f"the tensor is on GPU {number}, but this rank's tensors are on GPU {device.number}; "
                                   "a rank uses one GPU.")
@@ -200,7 +204,8 @@ def make_device(number: int) -> Any:
     return Device(number)
 
 
-def _input(array: GpuArray, device: Any, ready: Any, allocate: Any) -> GpuInput:
+def gpu_input(array: GpuArray, device: Any, ready: Any, allocate: Any) -> GpuInput:
+    """The array as GpuInput."""
     return GpuInput(array.address, array.shape, array.dtype, array.owner, device, ready, allocate)
 
 

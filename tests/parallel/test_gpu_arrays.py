@@ -4,6 +4,7 @@ On the stand-in memory is the host's, and what is enqueued runs late, in any ord
 free is poisoned, so a result is wrong if anything is read or written too early or too late.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import runtime, tensor_kinds
+from mpistrat import tensor_kinds
 from tests import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -214,10 +215,11 @@ def test_a_group_is_on_one_device(library: Any) -> None:
 
 
 def test_a_tensor_on_another_gpu_is_refused(library: Any) -> None:
-    mpistrat.allreduce(library.array(np.ones(2)))
-    used = tensor_kinds._devices[runtime.current()].number
-    with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {used + 1}, but this rank's tensors are on GPU"):
-        tensor_kinds._device(used + 1)
+    array = library.array(np.ones(2))
+    mpistrat.allreduce(array)
+    other = array.__dlpack_device__()[1] + 1
+    with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {other}, but this rank's tensors are on GPU"):
+        tensor_kinds.this_ranks_gpu(other)
 
 
 def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.FixtureRequest,
@@ -226,7 +228,7 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
     mpistrat.shutdown()
     with caplog.at_level("INFO", "mpistrat"):
         mpistrat.init()
-        runtime.logging.getLogger("mpistrat").setLevel("INFO")
+        logging.getLogger("mpistrat").setLevel("INFO")
         for _ in range(3):
             mpistrat.allreduce(library.array(np.ones(2)))
     lines = [line for line in caplog.messages if line.startswith("GPU tensors are")]
