@@ -84,7 +84,7 @@ class Device:
     """
 
     def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
-        self.number, self.uuid, self.free_bytes = number, f"stand-in-{seed}", free_bytes
+        self.number, self.identity, self.free_bytes = number, f"stand-in-{seed}", free_bytes
         self.log: list[tuple[Any, ...]] = []
         self._random = random.Random(seed)
         self._streams: list[Stream] = []

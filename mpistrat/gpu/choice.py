@@ -14,7 +14,7 @@ class Found(NamedTuple):
     """What a rank tells the others before the first collective on GPU tensors.
 
     Attributes:
-        gpu: Its GPU's UUID, different for all GPUs there are.
+        gpu: What tells its GPU from all others, on all hosts.
         nccl: NCCL's version code; 0: there is none.
         buffer_bytes: How large the fusion buffers are that its GPU has memory for; 0: none.
         may_share: Its environment lets ranks share a GPU.

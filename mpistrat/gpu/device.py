@@ -1,6 +1,7 @@
 """This rank's GPU, by cupy: all that the rest of the package needs of it. This is the only module that imports cupy."""
 
 import ctypes
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -16,6 +17,8 @@ from .arrays import GpuArray
 from .copy_kernel import NAME, source, variant
 from .copy_plan import BLOCK_THREADS, CopyJob
 
+_NOT_READY = 600  # cudaErrorNotReady
+
 
 class Device:
     """A GPU, with streams, events, memory, the copy kernel and NCCL. Any thread may use it, within `current()`.
@@ -26,7 +29,9 @@ class Device:
 
     def __init__(self, number: int):
         self.number = number
-        self.uuid: str = bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"]).hex()
+        # The instances of a divided GPU have its bus in common, and GPUs of different hosts may have the same.
+        found = cupy.cuda.runtime.getDeviceProperties(number).get("uuid")
+        self.identity = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(number)} {found!r}"
         self._launch = cache(self._compile)
         with self.current():
             # What tensors of other libraries wait for is waited for here, so that nothing else has to.
@@ -43,23 +48,22 @@ class Device:
         """A stream that waits for no other by itself; its address is `.ptr`."""
         return cupy.cuda.Stream(non_blocking=True)
 
-    def record(self, stream: Any = None) -> Any:
-        """An event after what `stream`, or cupy's current stream, has been given so far. `.done` tells whether it is
-        complete; it raises what a kernel has done wrong."""
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(cupy.cuda.get_current_stream() if stream is None else stream)
-        return event
+    def record(self, stream: Any = None) -> "Event":
+        """An event after what `stream`, or cupy's current stream, has been given so far."""
+        return Event(cupy.cuda.get_current_stream() if stream is None else stream)
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Any, event: "Event") -> None:
         """Let what `stream` is given from now on begin after `event`. The host does not wait."""
-        stream.wait_event(event)
+        stream.wait_event(event.of_cupy)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def scratch(self, nbytes: int) -> GpuArray | None:
         """Uninitialised bytes of this GPU, or None where there are not so many left."""
         try:
-            memory = cupy.cuda.alloc(nbytes)
+            # In the order of a stream of our own: work of the caller's may still be at what cupy's pool holds free.
+            with self._arrivals:
+                memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
@@ -148,6 +152,30 @@ class Device:
             yield
         finally:
             nccl.groupEnd()
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, stream: Any):
+        self.of_cupy = cupy.cuda.Event(disable_timing=True)
+        self.of_cupy.record(stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has come so far. Raises EngineError when the GPU has failed instead."""
+        status = cupy.cuda.runtime.eventQuery(self.of_cupy.ptr)
+        if status not in (0, _NOT_READY):
+            raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
+        return bool(status == 0)
+
+
+def gpu_count() -> int:
+    """How many GPUs this process sees; 0 also where there is no driver."""
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
 
 
 def last_error() -> str:

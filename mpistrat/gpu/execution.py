@@ -150,7 +150,7 @@ class GpuExecutor:
         buffers, nbytes = self._fusion_buffers(lanes) if version else ([], 0)
         may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         own_ids = [device.unique_id() for _ in range(lanes)] if version and self._rank == 0 else []
-        told = self._exchange((Found(device.uuid, version, nbytes, may_share), own_ids))
+        told = self._exchange((Found(device.identity, version, nbytes, may_share), own_ids))
         ranks = [found for found, _ in told]
         reason = why_not_nccl(ranks, wanted)
         self._fusion_bytes = self._settings.fusion_bytes

