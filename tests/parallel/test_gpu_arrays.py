@@ -42,17 +42,18 @@ class StandIn:
 class Cupy:
     """Arrays of cupy."""
 
-    def __init__(self, rank: int):
+    def __init__(self) -> None:
         import cupy
         self._cupy = cupy
-        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+        cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def array(self, values: np.ndarray) -> Any:
-        # Work before and after it on the same stream; the memory of the first is used again by the second.
+        # As bytes, for cupy has kernels for most dtypes only. The memory of the first array is used again by the second.
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         with self._stream:
-            self._cupy.full(values.shape, 77, values.dtype)
-            return self._cupy.asarray(values)
+            self._cupy.full(flat.shape, 77, np.uint8)
+            return self._cupy.asarray(flat).view(values.dtype).reshape(values.shape)
 
     def values(self, array: Any) -> np.ndarray:
         return np.asarray(self._cupy.asnumpy(array))
@@ -81,11 +82,11 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
     kind, operations = request.param.split()
     rank = mpistrat.rank()
+    found = StandIn(rank) if kind == "stand-in" else Cupy()
     mpistrat.shutdown()
     patch = pytest.MonkeyPatch()
     patch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
-    found = StandIn(rank) if kind == "stand-in" else Cupy(rank)
     if kind == "stand-in":
         patch.setattr(tensor_kinds, "make_device", lambda number: found.device)
         patch.setitem(tensor_kinds.KINDS, "tests", tensor_kinds.Cupy())
