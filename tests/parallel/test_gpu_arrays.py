@@ -38,6 +38,9 @@ class StandIn:
     def is_own(self, array: Any) -> bool:
         return isinstance(array, gpu_stand_in.Array)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class Cupy:
     """Arrays of cupy."""
@@ -46,20 +49,22 @@ class Cupy:
         import cupy
         self._cupy = cupy
         cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Stream(non_blocking=True).use()
 
     def array(self, values: np.ndarray) -> Any:
-        # As bytes, for cupy has kernels for most dtypes only. The memory of the first array is used again by the second.
+        # As bytes, since cupy has no kernels for some dtypes. The second array takes the memory of the first.
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        with self._stream:
-            self._cupy.full(flat.shape, 77, np.uint8)
-            return self._cupy.asarray(flat).view(values.dtype).reshape(values.shape)
+        self._cupy.full(flat.shape, 77, np.uint8)
+        return self._cupy.asarray(flat).view(values.dtype).reshape(values.shape)
 
     def values(self, array: Any) -> np.ndarray:
         return np.asarray(self._cupy.asnumpy(array))
 
     def is_own(self, array: Any) -> bool:
         return isinstance(array, self._cupy.ndarray)
+
+    def close(self) -> None:
+        self._cupy.cuda.Stream.null.use()
 
 
 def why_no_gpu() -> str:
@@ -93,6 +98,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     mpistrat.init()
     yield found
     mpistrat.shutdown()
+    found.close()
     patch.undo()
     mpistrat.init()
 
