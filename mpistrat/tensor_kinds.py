@@ -7,8 +7,7 @@ library.
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,8 +23,7 @@ _devices: WeakKeyDictionary[runtime.Runtime, Any] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A caller's tensor as the engine takes it, and what makes a result of the caller's kind.
 
     Attributes:
