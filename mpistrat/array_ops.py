@@ -1,4 +1,8 @@
-"""Door C: collectives on numpy arrays, and on CPU tensors of any library that speaks DLPack.
+"""Door C: collectives on numpy and cupy arrays, and on tensors of any library that speaks DLPack, on CPU or GPU.
+
+The result is of the kind of the input: numpy's for numbers, sequences and tensors of unknown libraries on the CPU,
+cupy's for those on a GPU, and otherwise that of numpy, cupy, torch or jax.
+
 
 Every function is collective. Calls of different ranks meet by `name`. Without a name a blocking call uses the name of
 its operation, and an asynchronous one a number counted up in the order of calls, which must then be the same on all
@@ -15,7 +19,7 @@ import numpy as np
 
 from . import runtime
 from .errors import InvalidRequestError
-from .messages import Request
+from .messages import DEVICE_CPU, DEVICE_GPU, Request
 from .requests import (
     ReduceOp,
     allgather_request,
@@ -25,6 +29,7 @@ from .requests import (
     resolve_op,
     specs_of,
 )
+from .tensor_kinds import Tensor, tensor_of
 from .tensor_queue import Handle
 
 T = TypeVar("T")
@@ -34,7 +39,7 @@ _counters: dict[str, itertools.count] = defaultdict(itertools.count)
 class AsyncResult(Generic[T]):
     """The pending result of an asynchronous collective."""
 
-    def __init__(self, handle: Handle, finish: Callable[[list[np.ndarray]], T]):
+    def __init__(self, handle: Handle, finish: Callable[[list[Any]], T]):
         self._handle, self._finish = handle, finish
 
     @property
@@ -58,22 +63,22 @@ class AsyncResult(Generic[T]):
 
 
 def allreduce_async(array: Any, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> AsyncResult[np.ndarray]:
+                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> AsyncResult[Any]:
     """As allreduce, but returns at once. `array` must stay unchanged until the result is there."""
     return _allreduce([array], average, _number(name, "allreduce"), op, prescale_factor, postscale_factor, _only)
 
 
 def allreduce(array: Any, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-              prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> np.ndarray:
+              prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Any:
     """Return the reduction of `array` over all ranks. Collective.
 
     Args:
-        array: A number, a sequence, a numpy array or a CPU tensor that speaks DLPack; any shape; the same shape and
-            dtype on all ranks.
+        array: A number, a sequence, a numpy or cupy array, or a tensor that speaks DLPack; any shape; the same shape
+            and dtype on all ranks, and on the CPU or on a GPU on all of them.
         average: Deprecated form of `op`: True is Average, False is Sum.
         name: By which the ranks meet.
-        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once; an
-            average of integers is truncated toward zero.
+        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once
+            (not by NCCL, which rounds at every rank); an average of integers is truncated toward zero.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
 
@@ -92,25 +97,25 @@ def allreduce(array: Any, average: bool | None = None, name: str | None = None, 
 
 def grouped_allreduce_async(arrays: Sequence[Any], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0,
-                            postscale_factor: float = 1.0) -> AsyncResult[list[np.ndarray]]:
+                            postscale_factor: float = 1.0) -> AsyncResult[list[Any]]:
     """As grouped_allreduce, but returns at once. The arrays must stay unchanged until the result is there."""
     return _allreduce(arrays, average, _number(name, "grouped_allreduce"), op, prescale_factor, postscale_factor, list)
 
 
 def grouped_allreduce(arrays: Sequence[Any], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0,
-                      postscale_factor: float = 1.0) -> list[np.ndarray]:
+                      postscale_factor: float = 1.0) -> list[Any]:
     """As allreduce, for several arrays that are reduced together; their dtypes may differ. `[]` gives `[]`."""
     return _allreduce(arrays, average, name or "grouped_allreduce", op, prescale_factor, postscale_factor, list,
                       blocking=True).wait()
 
 
-def allgather_async(array: Any, name: str | None = None) -> AsyncResult[np.ndarray]:
+def allgather_async(array: Any, name: str | None = None) -> AsyncResult[Any]:
     """As allgather, but returns at once. `array` must stay unchanged until the result is there."""
     return _allgather(array, _number(name, "allgather"))
 
 
-def allgather(array: Any, name: str | None = None) -> np.ndarray:
+def allgather(array: Any, name: str | None = None) -> Any:
     """Return the ranks' arrays joined along the first dimension, in the order of the ranks. Collective.
 
     Args:
@@ -123,12 +128,12 @@ def allgather(array: Any, name: str | None = None) -> np.ndarray:
     return _allgather(array, name or "allgather", blocking=True).wait()
 
 
-def broadcast_async(array: Any, root_rank: int, name: str | None = None) -> AsyncResult[np.ndarray]:
+def broadcast_async(array: Any, root_rank: int, name: str | None = None) -> AsyncResult[Any]:
     """As broadcast, but returns at once. `array` must stay unchanged until the result is there."""
     return _broadcast(array, root_rank, _number(name, "broadcast"))
 
 
-def broadcast(array: Any, root_rank: int, name: str | None = None) -> np.ndarray:
+def broadcast(array: Any, root_rank: int, name: str | None = None) -> Any:
     """Return root_rank's `array` on every rank. Collective; shape and dtype are the same on all ranks.
 
     Raises:
@@ -168,50 +173,47 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def _allreduce(arrays: Sequence[Any], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
-               postscale: float, finish: Callable[[list[np.ndarray]], T], blocking: bool = False) -> AsyncResult[T]:
-    prepared = [_as_array(array) for array in arrays]
-    request = allreduce_request(name, specs_of(prepared), resolve_op(op, average), float(prescale),
-                                float(postscale))
-    return _submit(request, prepared, finish, blocking)
+               postscale: float, finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
+    tensors = [tensor_of(array) for array in arrays]
+    request = allreduce_request(name, specs_of([t.array for t in tensors]), resolve_op(op, average), float(prescale),
+                                float(postscale), device=_device_of(name, tensors))
+    return _submit(request, tensors, finish, blocking)
 
 
-def _allgather(array: Any, name: str, blocking: bool = False) -> AsyncResult[np.ndarray]:
-    prepared = [_as_array(array)]
-    return _submit(allgather_request(name, specs_of(prepared)), prepared, _only, blocking)
+def _allgather(array: Any, name: str, blocking: bool = False) -> AsyncResult[Any]:
+    tensors = [tensor_of(array)]
+    request = allgather_request(name, specs_of([t.array for t in tensors]), _device_of(name, tensors))
+    return _submit(request, tensors, _only, blocking)
 
 
-def _broadcast(array: Any, root_rank: int, name: str, blocking: bool = False) -> AsyncResult[np.ndarray]:
-    prepared = [_as_array(array)]
-    size = runtime.current().topology.size
-    return _submit(broadcast_request(name, specs_of(prepared), root_rank, size), prepared, _only, blocking)
+def _broadcast(array: Any, root_rank: int, name: str, blocking: bool = False) -> AsyncResult[Any]:
+    tensors = [tensor_of(array)]
+    request = broadcast_request(name, specs_of([t.array for t in tensors]), root_rank,
+                                runtime.current().topology.size, device=_device_of(name, tensors))
+    return _submit(request, tensors, _only, blocking)
 
 
-def _submit(request: Request, arrays: list[np.ndarray], finish: Callable[[list[np.ndarray]], T],
+def _submit(request: Request, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T],
             blocking: bool) -> AsyncResult[T]:
     engine = runtime.current().engine
-    return AsyncResult((engine.run if blocking else engine.submit)(request, arrays), finish)
+    handle = (engine.run if blocking else engine.submit)(request, [t.array for t in tensors])
+    return AsyncResult(handle, lambda results: finish([t.restore(r) for t, r in zip(tensors, results, strict=True)]))
 
 
-def _only(arrays: list[np.ndarray]) -> np.ndarray:
+def _device_of(name: str, tensors: Sequence[Tensor]) -> str:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. "
+                                  f"Received: {[tensor.device for tensor in tensors]}")
+    return DEVICE_GPU if DEVICE_GPU in devices else DEVICE_CPU
+
+
+def _only(arrays: list[Any]) -> Any:
     return arrays[0]
 
 
 def _number(name: str | None, operation: str) -> str:
     return name or f"{operation}.{next(_counters[operation])}"
-
-
-def _as_array(value: Any) -> np.ndarray:
-    """A C-contiguous array of the value, over the same memory where that is possible."""
-    if not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__"):
-        try:
-            value = np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise InvalidRequestError(f"cannot read {type(value).__name__} through DLPack: {error}") from error
-    try:
-        array = np.asarray(value, order="C")
-    except ValueError as error:
-        raise InvalidRequestError(f"not an array: {error}") from error
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _dumps(obj: Any) -> bytes:

@@ -75,8 +75,12 @@ def mpi_built() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version code, or 0 where it cannot be used."""
-    return 0
+    """NCCL's version code (22805 is 2.28.5), or 0 where it cannot be used. Imports cupy, if it is there."""
+    try:
+        from .gpu.device import Device
+    except ImportError:
+        return 0
+    return Device.nccl_version()
 
 
 def gloo_built() -> bool:

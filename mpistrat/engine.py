@@ -28,6 +28,7 @@ from .collectives.base import ControlPlane, DataPlane
 from .coordinator import Coordinator
 from .errors import EngineError, MismatchError, ShutdownError, StallError
 from .execution import Executor
+from .gpu.execution import GpuExecutor
 from .messages import Decision, End, Request
 from .settings import Settings
 from .tensor_queue import Entry, Handle, TensorQueue
@@ -41,6 +42,7 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 _IDLE_LOOK_S = 0.05  # how often a rank that waits for nothing looks at its messages
+_GPU_LOOK_S = 20e-6  # how often a GPU is asked whether it is done
 _SPIN_S = 100e-6  # a sleep and a wake-up take about as long
 
 
@@ -67,7 +69,8 @@ class Engine:
         self._coordinator = Coordinator(
             rank, size, settings.cache_capacity, stall_warning_s=settings.stall_warning_s if check else None,
             stall_abort_s=(settings.stall_abort_s or None) if check else None)
-        self._executor = Executor(data, size, settings.fusion_bytes)
+        self._gpu = GpuExecutor(rank, size, data, settings, clock)
+        self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
         self._tuned = tuned
         self._tuner = Autotuner(self._executor.knobs()) if tuned is not None and rank == 0 else None
         self._queue = TensorQueue()
@@ -91,13 +94,13 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mpistrat-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, arrays: Sequence[np.ndarray]) -> Handle:
+    def submit(self, request: Request, arrays: Sequence[Any]) -> Handle:
         """Hand over a request; returns at once.
 
         Args:
             request: As on all ranks.
-            arrays: This rank's tensors as C-contiguous arrays, in the order of `request.tensors`. They must stay
-                unchanged until the handle is done.
+            arrays: This rank's tensors as C-contiguous arrays, or as GpuInputs when the request's device is a GPU, in
+                the order of `request.tensors`. They must stay unchanged until the handle is done.
 
         Raises:
             DuplicateNameError: The name is in flight.
@@ -107,7 +110,7 @@ class Engine:
         self._call_background()
         return handle
 
-    def run(self, request: Request, arrays: Sequence[np.ndarray], limit_s: float = math.inf) -> Handle:
+    def run(self, request: Request, arrays: Sequence[Any], limit_s: float = math.inf) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
         handle = self._put(request, arrays)
         if not self._driving.acquire(blocking=False):
@@ -118,11 +121,11 @@ class Engine:
             self._drive(handle, self._clock() + limit_s)
         finally:
             self._driving.release()
-            if self._outstanding:
+            if self._outstanding or self._gpu.is_busy:
                 self._attention.set()
         return handle
 
-    def _put(self, request: Request, arrays: Sequence[np.ndarray]) -> Handle:
+    def _put(self, request: Request, arrays: Sequence[Any]) -> Handle:
         handle = Handle(request.name)
         self._queue.put(Entry(request, arrays, handle))
         return handle
@@ -175,6 +178,10 @@ class Engine:
         """In place of the setting: end when ranks have waited so long for others. The same on all ranks."""
         self._coordinator.abort_stalls_after(seconds)
 
+    def close(self) -> None:
+        """Release what the GPU holds. Collective; after `end`, when `error` is None."""
+        self._gpu.close()
+
     @property
     def error(self) -> Exception | None:
         """What ended the engine, if anything but a shutdown by all ranks did."""
@@ -202,12 +209,13 @@ class Engine:
                             return
                     elif busy:
                         continue
-                    elif not self._outstanding and not self._end_announced:
+                    elif not self._outstanding and not self._end_announced and not self._gpu.is_busy:
                         return
                     now = self._clock()
                     if now >= deadline:
                         return
-                    self._control.wait(min(self._coordinator.patience(now), deadline - now),
+                    patience_s = _GPU_LOOK_S if self._gpu.is_busy else self._coordinator.patience(now)
+                    self._control.wait(min(patience_s, deadline - now),
                                        spin_s=0.0 if handle is None else _SPIN_S)
         except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
@@ -221,6 +229,7 @@ class Engine:
             self._stop(self._abandoned, clean=False)
             return True
         now = self._clock()
+        finished = self._gpu.poll()
         # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
         messages = self._control.poll()
         entries = self._queue.take_new()
@@ -249,7 +258,7 @@ class Engine:
         report = self._coordinator.stall_report(now)
         if report:
             logger.warning("%s", report)
-        return bool(entries or messages or announcement or decision)
+        return bool(finished or entries or messages or announcement or decision)
 
     def _relay(self, message: bytes) -> None:
         for child in self._coordinator.children:
@@ -271,6 +280,8 @@ class Engine:
         if self._tuner is not None:
             self._tune(entries, self._clock() - began)
         if decision.end is not None:
+            if decision.end is End.SHUTDOWN:
+                self._gpu.drain()
             self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
 
     def _tune(self, entries: Sequence[Entry], seconds: float) -> None:
@@ -314,8 +325,10 @@ class Engine:
         self._clean = clean
         self._end_error = error
         refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
-        for entry in (*self._executing, *self._queue.close(refusal)):
+        for entry in (*self._executing, *self._gpu.unfinished(), *self._queue.close(refusal)):
             if not entry.handle.done():
                 entry.handle.fail(refusal)
         self._ended.set()
         self._attention.set()  # The background thread, too, has to hear of it.
+        if not clean:
+            self._gpu.abandon()  # At the end, for nobody should wait for a GPU that may not answer.

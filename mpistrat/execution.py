@@ -1,21 +1,20 @@
 """Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .bucket_plans import FUSED, Bucket, BucketPlans
 from .collectives.base import DataPlane
-from .fusion import FusionBuffer, plan_buckets
+from .fusion import FusionBuffer
+from .gpu.execution import GpuExecutor
 from .memory import ResultPool
-from .messages import Kind, ReduceOp, Request
-from .scale import Scale
+from .messages import DEVICE_GPU, Kind
 from .stream import Stream
 from .tensor_queue import Entry
 
-_FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
-_KEPT_PLANS = 1024
 _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
 
 
@@ -28,16 +27,6 @@ class _Work:
     missing: int
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it)."""
-
-    request: Request
-    members: tuple[tuple[int, int], ...]
-    op: ReduceOp
-    scale: Scale
-
-
 class Executor:
     """Executes lists of entries that are the same on all ranks.
 
@@ -45,13 +34,14 @@ class Executor:
         data: The collectives.
         size: How many ranks there are.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
+        gpu: Executes the entries of tensors on a GPU.
     """
 
-    def __init__(self, data: DataPlane, size: int, fusion_bytes: int):
-        self._data, self._size, self._fusion_bytes = data, size, fusion_bytes
+    def __init__(self, data: DataPlane, size: int, fusion_bytes: int, gpu: GpuExecutor):
+        self._data, self._size, self._fusion_bytes, self._gpu = data, size, fusion_bytes, gpu
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
-        self._plans: dict[tuple[Request, ...], list[_Bucket]] = {}
+        self._plans = BucketPlans(size)
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
@@ -62,17 +52,21 @@ class Executor:
         """Work in this way from now on. Collective."""
         self._data.choose(choice)
         self._fusion_bytes = choice["fusion_bytes"]
-        self._plans.clear()
 
     def execute(self, entries: Sequence[Entry]) -> None:
-        """Run the entries' collectives and complete their handles."""
+        """Run the entries' collectives and complete their handles: those of GPU tensors later, see `GpuExecutor`."""
+        on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
+        if on_gpu:
+            # First, so that the GPU works on them while this thread reduces the others.
+            self._gpu.execute(on_gpu)
+            entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
         works = []
         for entry in entries:
             # All memory is taken before the first collective, so that a rank short of it fails before the others wait
             # for it there.
-            fused = entry.arrays if entry.request.kind in _FUSED else ()
+            fused = entry.arrays if entry.request.kind in FUSED else ()
             works.append(_Work(entry, [self._pool.take(a.shape, a.dtype) for a in fused], len(fused)))
-        for bucket in self._plan(entries):
+        for bucket in self._plans.plan(entries, self._fusion_bytes):
             self._run_bucket(bucket, works)
         for entry in entries:
             if entry.request.kind is Kind.ALLGATHER:
@@ -81,36 +75,7 @@ class Executor:
                 entry.handle.complete([])
         self._pool.next_turn()
 
-    def _plan(self, entries: Sequence[Entry]) -> list[_Bucket]:
-        # The arrays follow from the requests, and with hundreds of them a plan takes longer than a small reduction.
-        key = tuple(entry.request for entry in entries)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _KEPT_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._make_plan(entries)
-        return plan
-
-    def _make_plan(self, entries: Sequence[Entry]) -> list[_Bucket]:
-        places: list[tuple[int, int]] = []
-        members: list[tuple[Hashable, int]] = []
-        for place, entry in enumerate(entries):
-            request = entry.request
-            if request.kind in _FUSED:
-                alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device)
-                places += [(place, i) for i in range(len(entry.arrays))]
-                members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
-        buckets = []
-        for indices in plan_buckets(members, self._fusion_bytes):
-            request = entries[places[indices[0]][0]].request
-            average = request.reduce_op is ReduceOp.AVERAGE
-            buckets.append(_Bucket(request, tuple(places[i] for i in indices),
-                                   ReduceOp.SUM if average else request.reduce_op,
-                                   Scale(request.postscale, self._size if average else 1)))
-        return buckets
-
-    def _run_bucket(self, bucket: _Bucket, works: list[_Work]) -> None:
+    def _run_bucket(self, bucket: Bucket, works: list[_Work]) -> None:
         sources = [works[place].entry.arrays[i] for place, i in bucket.members]
         targets = [works[place].results[i] for place, i in bucket.members]
         if bucket.request.kind is Kind.ALLREDUCE:

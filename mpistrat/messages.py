@@ -11,6 +11,8 @@ from enum import Enum, IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
+
 _NUMBERS = b"\1"  # No pickle begins like this.
 _PADDING = bytes(7)  # so that the numbers are where a processor reads them at once
 
@@ -61,6 +63,7 @@ class Request:
 
     Attributes:
         tensors: What the ranks agree on.
+        device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
         layout: Which of the caller's tensors each array that travels is made of, when small ones are joined or the
             order is another; () for one array per tensor, in order.
         labels: What users call the tensors (a variable's path), for error messages; may be empty.
@@ -74,7 +77,7 @@ class Request:
     root_rank: int = 0
     prescale: float = 1.0
     postscale: float = 1.0
-    device: str = "cpu"
+    device: str = DEVICE_CPU
     layout: tuple[tuple[int, ...], ...] = ()
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)

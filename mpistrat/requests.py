@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
-from .messages import Kind, ReduceOp, Request, TensorSpec
+from .messages import DEVICE_CPU, Kind, ReduceOp, Request, TensorSpec
 
 Average, Sum, Adasum, Min, Max, Product = (
     ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -35,7 +36,7 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 @lru_cache(_KEPT)
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = (),
-                      layout: tuple[tuple[int, ...], ...] = ()) -> Request:
+                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU) -> Request:
     """A request to reduce `tensors` together.
 
     Raises:
@@ -47,30 +48,31 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
     return Request(Kind.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   layout=layout, labels=labels)
+                   device=device, layout=layout, labels=labels)
 
 
 @lru_cache(_KEPT)
-def allgather_request(name: str, tensors: tuple[TensorSpec, ...]) -> Request:
+def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU) -> Request:
     """A request to gather each of `tensors` along its first dimension, which may differ among ranks."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
         if not tensor.shape:
             raise InvalidRequestError(f"{name}: allgather needs at least one dimension, but a rank-zero tensor was "
                                       "given. Reshape it to (1,).")
-    return Request(Kind.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors))
+    return Request(Kind.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors),
+                   device=device)
 
 
 @lru_cache(_KEPT)
 def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, size: int,
-                      labels: tuple[str, ...] = ()) -> Request:
+                      labels: tuple[str, ...] = (), device: str = DEVICE_CPU) -> Request:
     """A request to overwrite `tensors` with those of `root_rank`."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
     if not 0 <= root_rank < size:
         raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are 0 to "
                                   f"{size - 1}.")
-    return Request(Kind.BROADCAST, name, tensors, root_rank=int(root_rank), labels=labels)
+    return Request(Kind.BROADCAST, name, tensors, root_rank=int(root_rank), device=device, labels=labels)
 
 
 def barrier_request(name: str) -> Request:
@@ -78,7 +80,7 @@ def barrier_request(name: str) -> Request:
     return Request(Kind.BARRIER, name)
 
 
-def specs_of(arrays: Sequence[np.ndarray]) -> tuple[TensorSpec, ...]:
+def specs_of(arrays: Sequence[Any]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
     return tuple(TensorSpec(name_of(array.dtype), array.shape) for array in arrays)
 

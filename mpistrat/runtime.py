@@ -78,6 +78,7 @@ class Runtime:
         self.engine.end(self._report_waiting)
         if self.engine.error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
+        self.engine.close()
         self._data.close()
         self._control.close()
         if self.comm is not None:
@@ -157,14 +158,14 @@ def shutdown() -> None:
 
 
 def backends() -> list[Backend]:
-    """The ways to move tensors that are known, and for each whether this process can use it. Loads mpi4py."""
+    """The ways to move tensors that are known, and for each whether this process can use it. Loads mpi4py, and cupy."""
     try:
         mpi = mpi_setup.load_mpi()
         mpi_setup.require_thread_level(mpi)
         found = Backend("mpi", True)
     except MpistratError as error:
         found = Backend("mpi", False, str(error))
-    return [Backend("local", True, "one rank only"), found, _shared_memory_backend()]
+    return [Backend("local", True, "one rank only"), found, _shared_memory_backend(), _nccl_backend()]
 
 
 def _shared_memory_backend() -> Backend:
@@ -174,6 +175,18 @@ def _shared_memory_backend() -> Backend:
     except OSError as error:
         return Backend("shared_memory", False, str(error))
     return Backend("shared_memory", True, "among the ranks of a host, of all sizes")
+
+
+def _nccl_backend() -> Backend:
+    try:
+        from .gpu.device import Device, gpu_count
+    except ImportError as error:
+        return Backend("nccl", False, f"cupy cannot be imported: {error} (pip install 'mpistrat[gpu]')")
+    if not Device.nccl_version():
+        return Backend("nccl", False, "cupy finds no NCCL (pip install 'mpistrat[gpu]')")
+    if not gpu_count():
+        return Backend("nccl", False, "no GPU is visible")
+    return Backend("nccl", True, "tensors on GPUs")
 
 
 def _init_alone() -> Runtime:

@@ -12,24 +12,24 @@ class Scale:
     """
 
     def __init__(self, factor: float = 1.0, divisor: int = 1):
-        self._factor, self._divisor = factor, divisor
+        self.factor, self.divisor = factor, divisor
 
     @property
     def is_identity(self) -> bool:
         """Whether values are left as they are."""
-        return self._factor == 1.0 and self._divisor == 1
+        return self.factor == 1.0 and self.divisor == 1
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
         """Write the scaled `source` to `target`; they are of one shape, and may be the same memory.
 
         For a half precision `target` the `source` may be the float32 that it is computed in.
         """
-        if source.dtype.kind in "iu" and self._factor == 1.0 and self._divisor > 1:
+        if source.dtype.kind in "iu" and self.factor == 1.0 and self.divisor > 1:
             wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
-            divisor = wide.dtype.type(self._divisor)
+            divisor = wide.dtype.type(self.divisor)
             np.copyto(target, (wide - np.fmod(wide, divisor)) // divisor, casting="unsafe")
         else:
-            scaled_copy(source, self._factor / self._divisor, target)
+            scaled_copy(source, self.factor / self.divisor, target)
 
 
 IDENTITY = Scale()

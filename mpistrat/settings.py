@@ -50,6 +50,12 @@ class Settings:
     cpu_operations: str = _setting(
         "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
         "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
+    gpu_operations: str = _setting(
+        "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; staged, by way of host memory and what reduces CPU "
+        "tensors; or auto, the first of these that can.", choices=("auto", "nccl", "staged"))
+    nccl_streams: int = _setting(
+        "NUM_NCCL_STREAMS", 1, "NCCL communicators, each with streams of its own, which take turns in reducing "
+        "buckets of GPU tensors.", low=1, high=16)
     autotune: bool = _setting(
         "AUTOTUNE", False, "1: try backends, chunk sizes and fusion thresholds during the first steps, and keep the "
         "quickest.")

@@ -5,8 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from .errors import DuplicateNameError
 from .messages import Request
@@ -24,7 +23,7 @@ class Handle:
         self._pending = threading.Lock()
         self._pending.acquire()
         self._is_done = False
-        self._arrays: list[np.ndarray] = []
+        self._arrays: list[Any] = []
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
 
@@ -32,8 +31,8 @@ class Handle:
         """Whether the result or an error is there. Never blocks."""
         return self._is_done
 
-    def wait(self, timeout_s: float | None = None) -> list[np.ndarray]:
-        """Block until the collective is complete and return its arrays.
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
+        """Block until the collective is complete and return its numpy arrays, or GpuArrays (see gpu.arrays).
 
         Raises:
             CollectiveError: What all ranks were told.
@@ -59,7 +58,7 @@ class Handle:
                 return
         callback()
 
-    def complete(self, arrays: list[np.ndarray]) -> None:
+    def complete(self, arrays: list[Any]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
         self._finish()
@@ -83,10 +82,13 @@ class Handle:
 
 @dataclass
 class Entry:
-    """A submitted request with this rank's tensors: C-contiguous arrays that stay unchanged until it is complete."""
+    """A submitted request with this rank's tensors, which stay unchanged until it is complete.
+
+    They are C-contiguous numpy arrays, or GpuInputs when the request's device is a GPU.
+    """
 
     request: Request
-    arrays: Sequence[np.ndarray]
+    arrays: Sequence[Any]
     handle: Handle
 
 

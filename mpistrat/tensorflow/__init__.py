@@ -50,6 +50,7 @@ from .distribute import MPIStrategy
 from .distribute.names import strategy
 from .gradient_tape import DistributedGradientTape
 from .ops import allgather, allreduce, barrier, broadcast, broadcast_variables, grouped_allreduce
+from .pinning import pin_gpu
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver",
@@ -57,8 +58,8 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables", "cluster_spec", "cross_rank", "cross_size", "global_process_set", "gloo_built",
     "gloo_enabled", "grouped_allreduce", "hosts", "init", "is_homogeneous", "is_initialized", "local_rank",
-    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "role", "shutdown", "size",
-    "strategy",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "pin_gpu", "rank", "role",
+    "shutdown", "size", "strategy",
 ]
 
 

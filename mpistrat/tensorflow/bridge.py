@@ -34,6 +34,7 @@ from ..errors import (
 )
 from ..messages import Request
 from ..tensor_queue import Handle
+from . import gpu_bridge
 from .thread_state import keep_thread_state
 from .wakeups import Wakeups, awaited
 
@@ -107,6 +108,8 @@ def _require_function() -> None:
 
 def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     try:
+        if gpu_bridge.are_on_gpu(tensors):
+            return gpu_bridge.run(make_request, tensors)
         arrays = [to_array(tensor) for tensor in tensors]
         results = runtime.current().engine.run(make_request(arrays), arrays).wait()
     except MpistratError as error:

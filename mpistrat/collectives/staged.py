@@ -1,0 +1,139 @@
+"""Collectives on GPU arrays by way of pinned host memory and the paths for CPU tensors, where NCCL cannot serve.
+
+The tensors of a bucket go through in chunks, as one stream of bytes: while the ranks reduce one, the next is on its way
+to the host, and the one before on its way back.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import EngineError
+from ..gpu.arrays import GpuArray
+from ..gpu.plane import Completion, GpuPlane
+from ..messages import ReduceOp
+from ..scale import Scale
+from .base import DataPlane
+
+CHUNK_BYTES = 8 * 1024 * 1024
+_SLOTS = 3
+
+
+class StagedData(GpuPlane):
+    """Collectives over `host`, which must be able to reduce CPU tensors of the same ranks.
+
+    Args:
+        device: This rank's GPU.
+        host: Reduces what is in host memory.
+        limit_s: How long copies between host and GPU may take; 0: for ever.
+        chunk_bytes: Of one piece on its way.
+    """
+
+    name = "staged"
+
+    def __init__(self, device: Any, host: DataPlane, limit_s: float, chunk_bytes: int = CHUNK_BYTES):
+        self._device, self._host, self._limit_s, self._chunk_bytes = device, host, limit_s, chunk_bytes
+        self._to_host, self._to_gpu = device.stream(), device.stream()
+        self._slots: list[np.ndarray] = []
+
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
+        return ""
+
+    def wait_for(self, events: Iterable[Any]) -> None:
+        for event in events:
+            self._device.wait(self._to_host, event)
+            self._device.wait(self._to_gpu, event)
+
+    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        dtype = sources[0].dtype
+
+        def reduce(chunk: np.ndarray) -> None:
+            self._host.allreduce([chunk.view(dtype)], [chunk.view(dtype)], op, prescale, scale)
+
+        self._pass_through(sources, targets, reduce)
+
+    def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
+        self._pass_through(sources, targets, lambda chunk: self._host.broadcast(chunk, root_rank))
+
+    def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
+        own, everybody = self._device.pinned(source.nbytes), self._device.pinned(target.nbytes)
+        self._device.copy(own.ctypes.data, source.address, own.nbytes, self._to_host)
+        self._await(self._device.record(self._to_host))
+        self._host.allgather(own, everybody, [count * source.dtype.itemsize for count in counts])
+        self._device.copy(target.address, everybody.ctypes.data, everybody.nbytes, self._to_gpu)
+        self._await(self._device.record(self._to_gpu))
+
+    def finish(self) -> Completion:
+        return Completion([self._device.record(self._to_gpu)])
+
+    def check(self) -> None:
+        """What goes wrong on this path is raised where it does."""
+
+    def abandon(self) -> None:
+        """What waits for other ranks is `host`, which has its own `abandon`."""
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _pass_through(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray],
+                      work: Callable[[np.ndarray], None]) -> None:
+        """Take `sources` to the host, chunk by chunk, let all ranks work on a chunk in place, and take it back."""
+        if not self._slots:
+            self._slots = [self._device.pinned(self._chunk_bytes) for _ in range(_SLOTS)]
+        sizes = [source.nbytes for source in sources]
+        chunks = list(_chunks(sizes, self._chunk_bytes))
+        arrived: list[Any] = []
+        returned: list[Any] = []
+
+        def send_for(number: int) -> None:
+            if number >= len(chunks):
+                return
+            if number >= _SLOTS:
+                self._device.wait(self._to_host, returned[number - _SLOTS])
+            place = self._slots[number % _SLOTS].ctypes.data
+            for i, start, nbytes in chunks[number]:
+                self._device.copy(place, sources[i].address + start, nbytes, self._to_host)
+                place += nbytes
+            arrived.append(self._device.record(self._to_host))
+
+        send_for(0)
+        for number, pieces in enumerate(chunks):
+            send_for(number + 1)
+            self._await(arrived[number])
+            chunk = self._slots[number % _SLOTS][:sum(nbytes for _, _, nbytes in pieces)]
+            work(chunk)
+            place = chunk.ctypes.data
+            for i, start, nbytes in pieces:
+                self._device.copy(targets[i].address + start, place, nbytes, self._to_gpu)
+                place += nbytes
+            returned.append(self._device.record(self._to_gpu))
+        # The next bucket writes to the slots from its first chunk on.
+        self._device.wait(self._to_host, self._device.record(self._to_gpu))
+
+    def _await(self, event: Any) -> None:
+        until = time.monotonic() + self._limit_s if self._limit_s else float("inf")
+        while not event.done:
+            if time.monotonic() > until:
+                raise EngineError(f"a copy between GPU and host is not complete after {self._limit_s:g} s")
+            os.sched_yield()
+
+
+def _chunks(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Chunks of at most `limit` bytes, each as pieces (index of the tensor, first byte, bytes); see Stream."""
+    chunk: list[tuple[int, int, int]] = []
+    room = limit
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            nbytes = min(size - start, room)
+            chunk.append((index, start, nbytes))
+            start, room = start + nbytes, room - nbytes
+            if room == 0:
+                yield chunk
+                chunk, room = [], limit
+    if chunk:
+        yield chunk

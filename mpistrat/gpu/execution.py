@@ -1,0 +1,241 @@
+"""Execution of what the ranks have agreed on for tensors on GPUs: enqueued here, completed when the GPU is done.
+
+Which way the tensors go is settled by all ranks together before their first collective, when it is known which GPU each
+of them uses.
+"""
+
+import logging
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..bucket_plans import FUSED, Bucket, BucketPlans
+from ..collectives.base import DataPlane
+from ..errors import EngineError
+from ..messages import Kind
+from ..settings import Settings
+from ..tensor_queue import Entry
+from .arrays import GpuArray
+from .choice import Found, why_not_nccl
+from .plane import Completion, GpuPlane
+
+logger = logging.getLogger(__name__)
+
+_PADDING_BYTES = 64 * 1024  # in a fusion buffer, for the gaps between up to 4,096 tensors
+_SMALLEST_BYTES = 2**20
+
+
+@dataclass
+class _Batch:
+    """Entries whose work the GPU has been given, at `since`, with their results."""
+
+    works: list[tuple[Entry, list[GpuArray]]]
+    completions: list[Completion]
+    since: float
+
+
+class GpuExecutor:
+    """Executes lists of entries of GPU tensors that are the same on all ranks. One thread at a time.
+
+    Args:
+        rank: This rank.
+        size: How many ranks there are.
+        host: Reduces CPU tensors of the same ranks.
+        settings: The same on all ranks.
+        clock: Seconds, from any origin.
+    """
+
+    def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings,
+                 clock: Callable[[], float] = time.monotonic):
+        self._rank, self._size, self._host, self._settings, self._clock = rank, size, host, settings, clock
+        self._limit_s = 0.0 if settings.stall_check_disable else settings.stall_abort_s
+        self._device: Any = None
+        self._nccl: GpuPlane | None = None
+        self._staged: GpuPlane | None = None
+        self._plans = BucketPlans(size)
+        self._fusion_bytes = 0
+        self._batches: deque[_Batch] = deque()
+        self._reasons: set[str] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is to be polled for."""
+        return bool(self._batches)
+
+    def execute(self, entries: Sequence[Entry]) -> None:
+        """Enqueue the entries' collectives; `poll` completes their handles. Collective."""
+        device = next(entry.arrays[0] for entry in entries).device
+        with device.current():
+            if self._staged is None:
+                self._connect(device)
+            works: list[tuple[Entry, list[GpuArray]]] = []
+            events = {id(array.ready): array.ready for entry in entries for array in entry.arrays}
+            for entry in entries:
+                # All memory is taken before the first collective, so that a rank short of it fails before the others
+                # wait for it there.
+                made = [array.allocate(array.shape) for array in entry.arrays] if entry.request.kind in FUSED else []
+                works.append((entry, [array for array, _ in made]))
+                events |= {id(event): event for _, event in made}
+            self._wait_for(events.values())
+            for bucket in self._plans.plan(entries, self._fusion_bytes):
+                self._run_bucket(bucket, works)
+            for entry, results in works:
+                if entry.request.kind is Kind.ALLGATHER:
+                    results += self._allgather(entry.arrays)
+            self._batches.append(_Batch(works, [plane.finish() for plane in self._planes()], self._clock()))
+
+    def poll(self) -> bool:
+        """Complete the handles of what the GPU has done. Returns whether there was any.
+
+        Raises:
+            EngineError: NCCL reports an error, or the GPU has taken longer than stall_abort_s.
+        """
+        if not self._batches:
+            return False
+        with self._device.current():
+            finished = False
+            while self._batches and all(completion.done for completion in self._batches[0].completions):
+                for entry, results in self._batches.popleft().works:
+                    entry.handle.complete(results)
+                finished = True
+            if not finished:
+                self._check()
+        return finished
+
+    def drain(self) -> None:
+        """Wait until all handles are complete. Raises as `poll`."""
+        while self._batches:
+            if not self.poll():
+                os.sched_yield()
+
+    def unfinished(self) -> list[Entry]:
+        """The entries that the GPU is still at. Their memory is kept, since the GPU may write to it after a failure."""
+        return [entry for batch in self._batches for entry, _ in batch.works]
+
+    def abandon(self) -> None:
+        """This rank, or another one, takes part no more: give up what the GPU has been given. Does not raise."""
+        if self._device is None:
+            return
+        try:
+            with self._device.current():
+                for plane in self._planes():
+                    plane.abandon()
+        except Exception:  # The failure that led here is the one to report; a GPU may fail for good after one.
+            logger.debug("rank %d: the GPU's work could not be given up", self._rank, exc_info=True)
+
+    def close(self) -> None:
+        """Release communicators and memory, when all ranks have drained. Collective. May be called twice."""
+        if self._staged is None:
+            return
+        with self._device.current():
+            self._exchange(None)  # No rank takes its communicator down while another one still uses it.
+            for plane in self._planes():
+                plane.close()
+        self._nccl = self._staged = None
+
+    # -- how it is done -----------------------------------------------------------------------------------------------
+
+    def _connect(self, device: Any) -> None:
+        from ..collectives.nccl import NcclData
+        from ..collectives.staged import StagedData
+        self._device = device
+        wanted, lanes = self._settings.gpu_operations, self._settings.nccl_streams
+        version = device.nccl_version() if wanted != "staged" else 0
+        buffers, nbytes = self._fusion_buffers(lanes) if version else ([], 0)
+        may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        own_ids = [device.unique_id() for _ in range(lanes)] if version and self._rank == 0 else []
+        told = self._exchange((Found(device.identity, version, nbytes, may_share), own_ids))
+        ranks = [found for found, _ in told]
+        reason = why_not_nccl(ranks, wanted)
+        self._fusion_bytes = self._settings.fusion_bytes
+        self._staged = StagedData(device, self._host, self._limit_s)
+        if reason:
+            self._say(f"GPU tensors are staged through host memory and reduced by {self._host.in_use}: {reason}")
+            return
+        nbytes = min(found.buffer_bytes for found in ranks)
+        self._fusion_bytes = min(self._settings.fusion_bytes, nbytes - _PADDING_BYTES)
+        if self._fusion_bytes < self._settings.fusion_bytes and self._rank == 0:
+            logger.warning("GPU memory is short: tensors are fused up to %d bytes instead of %d", self._fusion_bytes,
+                           self._settings.fusion_bytes)
+        communicators = [device.communicator(self._size, unique_id, self._rank) for unique_id in told[0][1]]
+        self._nccl = NcclData(device, self._rank, communicators, buffers, nbytes)
+        self._say(f"GPU tensors are reduced by NCCL (version code {version})")
+
+    def _fusion_buffers(self, lanes: int) -> tuple[list[list[GpuArray]], int]:
+        """Two buffers for each lane, and how large they are; half as large as long as there is no memory for them."""
+        nbytes = self._settings.fusion_bytes + _PADDING_BYTES
+        while True:
+            made = [self._device.scratch(nbytes) for _ in range(2 * lanes)]
+            if None not in made:
+                return [made[2 * lane:2 * lane + 2] for lane in range(lanes)], nbytes
+            if nbytes <= _SMALLEST_BYTES:
+                return [], 0
+            nbytes //= 2
+
+    def _planes(self) -> list[GpuPlane]:
+        return [plane for plane in (self._nccl, self._staged) if plane is not None]
+
+    def _wait_for(self, events: Iterable[Any]) -> None:
+        for plane in self._planes():
+            plane.wait_for(events)
+
+    def _run_bucket(self, bucket: Bucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
+        sources = [works[place][0].arrays[i] for place, i in bucket.members]
+        targets = [works[place][1][i] for place, i in bucket.members]
+        plane, request = self._nccl or self._staged, bucket.request
+        assert plane is not None
+        if request.kind is Kind.BROADCAST:
+            plane.broadcast(sources, targets, request.root_rank)
+            return
+        reason = plane.why_not(sources, bucket.op)
+        if reason:
+            assert self._staged is not None
+            plane = self._staged
+            self._say(f"some GPU tensors are staged through host memory: {reason}")
+        plane.allreduce(sources, targets, bucket.op, request.prescale, bucket.scale)
+
+    def _allgather(self, arrays: Sequence[Any]) -> list[GpuArray]:
+        plane = self._nccl or self._staged
+        assert plane is not None
+        rows = self._exchange([array.shape[0] for array in arrays])
+        results = []
+        for i, array in enumerate(arrays):
+            counts = [of_rank[i] for of_rank in rows]
+            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            result, event = array.allocate((sum(counts), *array.shape[1:]))
+            plane.wait_for([event])
+            plane.allgather(array, result, [count * row_size for count in counts])
+            results.append(result)
+        return results
+
+    def _check(self) -> None:
+        for plane in self._planes():
+            plane.check()
+        batch = self._batches[0]
+        waited_s = self._clock() - batch.since
+        if self._limit_s and waited_s > self._limit_s:
+            names = ", ".join(entry.request.name for entry, _ in batch.works[:5])
+            raise EngineError(f"the GPU of rank {self._rank} has not done {names} in {waited_s:.0f} s; another rank "
+                              "may have died, or never begun")
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Every rank's value. Collective; on the host."""
+        own = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = np.empty(self._size, np.int64)
+        self._host.allgather(np.array([own.size], np.int64), sizes, [1] * self._size)
+        everybody = np.empty(int(sizes.sum()), np.uint8)
+        self._host.allgather(own, everybody, sizes.tolist())
+        ends = np.cumsum(sizes)
+        return [pickle.loads(everybody[end - size:end].tobytes()) for end, size in zip(ends, sizes, strict=True)]
+
+    def _say(self, text: str) -> None:
+        """Log a line once, on rank 0."""
+        if self._rank == 0 and text not in self._reasons:
+            self._reasons.add(text)
+            logger.info("%s", text)

@@ -1,0 +1,41 @@
+"""NCCL's numbers for dtypes and operations, and what a dtype that NCCL lacks travels as. From nccl.h."""
+
+from typing import NamedTuple
+
+from ..messages import ReduceOp
+
+INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 = range(10)
+DTYPES = {"int8": INT8, "uint8": UINT8, "int32": INT32, "uint32": UINT32, "int64": INT64, "uint64": UINT64,
+          "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64, "bfloat16": BFLOAT16}
+OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+
+# Sums and products of the wider type, cut off, are those of the narrow one.
+_WIDER = {"int16": "int32", "uint16": "uint32"}
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+class Wire(NamedTuple):
+    """How elements travel: each as `parts` numbers that memory holds as `memory`, converted to `dtype`."""
+
+    memory: str
+    dtype: str
+    parts: int = 1
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the numbers are other bytes on the way than in memory."""
+        return self.memory != self.dtype
+
+
+def wire_of(dtype: str, op: ReduceOp) -> Wire | None:
+    """How NCCL can reduce `dtype`, or None where it cannot."""
+    if dtype in DTYPES:
+        return Wire(dtype, dtype)
+    if dtype in _WIDER:
+        return Wire(dtype, _WIDER[dtype])
+    if dtype == "bool":
+        # 0 and 1, of which the least, the greatest and the product are 0 and 1 again.
+        return Wire("uint8", "uint8")
+    if dtype in _PARTS and op is ReduceOp.SUM:
+        return Wire(_PARTS[dtype], _PARTS[dtype], 2)
+    return None

@@ -1,0 +1,75 @@
+"""The interface of what moves GPU arrays among ranks: as collectives.base.DataPlane, but it enqueues and returns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..messages import ReduceOp
+from ..scale import Scale
+from .arrays import GpuArray
+
+
+@dataclass
+class Completion:
+    """Work that was given to the GPU.
+
+    Attributes:
+        events: Are all done when the work is.
+        kept: Memory that it uses until then.
+    """
+
+    events: list[Any] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether the work is complete. Does not wait."""
+        return all(event.done for event in self.events)
+
+
+class GpuPlane(ABC):
+    """Collectives on GPU arrays. Used by the thread that drives the engine, with this rank's GPU as the current one.
+
+    Every method but `finish`, `check` and `abandon` is collective. What they enqueue runs in the order of the calls,
+    and is complete when the Completion of the next `finish` is done.
+    """
+
+    name: str
+
+    @abstractmethod
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
+        """Why it cannot all-reduce these arrays; "" if it can. The same on all ranks."""
+
+    @abstractmethod
+    def wait_for(self, events: Iterable[Any]) -> None:
+        """Let what is enqueued from now on begin after these events. The host does not wait."""
+
+    @abstractmethod
+    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], op: ReduceOp, prescale: float,
+                  scale: Scale) -> None:
+        """Reduce each of `sources` over all ranks into the one of `targets` of the same place. As DataPlane's."""
+
+    @abstractmethod
+    def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
+        """Concatenate the ranks' `source` in `target`; rank r brings `counts[r]` elements."""
+
+    @abstractmethod
+    def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
+        """Write root_rank's `sources` to `targets`."""
+
+    @abstractmethod
+    def finish(self) -> Completion:
+        """What tells when everything enqueued since the last call is complete."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what has gone wrong since it was enqueued, if anything has. Does not wait."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give up what is enqueued: a rank takes part no more. May be called twice."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds, when all that was enqueued is complete. May be called twice."""

@@ -1,0 +1,76 @@
+"""Eager tensors on a GPU: handed to the engine by DLPack, without a visit to the host.
+
+TensorFlow's own export waits on the host until a tensor's memory is ready, so tensors that follow each other cost one
+wait. Memory for results is TensorFlow's own, in the order of its compute stream.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+from .. import runtime
+from ..gpu.arrays import GpuArray, GpuInput
+from ..messages import DEVICE_GPU, Request
+from ..tensor_kinds import AnyLibrary, gpu_input, this_ranks_gpu
+
+
+class TensorFlow(AnyLibrary):
+    """TensorFlow's eager tensors."""
+
+    def to_gpu(self, value: Any, device: Any) -> GpuInput:
+        array, ready = device.imported(value)
+        dtype, where = value.dtype, value.device
+
+        def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
+            with tf.device(where):
+                made = tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
+            seen, event = device.imported(made)
+            return GpuArray(device.seen(seen).address, shape, seen.dtype, made), event
+
+        return gpu_input(device.seen(array), device, ready, allocate)
+
+
+_LIBRARY = TensorFlow()
+
+
+def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether the memory of all these eager tensors is a GPU's; one on the host takes the others along to the host.
+
+    TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU.
+    """
+    return _has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+
+
+def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Run one collective on eager tensors of this rank's GPU and return as many results, on the same. Collective.
+
+    Args:
+        make_request: Called with the tensors as GpuInputs.
+        tensors: At least one.
+
+    Raises:
+        As `tensor_kinds.tensor_of` and `AsyncResult.wait`.
+    """
+    number = tf.DeviceSpec.from_string(tensors[0].backing_device).device_index or 0
+    device = this_ranks_gpu(_as_cuda_counts(number))
+    with device.current():
+        arrays = [_LIBRARY.to_gpu(tensor, device) for tensor in tensors]
+    request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
+    results = runtime.current().engine.run(request, arrays).wait()
+    return [result.owner for result in results]
+
+
+def _as_cuda_counts(number: int) -> int:
+    """The number of TensorFlow's logical GPU among those that CUDA shows to this process."""
+    visible = tf.config.get_visible_devices("GPU")
+    physical = tf.config.list_physical_devices("GPU")
+    return physical.index(visible[number]) if number < len(visible) else number
+
+
+@cache
+def _has_gpu() -> bool:
+    # Asked once: to ask each tensor takes a microsecond, which is much on a machine without a GPU.
+    return len(tf.config.list_physical_devices("GPU")) > 0

@@ -1,0 +1,37 @@
+"""The batched copy kernel on host memory, with numpy: what a launch does, from the same table."""
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+
+from mpistrat.gpu.copy_plan import BLOCK_ELEMENTS, CopyJob, block_count
+from mpistrat.scale import Scale
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The numpy dtype of a name, bfloat16 included."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def memory_at(address: int, count: int, dtype: np.dtype) -> np.ndarray:
+    """The array over `count` elements of host memory."""
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype)
+
+
+def batched_copy(table: np.ndarray, job: CopyJob) -> None:
+    """Do what each block does: find its piece, and copy its part of it."""
+    source_dtype, target_dtype = dtype_of(job.source), dtype_of(job.target)
+    for block in range(block_count(table)):
+        piece = table[np.searchsorted(table["first_block"], block, side="right") - 1]
+        start = (block - int(piece["first_block"])) * BLOCK_ELEMENTS
+        count = min(int(piece["count"]) - start, BLOCK_ELEMENTS)
+        source = memory_at(int(piece["source"]) + start * source_dtype.itemsize, count, source_dtype)
+        target = memory_at(int(piece["target"]) + start * target_dtype.itemsize, count, target_dtype)
+        if job.source == job.target:
+            Scale(job.factor, job.divisor).apply(source, target)
+            continue
+        wide = source.astype(source_dtype if source_dtype.kind in "iu" else np.float32)
+        Scale(job.factor, job.divisor).apply(wide, wide)
+        target[...] = wide.astype(target_dtype)

@@ -1,0 +1,263 @@
+"""What stands in for a GPU where there is none: streams that run late and in any order that events allow.
+
+Memory is the host's, kernels are their models in numpy, and collectives run over MPI. Nothing here is NCCL or CUDA: it
+shows that what is enqueued is the right work, waits for what it must wait for, and uses no memory after it is free.
+"""
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mpistrat.gpu.arrays import GpuArray
+from mpistrat.gpu.copy_plan import CopyJob
+from tests import copy_model
+
+_DTYPES = [np.dtype(name) for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32",
+                                       "float64")] + [np.dtype(ml_dtypes.bfloat16)]
+_OPERATIONS = [np.add, np.multiply, np.maximum, np.minimum]
+_POISON = 0x7F
+
+
+class Stream:
+    """Work in order: each piece says whether it is done, and is asked again until it is."""
+
+    def __init__(self, number: int):
+        self.ptr = number
+        self.work: deque[Callable[[], bool]] = deque()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return
+
+
+class Event:
+    """Fires when its stream gets to it; to ask is what makes streams run."""
+
+    def __init__(self, device: "Device"):
+        self._device, self.has_fired = device, False
+
+    @property
+    def done(self) -> bool:
+        self._device.run_a_little()
+        return self.has_fired
+
+    def fire(self) -> bool:
+        self.has_fired = True
+        return True
+
+
+class Array:
+    """A tensor on the stand-in."""
+
+    def __init__(self, device: "Device", shape: tuple[int, ...], dtype: np.dtype):
+        self.memory = device.allocate(max(int(np.prod(shape)) * dtype.itemsize, 1))
+        self.shape, self.dtype, self.device = shape, dtype, device
+        weakref.finalize(self, self.memory.fill, _POISON)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("on the stand-in")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.number
+
+    def view(self) -> np.ndarray:
+        """The memory as it is now."""
+        nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        return self.memory[:nbytes].view(self.dtype).reshape(self.shape)
+
+
+class Device:
+    """In place of mpistrat.gpu.device.Device.
+
+    Args:
+        number: Of the GPU.
+        seed: Of the order in which streams run.
+        free_bytes: Larger requests for scratch memory are refused.
+    """
+
+    def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
+        self.number, self.identity, self.free_bytes = number, f"stand-in-{seed}", free_bytes
+        self.log: list[tuple[Any, ...]] = []
+        self._random = random.Random(seed)
+        self._streams: list[Stream] = []
+        self._all_memory: list[np.ndarray] = []  # Never freed, so that what is used too long is poison and no crash.
+        self._user = self.stream()
+
+    def current(self) -> Any:
+        return nullcontext()
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        self._streams.append(Stream(len(self._streams) + 1))
+        return self._streams[-1]
+
+    def current_stream(self) -> Stream:
+        return self._user
+
+    def record(self, stream: Stream | None = None) -> Event:
+        event = Event(self)
+        (stream or self._user).work.append(event.fire)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.work.append(lambda: event.has_fired)
+
+    def enqueue(self, stream: Stream, work: Callable[[], Any]) -> None:
+        """Do this once, in its turn."""
+        def once() -> bool:
+            work()
+            return True
+        stream.work.append(once)
+
+    def run_a_little(self) -> None:
+        """Go on with some streams, as far as each can."""
+        for stream in self._random.sample(self._streams, len(self._streams)):
+            for _ in range(self._random.randrange(1, 4)):
+                if not stream.work or not stream.work[0]():
+                    break
+                stream.work.popleft()
+
+    def run_all(self) -> None:
+        """Until nothing is left."""
+        while any(stream.work for stream in self._streams):
+            self.run_a_little()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Poisoned memory."""
+        self._all_memory.append(np.full(nbytes + 64, _POISON, np.uint8))
+        start = -self._all_memory[-1].ctypes.data % 64
+        return self._all_memory[-1][start:start + nbytes]
+
+    def scratch(self, nbytes: int) -> GpuArray | None:
+        if nbytes > self.free_bytes:
+            return None
+        memory = self.allocate(nbytes)
+        return GpuArray(memory.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return self.allocate(nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        byte = np.dtype(np.uint8)
+        if nbytes:
+            self.enqueue(stream, lambda: np.copyto(copy_model.memory_at(target, nbytes, byte),
+                                                   copy_model.memory_at(source, nbytes, byte)))
+
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> Any:
+        self.log.append(("batched_copy", len(table), job, stream.ptr))
+        self.enqueue(stream, lambda: copy_model.batched_copy(table, job))
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def seen(self, array: Array) -> GpuArray:
+        return GpuArray(array.memory.ctypes.data, array.shape, array.dtype, array)
+
+    def contiguous(self, array: Array) -> Array:
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return Array(self, shape, dtype)
+
+    def tensor(self, values: np.ndarray) -> Array:
+        """A tensor whose contents come later, by work on the user's stream."""
+        array = Array(self, values.shape, values.dtype)
+        self.enqueue(self._user, lambda: np.copyto(array.view(), values))
+        return array
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def nccl_version(self) -> int:
+        return 23203
+
+    def unique_id(self) -> tuple[int, ...]:
+        return (1, 2, 3)
+
+    def communicator(self, size: int, unique_id: tuple[int, ...], rank: int) -> "Communicator":
+        return Communicator(self, size)
+
+    @contextmanager
+    def nccl_group(self) -> Iterator[None]:
+        self.log.append(("group",))
+        yield
+        self.log.append(("end of group",))
+
+
+class Communicator:
+    """With the methods of cupy's NcclCommunicator: writes down each call, and does the work over MPI."""
+
+    def __init__(self, device: Device, size: int):
+        self._device, self._size = device, size
+        self._comm: Any = None
+        if size > 1:
+            from mpi4py import MPI
+            self._comm = MPI.COMM_WORLD.Dup()
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
+        self._device.log.append(("allReduce", count, dtype, op, stream))
+        kind = _DTYPES[dtype]
+
+        def combine(parts: np.ndarray) -> None:
+            result = parts[0]
+            for part in parts[1:]:
+                result = _OPERATIONS[op](result, part)
+            copy_model.memory_at(target, count, kind)[:] = result
+
+        self._with_all(source, count, kind, stream, combine)
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:  # noqa: N802
+        self._device.log.append(("allGather", count, dtype, stream))
+        kind = _DTYPES[dtype]
+
+        def join(parts: np.ndarray) -> None:
+            copy_model.memory_at(target, count * self._size, kind)[:] = parts.reshape(-1)
+
+        self._with_all(source, count, kind, stream, join)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        self._device.log.append(("broadcast", count, dtype, root, stream))
+        kind = _DTYPES[dtype]
+
+        def take(parts: np.ndarray) -> None:
+            copy_model.memory_at(target, count, kind)[:] = parts[root]
+
+        self._with_all(source, count, kind, stream, take)
+
+    def check_async_error(self) -> None:
+        """There is none."""
+
+    def abort(self) -> None:
+        self._device.log.append(("abort",))
+
+    def destroy(self) -> None:
+        self._device.log.append(("destroy",))
+        if self._comm is not None:
+            self._comm.Free()
+
+    def _with_all(self, source: int, count: int, dtype: np.dtype, stream: int,
+                  use: Callable[[np.ndarray], None]) -> None:
+        parts = np.empty((self._size, count), dtype)
+        pending: list[Any] = []
+
+        def work() -> bool:
+            if not pending:
+                own = copy_model.memory_at(source, count, dtype).copy()
+                if self._comm is None:
+                    parts[:] = own
+                pending.append((own, self._comm and self._comm.Iallgather(own.view(np.uint8), parts.view(np.uint8))))
+            if pending[0][1] and not pending[0][1].Test():
+                return False
+            use(parts)
+            return True
+
+        next(s for s in self._device._streams if s.ptr == stream).work.append(work)

@@ -1,0 +1,244 @@
+"""Door C on arrays of a GPU, by each way they can go: on a stand-in, and on a real GPU where there is one.
+
+On the stand-in memory is the host's, and what is enqueued runs late, in any order that the events allow. Memory that is
+free is poisoned, so a result is wrong if anything is read or written too early or too late.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat import tensor_kinds
+from tests import gpu_stand_in
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INTEGERS = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")]
+FLOATS = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+COMPLEX = [np.dtype("complex64"), np.dtype("complex128")]
+
+
+class StandIn:
+    """Arrays of the stand-in."""
+
+    def __init__(self, rank: int):
+        self.device = gpu_stand_in.Device(seed=rank)
+
+    def array(self, values: np.ndarray) -> Any:
+        return self.device.tensor(values)
+
+    def values(self, array: Any) -> np.ndarray:
+        return np.asarray(array.view().copy())
+
+    def is_own(self, array: Any) -> bool:
+        return isinstance(array, gpu_stand_in.Array)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Cupy:
+    """Arrays of cupy."""
+
+    def __init__(self) -> None:
+        import cupy
+        self._cupy = cupy
+        cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
+        cupy.cuda.Stream(non_blocking=True).use()
+
+    def array(self, values: np.ndarray) -> Any:
+        # As bytes, since cupy has no kernels for some dtypes. The second array takes the memory of the first.
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self._cupy.full(flat.shape, 77, np.uint8)
+        return self._cupy.asarray(flat).view(values.dtype).reshape(values.shape)
+
+    def values(self, array: Any) -> np.ndarray:
+        return np.asarray(self._cupy.asnumpy(array))
+
+    def is_own(self, array: Any) -> bool:
+        return isinstance(array, self._cupy.ndarray)
+
+    def close(self) -> None:
+        self._cupy.cuda.Stream.null.use()
+
+
+def why_no_gpu() -> str:
+    """Why the tests that need a GPU are skipped; the same on all ranks of a host."""
+    try:
+        import cupy
+        return "" if cupy.cuda.runtime.getDeviceCount() else "no GPU"
+    except Exception as error:
+        return f"no GPU: {type(error).__name__}: {error}"
+
+
+NO_GPU = why_no_gpu()
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
+
+
+@pytest.fixture(scope="module", params=[
+    "stand-in nccl", "stand-in staged", pytest.param("cupy auto", marks=on_gpu),
+    pytest.param("cupy staged", marks=on_gpu)])
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
+    kind, operations = request.param.split()
+    rank = mpistrat.rank()
+    found = StandIn(rank) if kind == "stand-in" else Cupy()
+    mpistrat.shutdown()
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
+    patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
+    if kind == "stand-in":
+        patch.setattr(tensor_kinds, "make_device", lambda number: found.device)
+        patch.setitem(tensor_kinds.KINDS, "tests", tensor_kinds.Cupy())
+    mpistrat.init()
+    yield found
+    mpistrat.shutdown()
+    found.close()
+    patch.undo()
+    mpistrat.init()
+
+
+@pytest.fixture
+def reduced(library: Any) -> Callable[..., np.ndarray]:
+    """The values of what an all-reduce of values gives."""
+    def reduce(values: np.ndarray, **arguments: Any) -> np.ndarray:
+        result = mpistrat.allreduce(library.array(values), **arguments)
+        assert library.is_own(result)
+        return np.asarray(library.values(result))
+    return reduce
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *COMPLEX], ids=str)
+def test_sum(dtype: np.dtype, reduced: Callable, rank: int, size: int) -> None:
+    result = reduced((np.arange(7) + rank).astype(dtype), op=mpistrat.Sum)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result, (np.arange(7) * size + size * (size - 1) // 2).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, np.dtype("bool"), *FLOATS], ids=str)
+@pytest.mark.parametrize("op, of_list", [(mpistrat.Min, min), (mpistrat.Max, max)], ids=["min", "max"])
+def test_min_and_max(op: Any, of_list: Callable, dtype: np.dtype, reduced: Callable, rank: int, size: int) -> None:
+    result = reduced(np.array([rank % 2, size - rank, 1]).astype(dtype), op=op)
+    columns = zip(*(np.array([r % 2, size - r, 1]).astype(dtype) for r in range(size)))
+    np.testing.assert_array_equal(result, np.array([of_list(column) for column in columns], dtype))
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, np.dtype("bool"), *FLOATS, *COMPLEX], ids=str)
+def test_product(dtype: np.dtype, reduced: Callable, rank: int, size: int) -> None:
+    result = reduced(np.array([2, 1, 0, rank]).astype(dtype), op=mpistrat.Product)
+    np.testing.assert_array_equal(result, np.array([2**size, 1, 0, 0]).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_average(dtype: np.dtype, reduced: Callable, rank: int, size: int) -> None:
+    result = reduced(np.full(5, 2 * rank).astype(dtype))
+    np.testing.assert_allclose(result.astype(np.float64), size - 1, rtol=2.0**-7 if dtype == BFLOAT16 else 2.0**-10)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
+def test_an_average_of_integers_is_exact_and_truncated(dtype: str, reduced: Callable, rank: int, size: int) -> None:
+    large = 2**53 + 1 if dtype == "int64" else 1001
+    total = sum(range(size))
+    result = reduced(np.array([large, rank, -rank], dtype))
+    assert result.tolist() == [large, total // size, -(total // size)]
+
+
+def test_prescale_and_postscale(reduced: Callable, rank: int, size: int) -> None:
+    for dtype in FLOATS:
+        result = reduced(np.array([rank + 1]).astype(dtype), op=mpistrat.Sum, prescale_factor=0.5, postscale_factor=4.0)
+        assert result.tolist() == [size * (size + 1)]
+
+
+def test_scalars_and_empty_arrays(reduced: Callable, size: int) -> None:
+    assert reduced(np.array(3.0), op=mpistrat.Sum) == 3.0 * size
+    assert reduced(np.empty((3, 0)), op=mpistrat.Sum).shape == (3, 0)
+
+
+def test_a_group_of_mixed_dtypes_and_sizes(library: Any, rank: int, size: int) -> None:
+    values = [np.full(count, rank + i).astype(dtype) for i, (count, dtype) in enumerate(
+        (count, dtype) for count in (1, 0, 100, 3, 40_000) for dtype in ("float32", "int16", "float16"))]
+    results = mpistrat.grouped_allreduce([library.array(value) for value in values], op=mpistrat.Sum)
+    for i, (result, value) in enumerate(zip(results, values)):
+        np.testing.assert_array_equal(library.values(result),
+                                      np.full_like(value, size * i + size * (size - 1) // 2))
+
+
+def test_rows_are_gathered_in_the_order_of_the_ranks(library: Any, rank: int, size: int) -> None:
+    for rows in (2, rank, rank + 1):
+        result = mpistrat.allgather(library.array(np.full((rows, 3), rank, np.int16)))
+        expected = [[r] * 3 for r in range(size) for _ in range({2: 2, rank: r, rank + 1: r + 1}[rows])]
+        if rows == 2 and 2 in (rank, rank + 1):
+            continue  # The row counts of the cases are the same on this rank.
+        assert library.values(result).tolist() == expected
+
+
+def test_broadcast(library: Any, rank: int, size: int) -> None:
+    for root in range(size):
+        for dtype in ("float32", "bool", "complex128"):
+            result = mpistrat.broadcast(library.array(np.full((2, 3), rank + 1, dtype)), root)
+            np.testing.assert_array_equal(library.values(result), np.full((2, 3), root + 1, dtype))
+
+
+def test_cpu_and_gpu_tensors_of_one_step_each_go_their_way(library: Any, rank: int, size: int) -> None:
+    total = size * (size - 1) // 2
+    for step in range(5):
+        pending = [mpistrat.allreduce_async(make(np.full(50 + i, rank + step)), op=mpistrat.Sum, name=f"mixed.{i}")
+                   for i, make in enumerate([library.array, np.asarray] * 3)]
+        for i, result in enumerate(p.wait() for p in pending):
+            values = result if i % 2 else library.values(result)
+            np.testing.assert_array_equal(values, np.full(50 + i, total + size * step))
+
+
+def test_steps_of_random_sizes_leave_no_wrong_value(library: Any, rank: int, size: int) -> None:
+    random = np.random.default_rng(7)
+    kept: list[tuple[Any, int]] = []
+    for step in range(40):
+        counts = random.integers(1, 3000, random.integers(1, 6))
+        results = mpistrat.grouped_allreduce(
+            [library.array(np.full(count, rank + step, np.float32)) for count in counts], op=mpistrat.Sum,
+            name=f"churn.{step % 3}")
+        kept += [(result, size * step + size * (size - 1) // 2) for result in results]
+        for result, value in kept[-10:]:
+            assert (library.values(result) == value).all()
+        del kept[:-10]
+
+
+def test_ranks_that_disagree_on_the_device_are_told(library: Any, rank: int, size: int) -> None:
+    value = np.ones(3)
+    with pytest.raises(mpistrat.MismatchError, match=r"odd device: the ranks disagree on device: cpu on ranks "
+                                                     r"\[.*\]; gpu on ranks"):
+        mpistrat.allreduce(library.array(value) if rank == size - 1 else value, name="odd device")
+    np.testing.assert_array_equal(library.values(mpistrat.allreduce(library.array(value))), value)
+
+
+def test_a_group_is_on_one_device(library: Any) -> None:
+    with pytest.raises(mpistrat.InvalidRequestError, match="on the CPU or on the GPU as a whole"):
+        mpistrat.grouped_allreduce([library.array(np.ones(2)), np.ones(2)])
+
+
+def test_a_tensor_on_another_gpu_is_refused(library: Any) -> None:
+    array = library.array(np.ones(2))
+    mpistrat.allreduce(array)
+    other = array.__dlpack_device__()[1] + 1
+    with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {other}, but this rank's tensors are on GPU"):
+        tensor_kinds.this_ranks_gpu(other)
+
+
+def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.FixtureRequest,
+                                                caplog: pytest.LogCaptureFixture) -> None:
+    wanted = os.environ["MPISTRAT_GPU_OPERATIONS"]
+    mpistrat.shutdown()
+    with caplog.at_level("INFO", "mpistrat"):
+        mpistrat.init()
+        logging.getLogger("mpistrat").setLevel("INFO")
+        for _ in range(3):
+            mpistrat.allreduce(library.array(np.ones(2)))
+    lines = [line for line in caplog.messages if line.startswith("GPU tensors are")]
+    assert len(lines) == (mpistrat.rank() == 0)
+    if lines and wanted == "staged":
+        assert lines[0].endswith(": MPISTRAT_GPU_OPERATIONS=staged")

@@ -1,0 +1,161 @@
+"""Packing and unpacking on a GPU: the plan, its model in numpy, and the kernel itself, compiled for this machine."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpistrat.gpu.copy_kernel import HALVES, TYPES, source, variant
+from mpistrat.gpu.copy_plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob, block_count, copy_table, fused_offsets
+from mpistrat.scale import Scale
+from tests import copy_model
+
+JOBS = [
+    *(CopyJob(name, name) for name in TYPES),
+    *(CopyJob(name, name, 0.5, 3) for name in TYPES if name != "bool"),
+    *(CopyJob(name, name, 1.0, 3) for name in TYPES if name != "bool"),
+    CopyJob("int16", "int32"), CopyJob("int32", "int16", 1.0, 3), CopyJob("uint16", "uint32", 2.0),
+    CopyJob("uint32", "uint16", 1.0, 2), CopyJob("float32", "float16", 0.5), CopyJob("float16", "float32", 1.0, 3),
+    CopyJob("float32", "bfloat16"), CopyJob("bfloat16", "float32", 3.0),
+]
+COUNTS = (1, 3, 0, BLOCK_ELEMENTS, 17, BLOCK_ELEMENTS + 5)
+each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.source}-{job.target}-{job.factor}-{job.divisor}")
+
+
+def values(dtype: np.dtype, count: int) -> np.ndarray:
+    """Whole numbers of both signs, as far as the dtype has them."""
+    numbers = np.arange(count) % 97 - (0 if dtype.kind in "ub" else 40)
+    return (numbers % 2 if dtype.kind == "b" else numbers).astype(dtype)
+
+
+def copied(job: CopyJob, run: Callable[[np.ndarray, CopyJob], None], shift: int = 0) -> list[np.ndarray]:
+    """What a launch over pieces of all COUNTS leaves; their memory begins `shift` bytes from where it is aligned."""
+    from_dtype, to_dtype = copy_model.dtype_of(job.source), copy_model.dtype_of(job.target)
+    sources = [np.empty(count * from_dtype.itemsize + 64, np.uint8) for count in COUNTS]
+    targets = [np.full(count * to_dtype.itemsize + 64, 0xA5, np.uint8) for count in COUNTS]
+    at = [[-array.ctypes.data % ALIGNMENT + shift for array in arrays] for arrays in (sources, targets)]
+    for array, start, count in zip(sources, at[0], COUNTS):
+        array[start:start + count * from_dtype.itemsize].view(from_dtype)[:] = values(from_dtype, count)
+    table = copy_table([a.ctypes.data + s for a, s in zip(sources, at[0])],
+                       [a.ctypes.data + s for a, s in zip(targets, at[1])], COUNTS)
+    run(table, job)
+    results = []
+    for array, start, count in zip(targets, at[1], COUNTS):
+        stop = start + count * to_dtype.itemsize
+        assert (array[:start] == 0xA5).all() and (array[stop:] == 0xA5).all(), "it wrote beside a piece"
+        results.append(array[start:stop].view(to_dtype).copy())
+    return results
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_given_out_in_the_order_of_the_pieces() -> None:
+    table = copy_table([0] * 4, [0] * 4, [1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 5])
+    assert table["first_block"].tolist() == [0, 1, 2, 4]
+    assert block_count(table) == 5
+
+
+def test_a_piece_without_elements_is_left_out() -> None:
+    table = copy_table([1, 2, 3], [4, 5, 6], [7, 0, 8])
+    assert table["source"].tolist() == [1, 3]
+    assert block_count(copy_table([1], [2], [0])) == 0
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_every_tensor_begins_aligned_in_the_fusion_buffer(itemsize: int) -> None:
+    offsets, total = fused_offsets(COUNTS, itemsize)
+    assert all(offset * itemsize % ALIGNMENT == 0 for offset in offsets)
+    assert all(offset + count <= end for offset, count, end in zip(offsets, COUNTS, [*offsets[1:], total]))
+    assert total * itemsize < sum(COUNTS) * itemsize + ALIGNMENT * len(COUNTS)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+@each_job
+def test_the_model_scales_as_the_paths_for_cpu_tensors_do(job: CopyJob) -> None:
+    for result, count in zip(copied(job, copy_model.batched_copy), COUNTS):
+        wide = values(copy_model.dtype_of(job.source), count).astype(
+            np.float64 if job.source in ("float16", "bfloat16", "float32", "float64") else job.source)
+        Scale(job.factor, job.divisor).apply(wide, wide)
+        tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6}.get(job.target, 1e-12)
+        np.testing.assert_allclose(result.astype(np.float64),
+                                   wide.astype(copy_model.dtype_of(job.target)).astype(np.float64), rtol=tolerance)
+
+
+# -- the kernel's source ----------------------------------------------------------------------------------------------
+
+# One thread does the work of all threads of a block, and the blocks come one after the other.
+ON_HOST = """
+#include <cstring>
+#define __device__ static
+#define __global__
+struct Index { unsigned int x; };
+static Index blockIdx, threadIdx = {0}, blockDim = {1};
+static float half_to_float(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return h; }
+static unsigned short float_to_half(float value) {
+    _Float16 h = value; unsigned short bits; memcpy(&bits, &h, 2); return bits; }
+"""
+LAUNCH = """
+extern "C" void launch(const void* table, int rows, int blocks, double factor, long long divisor) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) NAMESPACE::batched_copy(
+        (const NAMESPACE::Piece*) table, rows, factor, divisor);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[CopyJob, ctypes.CDLL]:
+    """The kernels of all JOBS as functions of this machine, in one library."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    path: Path = tmp_path_factory.mktemp("kernel") / "kernels.cpp"
+    variants = list(dict.fromkeys(variant(job) for job in JOBS))
+    text = ON_HOST
+    for number, job in enumerate(variants):
+        body = source(job).replace(HALVES, "").replace('extern "C" ', "")
+        launch = LAUNCH.replace("NAMESPACE", f"k{number}").replace("launch", f"launch{number}")
+        names = re.findall(r"^#define (\w+)", body, re.MULTILINE)
+        text += f"namespace k{number} {{\n{body}\n}}\n{launch}" + "".join(f"#undef {name}\n" for name in names)
+    path.write_text(text)
+    built = path.with_suffix(".so")
+    made = subprocess.run([compiler, "-w", "-std=c++17", "-O1", "-shared", "-fPIC", str(path), "-o", str(built)],
+                          text=True, capture_output=True, check=False)
+    if "_Float16" in made.stderr:
+        pytest.skip("this g++ has no half precision")
+    assert made.returncode == 0, made.stderr
+    library = ctypes.CDLL(str(built))
+    return {job: getattr(library, f"launch{number}") for number, job in enumerate(variants)}
+
+
+@each_job
+@pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "not aligned"])
+def test_the_kernel_does_what_the_model_does(job: CopyJob, shift: int, compiled: dict[CopyJob, ctypes.CDLL]) -> None:
+    def launch(table: np.ndarray, job: CopyJob) -> None:
+        compiled[variant(job)](ctypes.c_void_p(table.ctypes.data), len(table), block_count(table),
+                               ctypes.c_double(job.factor), ctypes.c_longlong(job.divisor))
+
+    for by_kernel, by_model in zip(copied(job, launch, shift), copied(job, copy_model.batched_copy, shift)):
+        np.testing.assert_allclose(by_kernel.astype(np.float64), by_model.astype(np.float64),
+                                   rtol=0 if job.target != "float64" or job.factor == 1.0 else 1e-15)
+
+
+@each_job
+def test_the_kernel_compiles_for_a_gpu(job: CopyJob) -> None:
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="cupy is not installed")
+    try:
+        program = nvrtc.createProgram(source(job), "batched_copy.cu", [], [])
+    except RuntimeError as error:
+        pytest.skip(f"no NVRTC: {error}")
+    try:
+        nvrtc.compileProgram(program, ("--gpu-architecture=compute_80", "-std=c++17"))
+        assert ".entry batched_copy" in nvrtc.getPTX(program).decode()
+    finally:
+        nvrtc.destroyProgram(program)

@@ -1,0 +1,178 @@
+"""Which way GPU tensors go, and what happens when a GPU is short of memory, slow or broken, on a stand-in."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.collectives.local import ThreadGroup
+from mpistrat.engine import Engine
+from mpistrat.errors import EngineError
+from mpistrat.gpu.arrays import GpuInput
+from mpistrat.gpu.choice import SHARES_GPUS, Found, why_not_nccl
+from mpistrat.messages import DEVICE_GPU
+from mpistrat.requests import Product, Sum, allreduce_request, specs_of
+from mpistrat.settings import Settings
+from mpistrat.tensor_kinds import Cupy
+from mpistrat.tensor_queue import Handle
+from tests.gpu_stand_in import Communicator, Device
+
+FOUND = Found("gpu 0", 22805, 2**27, False)
+OTHER = FOUND._replace(gpu="gpu 1")
+
+
+# -- which way --------------------------------------------------------------------------------------------------------
+
+
+def test_nccl_serves_ranks_with_a_gpu_each() -> None:
+    assert why_not_nccl([FOUND, OTHER], "auto") == ""
+
+
+@pytest.mark.parametrize("ranks, reason", [
+    ([FOUND, OTHER._replace(nccl=0)], "ranks [1] have no NCCL (pip install 'mpistrat[gpu]')"),
+    ([FOUND, OTHER._replace(nccl=22900)], "the ranks have different versions of NCCL: 22805, 22900"),
+    ([OTHER, FOUND, FOUND], "ranks [1, 2] share a GPU, which NCCL allows from 2.30 on, with "
+                            "NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    ([FOUND, OTHER._replace(buffer_bytes=0)], "the GPUs of ranks [1] have no memory left for fusion buffers"),
+])
+def test_what_keeps_nccl_from_serving_is_named(ranks: list[Found], reason: str) -> None:
+    assert why_not_nccl(ranks, "auto") == reason
+    with pytest.raises(EngineError) as raised:
+        why_not_nccl(ranks, "nccl")
+    assert str(raised.value) == f"MPISTRAT_GPU_OPERATIONS=nccl: {reason}"
+
+
+@pytest.mark.parametrize("version, may_share, serves", [
+    (SHARES_GPUS, True, True), (SHARES_GPUS, False, False), (SHARES_GPUS - 1, True, False)])
+def test_ranks_may_share_a_gpu_where_nccl_and_the_environment_let_them(version: int, may_share: bool,
+                                                                       serves: bool) -> None:
+    found = FOUND._replace(nccl=version, may_share=may_share)
+    assert (why_not_nccl([found, found], "auto") == "") == serves
+
+
+def test_staging_may_be_asked_for() -> None:
+    assert why_not_nccl([FOUND, OTHER], "staged") == "MPISTRAT_GPU_OPERATIONS=staged"
+
+
+# -- one rank, driven by hand -----------------------------------------------------------------------------------------
+
+
+class Job:
+    """An engine of one rank without a thread, with a stand-in for its GPU."""
+
+    def __init__(self, device: Device | None = None, **settings: Any):
+        self.device = device or Device()
+        self.now = 0.0
+        group = ThreadGroup(1)
+        self.engine = Engine(0, 1, group.control(0), group.data(0), Settings(**{"fusion_bytes": 2**16, **settings}),
+                             clock=lambda: self.now)
+
+    def input(self, *values: np.ndarray) -> list[GpuInput]:
+        """The values, as door C hands them over."""
+        return [Cupy().to_gpu(self.device.tensor(value), self.device) for value in values]
+
+    def submit(self, name: str, *values: np.ndarray) -> Handle:
+        """Submit a sum."""
+        arrays = self.input(*values)
+        return self.engine.submit(allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU), arrays)
+
+    def settle(self) -> None:
+        """Step until nothing happens for a while."""
+        idle = 0
+        while idle < 50:
+            idle = 0 if self.engine.step() else idle + 1
+
+
+def values_of(handle: Handle) -> list[list[float]]:
+    """The values of a finished all-reduce."""
+    return [array.owner.view().tolist() for array in handle.wait(0)]
+
+
+def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
+    job = Job()
+    handle = job.submit("a", np.arange(3.0), np.ones(2))
+    job.engine.step()
+    assert not handle.done()
+    job.settle()
+    assert values_of(handle) == [[0, 1, 2], [1, 1]]
+
+
+def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(Device(free_bytes=5 * 2**20), fusion_bytes=2**24)
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        first = job.submit("a", np.ones(2**18), np.ones(2**18))
+        job.settle()
+    assert values_of(first)[1][:2] == [1, 1]
+    assert [line for line in caplog.messages if "GPU memory is short" in line] == [
+        f"GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 4 - 2**16} bytes instead of {2**24}"]
+
+
+def test_without_memory_tensors_are_staged(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(Device(free_bytes=1000))
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        handle = job.submit("a", np.ones(2))
+        job.settle()
+    assert values_of(handle) == [[1, 1]]
+    assert caplog.messages[-1] == ("GPU tensors are staged through host memory and reduced by local: the GPUs of ranks "
+                                   "[0] have no memory left for fusion buffers")
+
+
+def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        for _ in range(2):
+            arrays = job.input(np.array([2j, 1.0]))
+            job.engine.submit(allreduce_request("a", specs_of(arrays), Product, device=DEVICE_GPU), arrays)
+            job.settle()
+    assert [line for line in caplog.messages if "some GPU tensors" in line] == [
+        "some GPU tensors are staged through host memory: NCCL has no product of complex128"]
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A job whose collectives never end, as if another rank had died."""
+    monkeypatch.setattr(Communicator, "_with_all", lambda self, source, count, dtype, stream, use: next(
+        s for s in self._device._streams if s.ptr == stream).work.append(lambda: False))
+    yield Job(stall_warning_s=1.0, stall_abort_s=10.0)
+
+
+def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> None:
+    handle = stuck.submit("a/b", np.ones(3))
+    stuck.settle()
+    stuck.now = 9.0
+    stuck.settle()
+    assert not handle.done()
+    stuck.now = 11.0
+    stuck.engine.start()
+    with pytest.raises(EngineError, match=r"the GPU of rank 0 has not done a/b in 11 s; another rank may have died"):
+        handle.wait(30)
+    stuck.engine.end()
+    assert ("abort",) in stuck.device.log
+
+
+def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = stuck.submit("a", np.ones(3))
+    stuck.settle()
+
+    def fail(self: Communicator) -> None:
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+
+    monkeypatch.setattr(Communicator, "check_async_error", fail)
+    stuck.engine.start()
+    with pytest.raises(EngineError, match="NCCL_ERROR_REMOTE_ERROR"):
+        handle.wait(30)
+    with pytest.raises(EngineError, match="NCCL_ERROR_REMOTE_ERROR"):
+        stuck.submit("b", np.ones(3))
+
+
+def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
+    job = Job()
+    handle = job.submit("a", np.ones(3))
+    job.engine.start()
+    job.engine.end()
+    assert values_of(handle) == [[1, 1, 1]]
+    job.engine.close()
+    job.engine.close()
+    assert job.device.log[-1] == ("destroy",)

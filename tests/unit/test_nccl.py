@@ -1,0 +1,215 @@
+"""What the plane for NCCL enqueues: calls, counts, dtypes and streams, on a stand-in that writes them down."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.collectives.nccl import NcclData
+from mpistrat.gpu.arrays import GpuArray
+from mpistrat.gpu.copy_plan import CopyJob
+from mpistrat.gpu.nccl_types import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    INT32,
+    OPERATIONS,
+    UINT8,
+    Wire,
+    wire_of,
+)
+from mpistrat.messages import ReduceOp
+from mpistrat.scale import IDENTITY, Scale
+from tests.gpu_stand_in import Communicator, Device
+
+SUM = OPERATIONS[ReduceOp.SUM]
+
+
+class Job:
+    """A plane over one rank."""
+
+    def __init__(self, lanes: int = 1, buffer_bytes: int = 2**16):
+        self.device = Device()
+        buffers = [[self.device.scratch(buffer_bytes) for _ in range(2)] for _ in range(lanes)]
+        self.plane = NcclData(self.device, 0, [Communicator(self.device, 1) for _ in range(lanes)], buffers,
+                              buffer_bytes)
+        self._arrays: list[GpuArray] = []
+
+    def arrays(self, *values: np.ndarray) -> list[GpuArray]:
+        """The values on the stand-in."""
+        self._arrays += [self.device.seen(self.device.tensor(value)) for value in values]
+        self.device.run_all()
+        return self._arrays[-len(values):]
+
+    def reduce(self, *values: np.ndarray, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
+               scale: Scale = IDENTITY) -> list[np.ndarray]:
+        """What the values become when the only rank reduces them."""
+        sources = self.arrays(*values)
+        targets = self.arrays(*map(np.zeros_like, values))
+        assert self.plane.why_not(sources, op) == ""
+        self.plane.allreduce(sources, targets, op, prescale, scale)
+        completion = self.plane.finish()
+        while not completion.done:
+            pass
+        return [target.owner.view().copy() for target in targets]
+
+    @property
+    def calls(self) -> list[str]:
+        """The names of what was enqueued."""
+        return [entry[0] for entry in self.device.log]
+
+
+def test_a_single_tensor_is_reduced_from_its_memory_to_that_of_the_result() -> None:
+    job = Job()
+    result, = job.reduce(np.arange(5, dtype=np.float32))
+    assert job.device.log == [("allReduce", 5, FLOAT32, SUM, 3)]
+    assert result.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_bucket_is_one_launch_one_reduction_and_one_launch() -> None:
+    job = Job()
+    results = job.reduce(np.arange(5, dtype=np.float32), np.ones((2, 3), np.float32), scale=Scale(1.0, 2))
+    plain, halved = CopyJob("float32", "float32"), CopyJob("float32", "float32", 1.0, 2)
+    # The first tensor takes 8 elements, so that the second begins aligned; and so does the whole buffer.
+    assert job.device.log == [("batched_copy", 2, plain, 2), ("allReduce", 16, FLOAT32, SUM, 3),
+                              ("batched_copy", 2, halved, 2)]
+    assert [result.tolist() for result in results] == [[0, 0.5, 1, 1.5, 2], [[0.5] * 3] * 2]
+
+
+def test_a_bucket_is_packed_before_the_one_before_is_unpacked() -> None:
+    job = Job()
+    pairs = [job.arrays(np.ones(4), np.ones(4)) for _ in range(3)]
+    for pair in pairs:
+        job.plane.allreduce(pair, pair, ReduceOp.SUM, 1.0, IDENTITY)
+    job.plane.finish()
+    assert job.calls == ["batched_copy", "allReduce", "batched_copy", "allReduce", "batched_copy", "batched_copy",
+                         "allReduce", "batched_copy", "batched_copy"]
+
+
+def test_lanes_take_turns() -> None:
+    job = Job(lanes=3)
+    array = job.arrays(np.ones(4, np.float32))
+    for _ in range(6):
+        job.plane.allreduce(array, array, ReduceOp.SUM, 1.0, IDENTITY)
+    streams = [entry[4] for entry in job.device.log]
+    assert len(set(streams)) == 3 and streams[:3] == streams[3:]
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "int16", "uint16"])
+def test_every_dtype_travels_as_nccls_own_or_a_wider_one(name: str) -> None:
+    job = Job()
+    dtype = np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+    values = np.arange(6).astype(dtype)
+    for result in job.reduce(values, values[:2], scale=Scale(1.0, 2)):
+        assert result.dtype == dtype
+        expected = [0, 0, 1, 1, 2, 2] if dtype.kind in "iu" else [0, 0.5, 1, 1.5, 2, 2.5]
+        assert result.astype(np.float64).tolist() == expected[:len(result)]
+    wire = {"int16": "int32", "uint16": "uint32"}.get(name, name)
+    assert job.device.log[1][2] == DTYPES[wire]
+
+
+def test_bfloat16_has_nccls_own_number() -> None:
+    job = Job()
+    job.reduce(np.ones(3, ml_dtypes.bfloat16), prescale=2.0)
+    assert [entry for entry in job.device.log if entry[0] == "allReduce"] == [("allReduce", 3, BFLOAT16, SUM, 3)]
+
+
+def test_a_complex_tensor_is_summed_as_pairs() -> None:
+    job = Job()
+    result, = job.reduce(np.array([1 + 2j, 3j], np.complex64), scale=Scale(0.5))
+    assert job.device.log[0][:3] == ("allReduce", 4, FLOAT32)
+    assert result.tolist() == [0.5 + 1j, 1.5j]
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_booleans_are_bytes(op: ReduceOp) -> None:
+    job = Job()
+    result, = job.reduce(np.array([True, False]), op=op)
+    assert job.device.log == [("allReduce", 2, UINT8, OPERATIONS[op], 3)]
+    assert result.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype, op", [("complex64", ReduceOp.PRODUCT), ("longdouble", ReduceOp.SUM)])
+def test_what_nccl_lacks_is_named(dtype: str, op: ReduceOp) -> None:
+    assert wire_of(np.dtype(dtype).name, op) is None
+    job = Job()
+    assert job.plane.why_not(job.arrays(np.ones(2, dtype)), op).startswith(f"NCCL has no {op.name.lower()} of ")
+
+
+def test_what_does_not_fit_into_a_buffer_is_refused() -> None:
+    job = Job(buffer_bytes=64)
+    two = job.arrays(np.ones(4), np.ones(5))
+    assert "do not fit into a fusion buffer of 64" in job.plane.why_not(two, ReduceOp.SUM)
+    assert job.plane.why_not(job.arrays(np.ones(1000)), ReduceOp.SUM) == "", "a single tensor needs no buffer"
+
+
+def test_a_prescaled_tensor_is_scaled_into_the_result_and_reduced_there() -> None:
+    job = Job()
+    result, = job.reduce(np.ones(3), prescale=0.25, scale=Scale(8.0))
+    assert job.calls == ["batched_copy", "allReduce", "batched_copy"]
+    assert result.tolist() == [2, 2, 2]
+
+
+def test_integers_are_divided_exactly() -> None:
+    job = Job()
+    assert job.reduce(np.array([2**53 + 1, -7]), scale=Scale(1.0, 1))[0].tolist() == [2**53 + 1, -7]
+    assert job.reduce(np.array([3 * 2**53 + 3, -7]), scale=Scale(1.0, 3))[0].tolist() == [2**53 + 1, -2]
+
+
+def test_empty_tensors_enqueue_nothing() -> None:
+    job = Job()
+    job.reduce(np.ones(0))
+    job.reduce(np.ones(0), np.ones((3, 0)))
+    assert job.device.log == []
+
+
+def test_rows_alike_are_gathered_by_one_call_and_others_by_a_group_of_broadcasts() -> None:
+    job = Job()
+    source, target = job.arrays(np.ones(3, np.int16), np.ones(9, np.int16))
+    job.plane.allgather(source, target, [3, 3, 3])
+    job.plane.allgather(source, target, [3, 0, 2])
+    assert job.device.log == [("allGather", 6, UINT8, 3), ("group",), ("broadcast", 6, UINT8, 0, 3),
+                              ("broadcast", 4, UINT8, 2, 3), ("end of group",)]
+
+
+def test_a_list_is_broadcast_as_a_group() -> None:
+    job = Job()
+    sources = job.arrays(np.ones(3, np.float16), np.zeros(0, np.float16), np.ones(2, np.float16))
+    job.plane.broadcast(sources, sources, 0)
+    assert job.device.log == [("group",), ("broadcast", 6, UINT8, 0, 3), ("broadcast", 4, UINT8, 0, 3),
+                              ("end of group",)]
+
+
+def test_work_begins_after_the_events_it_was_told_to_wait_for() -> None:
+    job = Job()
+    target, = job.arrays(np.zeros(4))
+    source = job.device.tensor(np.full(4, 5.0))  # Its contents are still to come, on a stream of the caller's.
+    job.plane.wait_for([job.device.record()])
+    job.plane.allreduce([job.device.seen(source)], [target], ReduceOp.SUM, 1.0, IDENTITY)
+    completion = job.plane.finish()
+    while not completion.done:
+        pass
+    assert target.owner.view().tolist() == [5.0] * 4
+
+
+def test_abandoned_communicators_are_aborted_and_closed_ones_destroyed_once() -> None:
+    given_up, done = Job(lanes=2), Job(lanes=2)
+    for _ in range(2):
+        given_up.plane.abandon()
+        done.plane.close()
+    assert (given_up.calls, done.calls) == (["abort"] * 2, ["destroy"] * 2)
+
+
+def test_the_numbers_are_those_of_cupys_nccl() -> None:
+    nccl = pytest.importorskip("cupy.cuda.nccl", reason="cupy is not installed")
+    assert (INT8, UINT8, INT32, FLOAT16, BFLOAT16) == (nccl.NCCL_INT8, nccl.NCCL_UINT8, nccl.NCCL_INT32,
+                                                       nccl.NCCL_FLOAT16, nccl.NCCL_BFLOAT16)
+    assert {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES} == DTYPES
+    assert OPERATIONS == {ReduceOp.SUM: nccl.NCCL_SUM, ReduceOp.PRODUCT: nccl.NCCL_PROD, ReduceOp.MAX: nccl.NCCL_MAX,
+                          ReduceOp.MIN: nccl.NCCL_MIN}
+
+
+def test_narrow_integers_are_widened() -> None:
+    assert wire_of("int16", ReduceOp.SUM) == Wire("int16", "int32")
+    assert wire_of("float32", ReduceOp.SUM) == Wire("float32", "float32")

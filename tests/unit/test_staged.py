@@ -1,0 +1,70 @@
+"""GPU tensors by way of the host, chunk by chunk, on a stand-in."""
+
+import numpy as np
+import pytest
+
+from mpistrat.collectives.local import ThreadGroup
+from mpistrat.collectives.staged import StagedData, _chunks
+from mpistrat.errors import EngineError
+from mpistrat.gpu.arrays import GpuArray
+from mpistrat.messages import ReduceOp
+from mpistrat.scale import Scale
+from tests.gpu_stand_in import Device
+
+
+def on_gpu(device: Device, *values: np.ndarray) -> list[GpuArray]:
+    """The values on the stand-in, once its streams have run."""
+    return [device.seen(device.tensor(value)) for value in values]
+
+
+@pytest.mark.parametrize("sizes, chunks", [
+    ([10], [[(0, 0, 10)]]),
+    ([16, 0, 4], [[(0, 0, 16)], [(2, 0, 4)]]),
+    ([40], [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 8)]]),
+    ([10, 10, 3], [[(0, 0, 10), (1, 0, 6)], [(1, 6, 4), (2, 0, 3)]]),
+    ([0], []),
+])
+def test_tensors_are_cut_into_chunks_as_if_they_were_one(sizes: list[int],
+                                                         chunks: list[list[tuple[int, int, int]]]) -> None:
+    assert list(_chunks(sizes, 16)) == chunks
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_chunks_go_through_few_slots(seed: int) -> None:
+    device = Device(seed=seed)
+    plane = StagedData(device, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
+    for bucket in range(3):
+        values = [np.arange(count, dtype=np.float32) + bucket for count in (1, 100, 0, 7, 33)]
+        sources, targets = on_gpu(device, *values), on_gpu(device, *map(np.zeros_like, values))
+        plane.wait_for([device.record()])
+        plane.allreduce(sources, targets, ReduceOp.SUM, 2.0, Scale(1.0, 4))
+        completion = plane.finish()
+        while not completion.done:
+            pass
+        for target, value in zip(targets, values):
+            np.testing.assert_array_equal(target.owner.view(), value / 2)
+
+
+def test_rows_and_broadcasts_come_back() -> None:
+    device = Device()
+    plane = StagedData(device, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
+    sources = on_gpu(device, np.arange(50, dtype=np.int16), np.array([True, False]))
+    targets = on_gpu(device, np.zeros(50, np.int16), np.zeros(2, bool))
+    plane.wait_for([device.record()])
+    plane.broadcast(sources[:1], targets[:1], 0)
+    plane.allgather(sources[1], targets[1], [2])
+    device.run_all()
+    assert targets[0].owner.view().tolist() == list(range(50))
+    assert targets[1].owner.view().tolist() == [True, False]
+
+
+def test_a_copy_that_never_ends_is_an_error() -> None:
+    device = Device()
+    plane = StagedData(device, ThreadGroup(1).data(0), 0.05, chunk_bytes=64)
+    source, = on_gpu(device, np.ones(3))
+    never = device.record(device.stream())
+    never.fire = lambda: False  # type: ignore[method-assign]
+    device._streams[-1].work.clear()
+    plane.wait_for([never])
+    with pytest.raises(EngineError, match=r"a copy between GPU and host is not complete after 0\.05 s"):
+        plane.allreduce([source], [source], ReduceOp.SUM, 1.0, Scale())
