@@ -1,5 +1,6 @@
 """Run a command under mpirun for a test: with a time limit, stacks of what is stuck, and nothing left behind."""
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -69,6 +70,7 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
     """As run_job, for any command line."""
     job = uuid.uuid4().hex
     began = time.monotonic()
+    faulthandler.cancel_dump_traceback_later()  # pytest's limit for one test: a job may be a session of many tests
     process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, text=True, errors="replace",
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:

@@ -1,14 +1,24 @@
 """Run tests/parallel, the same pytest session on every rank, with 2 and with 3 ranks."""
 
+from pathlib import Path
+
 import pytest
 
 from .jobs import needs_mpirun, run_job
 
+HERE = Path(__file__).parent
+FILES = sorted(str(path.relative_to(HERE.parent)) for path in HERE.glob("parallel/test_*.py"))
+# Each is a session of its own, so that none is long.
+PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
+         "features": [file for file in FILES if "test_features" in file]}
+PARTS["rest"] = [file for file in FILES if file not in PARTS["strategy"] + PARTS["features"]]
+
 
 @needs_mpirun
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_passes(ranks: int) -> None:
-    job = run_job(ranks, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/parallel"], limit_s=900)
+def test_every_rank_passes(ranks: int, part: str) -> None:
+    job = run_job(ranks, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]], limit_s=1200)
     assert job.code == 0, job.output
     assert " passed" in job.output, job.output
     print(job.output)
