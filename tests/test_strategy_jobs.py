@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
@@ -60,6 +61,23 @@ def test_an_example_trains_as_one_process_does(example: str, ranks: int) -> None
     assert float(line[2]) == pytest.approx(float(expected[2]), abs=0.01)
     assert float(line[1]) == pytest.approx(float(expected[1]), abs=0.006)
     assert int(line[3]) == ranks
+
+
+@needs_mpirun
+def test_all_ranks_have_the_same_bits_and_one_process_almost(tmp_path: Path) -> None:
+    def results(ranks: int) -> list[dict[str, np.ndarray]]:
+        file = tmp_path / str(ranks)
+        job = run_job(ranks, ["python", "tests/scripts/strategy_trains.py", file])
+        assert job.code == 0, job.output
+        return [dict(np.load(f"{file}.{rank}.npz")) for rank in range(ranks)]
+    [expected] = results(1)
+    for ranks in (2, 3, 4):
+        first, *others = results(ranks)
+        for name, value in first.items():
+            for other in others:
+                np.testing.assert_array_equal(other[name], value, err_msg=f"{name}, {ranks} ranks")
+            np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-5 if "weights" in name else 1e-6,
+                                       err_msg=f"{name}, {ranks} ranks")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])

@@ -83,7 +83,8 @@ def reduce_per_replica(original: Any) -> Any:
 def make_function(original: Any) -> Any:
     def replacement(self: Any, step_function: Any) -> Any:
         if _strategy_of(self) is None:
-            _warn_of_model_outside(self)
+            if step_function == self.train_step:
+                _warn_of_model_outside(self)
             return original(self, step_function)
         if self.jit_compile:
             warnings.warn("jit_compile=True is switched off: collectives cannot be compiled by XLA.", stacklevel=2)

@@ -1,5 +1,6 @@
 """Keras under MPIStrategy: what is special to it. What every strategy should do is in test_features.py."""
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -62,6 +63,14 @@ def test_a_model_outside_of_the_scope_is_warned_of(strategy: MPIStrategy, rank: 
     model = compiled()
     with pytest.warns(UserWarning, match=r"built outside of strategy\.scope"):
         model.fit(*global_data(24), batch_size=BATCH, verbose=0)
+
+
+def test_a_model_outside_of_the_scope_may_be_evaluated(strategy: MPIStrategy, rank: int) -> None:
+    model, (x, y) = compiled(), global_data(24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.evaluate(x, y, verbose=0)
+        model.predict(x, verbose=0)
 
 
 def test_a_distributed_optimizer_is_refused(strategy: MPIStrategy, rank: int) -> None:
