@@ -1,6 +1,7 @@
 """Which GPU a rank uses."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,10 @@ class Config:
     def set_memory_growth(self, device: str, on: bool) -> None:
         self.calls.append(("growth", device, on))
 
+    def list_logical_devices(self, kind: str) -> list[SimpleNamespace]:
+        seen = [call[1] for call in self.calls if call[0] == "visible"] or self.list_physical_devices(kind)
+        return [SimpleNamespace(name=f"/device:{kind}:{i}") for i in range(len(seen))]
+
 
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -77,6 +82,19 @@ def test_too_late_a_call_says_so(pinning: Any) -> None:
     pinning.tf.config.error = "Visible devices cannot be modified after being initialized."
     with pytest.raises(mpistrat.InvalidRequestError, match=r"comes too late: .* Call it right after init\(\)"):
         pinning.pin_gpu()
+
+
+def test_a_strategy_pins_its_gpu(pinning: Any) -> None:
+    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy")
+    assert strategy._default_device() == "/device:GPU:0"
+    assert pinning.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:0", True)]
+
+
+def test_a_strategy_that_is_made_too_late_for_pinning_warns(pinning: Any, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy")
+    pinning.tf.config.error = "Visible devices cannot be modified after being initialized."
+    assert strategy._default_device() == "/device:GPU:0"
+    assert "may take memory on all of its GPUs: pin_gpu() comes too late" in caplog.text
 
 
 def test_it_needs_init() -> None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ... import array_ops, basics, runtime
 from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
+from ..pinning import pin_gpu
 from . import checkpoints, collectives
 from ._tf_private import resolve
 from .extended import RankExtended
@@ -32,8 +33,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
-        device: Where variables and computation are, for example "GPU:0"; by default the GPU of this local rank, or
-            the CPU where there is none.
+        device: Where variables and computation are, for example "GPU:0"; by default the GPU that pin_gpu(), which it
+            calls, gives to this rank, or the CPU where there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
             does for each row of the global batch.
         variables: "mirrored", or "central" to save memory. Then what Keras' optimizers remember of each variable, their
@@ -103,6 +104,11 @@ def _has_axes(value: Any) -> bool:
 
 
 def _default_device() -> str:
+    """This rank's GPU, the only one that TensorFlow then sees, or the CPU where there is none."""
+    try:
+        pin_gpu()
+    except InvalidRequestError as error:
+        logger.warning("every rank of this host may take memory on all of its GPUs: %s", error)
     gpus = tf.config.list_logical_devices("GPU")
     return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
 
