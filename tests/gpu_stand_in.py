@@ -6,9 +6,11 @@ shows that what is enqueued is the right work, waits for what it must wait for, 
 
 import random
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -74,13 +76,20 @@ class Array:
         return self.memory[:nbytes].view(self.dtype).reshape(self.shape)
 
 
+class Scratch:
+    """Scratch memory, which is free again when this is."""
+
+    def __init__(self, memory: np.ndarray):
+        self.bytes = memory
+
+
 class Device:
     """In place of mpistrat.gpu.device.Device.
 
     Args:
         number: Of the GPU.
         seed: Of the order in which streams run.
-        free_bytes: Larger requests for scratch memory are refused.
+        free_bytes: For scratch memory; what would take more is refused.
     """
 
     def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
@@ -90,6 +99,7 @@ class Device:
         self._streams: list[Stream] = []
         self._all_memory: list[np.ndarray] = []  # Never freed, so that what is used too long is poison and no crash.
         self._user = self.stream()
+        self._transfers: list[Transfer] | None = None  # of the group of NCCL's calls that is open
 
     def current(self) -> Any:
         return nullcontext()
@@ -142,8 +152,13 @@ class Device:
     def scratch(self, nbytes: int) -> GpuArray | None:
         if nbytes > self.free_bytes:
             return None
-        memory = self.allocate(nbytes)
-        return GpuArray(memory.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
+        memory = Scratch(self.allocate(nbytes))
+        self.free_bytes -= nbytes
+        weakref.finalize(memory, self._take_back, nbytes)
+        return GpuArray(memory.bytes.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
+
+    def _take_back(self, nbytes: int) -> None:
+        self.free_bytes += nbytes
 
     def pinned(self, nbytes: int) -> np.ndarray:
         return self.allocate(nbytes)
@@ -181,39 +196,115 @@ class Device:
         return 23203
 
     def unique_id(self) -> tuple[int, ...]:
-        return (1, 2, 3)
+        return tuple(self._random.randrange(256) for _ in range(16))
 
     def communicator(self, size: int, unique_id: tuple[int, ...], rank: int) -> "Communicator":
-        return Communicator(self, size)
+        return Communicator(self, size, rank, unique_id)
 
     @contextmanager
     def nccl_group(self) -> Iterator[None]:
         self.log.append(("group",))
+        self._transfers = transfers = []
         yield
+        self._transfers = None
         self.log.append(("end of group",))
+        if transfers:
+            self.stream_at(transfers[0].stream).work.append(Exchange(transfers))
+
+    def transfer(self, transfer: "Transfer") -> None:
+        """Let it begin together with the others of the group: alone, two ranks that send would wait for each other."""
+        assert self._transfers is not None, "outside of a group"
+        self._transfers.append(transfer)
+
+    def stream_at(self, ptr: int) -> Stream:
+        """The stream of that number."""
+        return next(stream for stream in self._streams if stream.ptr == ptr)
+
+
+@dataclass
+class Transfer:
+    """`count` elements on their way to or from another rank."""
+
+    comm: Any
+    address: int
+    count: int
+    dtype: np.dtype
+    peer: int
+    stream: int
+    is_sent: bool
+
+    def begin(self, own: deque[np.ndarray]) -> Any:
+        """Its request of MPI; None when there is no more to do. `own` is what this rank has sent itself."""
+        memory = copy_model.memory_at(self.address, self.count, self.dtype).view(np.uint8)
+        if self.comm is None or self.peer == self.comm.Get_rank():
+            if self.is_sent:
+                own.append(memory.copy())
+            else:
+                memory[:] = own.popleft()
+            return None
+        return (self.comm.Isend if self.is_sent else self.comm.Irecv)(memory, self.peer)
+
+
+class Exchange:
+    """A group of transfers: work for a stream."""
+
+    def __init__(self, transfers: list[Transfer]):
+        self._transfers, self._requests = transfers, None
+
+    def __call__(self) -> bool:
+        if self._requests is None:
+            own: deque[np.ndarray] = deque()
+            self._requests = [transfer.begin(own) for transfer in sorted(self._transfers, key=lambda t: not t.is_sent)]
+        self._requests = [request for request in self._requests if request is not None and not request.Test()]
+        return not self._requests
 
 
 class Communicator:
     """With the methods of cupy's NcclCommunicator: writes down each call, and does the work over MPI."""
 
-    def __init__(self, device: Device, size: int):
-        self._device, self._size = device, size
+    def __init__(self, device: Device, size: int, rank: int = 0, unique_id: tuple[int, ...] = ()):
+        self._device, self._size, self._rank = device, size, rank
         self._comm: Any = None
         if size > 1:
             from mpi4py import MPI
-            self._comm = MPI.COMM_WORLD.Dup()
+            # Those who know the same id meet; all ranks make communicators at the same time.
+            self._comm = MPI.COMM_WORLD.Split(zlib.crc32(bytes(unique_id)) >> 1, rank)
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
         self._device.log.append(("allReduce", count, dtype, op, stream))
         kind = _DTYPES[dtype]
 
         def combine(parts: np.ndarray) -> None:
-            result = parts[0]
-            for part in parts[1:]:
-                result = _OPERATIONS[op](result, part)
-            copy_model.memory_at(target, count, kind)[:] = result
+            copy_model.memory_at(target, count, kind)[:] = _combined(parts, op)
 
         self._with_all(source, count, kind, stream, combine)
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
+        self._device.log.append(("reduceScatter", count, dtype, op, stream))
+        kind = _DTYPES[dtype]
+
+        def keep(parts: np.ndarray) -> None:
+            copy_model.memory_at(target, count, kind)[:] = _combined(parts, op)[self._rank * count:][:count]
+
+        self._with_all(source, count * self._size, kind, stream, keep)
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        self._device.log.append(("reduce", count, dtype, op, root, stream))
+        kind = _DTYPES[dtype]
+
+        def keep(parts: np.ndarray) -> None:
+            if root == self._rank:
+                copy_model.memory_at(target, count, kind)[:] = _combined(parts, op)
+
+        self._with_all(source, count, kind, stream, keep)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._device.log.append(("send", count, dtype, peer, stream))
+        self._device.transfer(Transfer(self._comm, source, count, _DTYPES[dtype], peer, stream, True))
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._device.log.append(("recv", count, dtype, peer, stream))
+        self._device.transfer(Transfer(self._comm, target, count, _DTYPES[dtype], peer, stream, False))
 
     def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:  # noqa: N802
         self._device.log.append(("allGather", count, dtype, stream))
@@ -260,4 +351,12 @@ class Communicator:
             use(parts)
             return True
 
-        next(s for s in self._device._streams if s.ptr == stream).work.append(work)
+        self._device.stream_at(stream).work.append(work)
+
+
+def _combined(parts: np.ndarray, op: int) -> np.ndarray:
+    """The rows, reduced."""
+    result: np.ndarray = parts[0]
+    for part in parts[1:]:
+        result = _OPERATIONS[op](result, part)
+    return result

@@ -15,7 +15,7 @@ from ..errors import EngineError
 from ..gpu.arrays import GpuArray
 from ..gpu.plane import Completion, GpuPlane
 from ..messages import ReduceOp
-from ..scale import Scale
+from ..scale import IDENTITY, Scale
 from .base import DataPlane
 
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -27,6 +27,7 @@ class StagedData(GpuPlane):
 
     Args:
         device: This rank's GPU.
+        rank: This rank.
         host: Reduces what is in host memory.
         limit_s: How long copies between host and GPU may take; 0: for ever.
         chunk_bytes: Of one piece on its way.
@@ -34,12 +35,16 @@ class StagedData(GpuPlane):
 
     name = "staged"
 
-    def __init__(self, device: Any, host: DataPlane, limit_s: float, chunk_bytes: int = CHUNK_BYTES):
-        self._device, self._host, self._limit_s, self._chunk_bytes = device, host, limit_s, chunk_bytes
+    def __init__(self, device: Any, rank: int, host: DataPlane, limit_s: float, chunk_bytes: int = CHUNK_BYTES):
+        self._device, self._rank, self._host = device, rank, host
+        self._limit_s, self._chunk_bytes = limit_s, chunk_bytes
         self._to_host, self._to_gpu = device.stream(), device.stream()
         self._slots: list[np.ndarray] = []
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
+        return ""
+
+    def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
         return ""
 
     def wait_for(self, events: Iterable[Any]) -> None:
@@ -60,12 +65,33 @@ class StagedData(GpuPlane):
         self._pass_through(sources, targets, lambda chunk: self._host.broadcast(chunk, root_rank))
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
-        own, everybody = self._device.pinned(source.nbytes), self._device.pinned(target.nbytes)
-        self._device.copy(own.ctypes.data, source.address, own.nbytes, self._to_host)
-        self._await(self._device.record(self._to_host))
+        own, everybody = self._fetched(source), self._device.pinned(target.nbytes)
         self._host.allgather(own, everybody, [count * source.dtype.itemsize for count in counts])
-        self._device.copy(target.address, everybody.ctypes.data, everybody.nbytes, self._to_gpu)
-        self._await(self._device.record(self._to_gpu))
+        self._return(everybody, target)
+
+    def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], op: ReduceOp, prescale: float,
+                      scale: Scale) -> None:
+        reduced = self._fetched(source).view(source.dtype)
+        self._host.allreduce([reduced], [reduced], op, prescale, scale)
+        first = sum(counts[:self._rank])
+        self._return(reduced[first:first + counts[self._rank]].view(np.uint8), target)
+
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
+        size, own = len(sent), self._fetched(source)
+        table = np.empty(size * size, np.int64)
+        self._host.allgather(np.array(sent, np.int64) * source.dtype.itemsize, table, [size] * size)
+        # What reduces CPU tensors has no such exchange: everybody gets everything, and keeps its part.
+        everybody = np.empty(int(table.sum()), np.uint8)
+        self._host.allgather(own, everybody, table.reshape(size, size).sum(axis=1).tolist())
+        ends = np.cumsum(table)
+        places = range(self._rank, size * size, size)
+        mine: np.ndarray = self._device.pinned(target.nbytes)
+        np.concatenate([everybody[ends[i] - table[i]:ends[i]] for i in places], out=mine)
+        self._return(mine, target)
+
+    def barrier(self) -> None:
+        byte = np.zeros(1, np.uint8)
+        self._host.allreduce([byte], [byte], ReduceOp.MAX, 1.0, IDENTITY)
 
     def finish(self) -> Completion:
         return Completion([self._device.record(self._to_gpu)])
@@ -78,6 +104,18 @@ class StagedData(GpuPlane):
 
     def close(self) -> None:
         self._slots.clear()
+
+    def _fetched(self, source: GpuArray) -> np.ndarray:
+        """The bytes of `source` on the host."""
+        own: np.ndarray = self._device.pinned(source.nbytes)
+        self._device.copy(own.ctypes.data, source.address, own.nbytes, self._to_host)
+        self._await(self._device.record(self._to_host))
+        return own
+
+    def _return(self, result: np.ndarray, target: GpuArray) -> None:
+        """Write bytes of the host to `target`. Waits until they may be freed."""
+        self._device.copy(target.address, result.ctypes.data, result.nbytes, self._to_gpu)
+        self._await(self._device.record(self._to_gpu))
 
     def _pass_through(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray],
                       work: Callable[[np.ndarray], None]) -> None:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..messages import ReduceOp
 
 INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 = range(10)
@@ -39,3 +41,13 @@ def wire_of(dtype: str, op: ReduceOp) -> Wire | None:
     if dtype in _PARTS and op is ReduceOp.SUM:
         return Wire(_PARTS[dtype], _PARTS[dtype], 2)
     return None
+
+
+def storage(dtype: str) -> str:
+    """A dtype that numpy knows by itself, of the same size."""
+    return "uint16" if dtype == "bfloat16" else dtype
+
+
+def narrowest(wire: Wire) -> int:
+    """The bytes of a number where it is narrower, which decides how many of them make an aligned lump."""
+    return min(np.dtype(storage(name)).itemsize for name in (wire.memory, wire.dtype))

@@ -42,6 +42,10 @@ class GpuPlane(ABC):
         """Why it cannot all-reduce these arrays; "" if it can. The same on all ranks."""
 
     @abstractmethod
+    def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
+        """Why it cannot reduce and scatter this array; "" if it can. The same on all ranks."""
+
+    @abstractmethod
     def wait_for(self, events: Iterable[Any]) -> None:
         """Let what is enqueued from now on begin after these events. The host does not wait."""
 
@@ -57,6 +61,26 @@ class GpuPlane(ABC):
     @abstractmethod
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
         """Write root_rank's `sources` to `targets`."""
+
+    @abstractmethod
+    def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], op: ReduceOp, prescale: float,
+                      scale: Scale) -> None:
+        """Reduce `source` over all ranks, and write this rank's part of it to `target`.
+
+        The parts follow each other in the order of the ranks, and rank r's has `counts[r]` elements. `op`, `prescale`
+        and `scale` as in allreduce.
+        """
+
+    @abstractmethod
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Send each rank r the next `sent[r]` elements of `source`, and put what comes into `target` in their order.
+
+        `received[r]` elements come from rank r, which are as many as it sends this one; dtypes are the same.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Let what is enqueued until the next `finish` be complete only when all ranks have come so far."""
 
     @abstractmethod
     def finish(self) -> Completion:

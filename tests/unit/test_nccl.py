@@ -49,10 +49,14 @@ class Job:
         targets = self.arrays(*map(np.zeros_like, values))
         assert self.plane.why_not(sources, op) == ""
         self.plane.allreduce(sources, targets, op, prescale, scale)
+        self.finish()
+        return [target.owner.view().copy() for target in targets]
+
+    def finish(self) -> None:
+        """Let the stand-in do what was enqueued."""
         completion = self.plane.finish()
         while not completion.done:
             pass
-        return [target.owner.view().copy() for target in targets]
 
     @property
     def calls(self) -> list[str]:
@@ -213,3 +217,73 @@ def test_the_numbers_are_those_of_cupys_nccl() -> None:
 def test_narrow_integers_are_widened() -> None:
     assert wire_of("int16", ReduceOp.SUM) == Wire("int16", "int32")
     assert wire_of("float32", ReduceOp.SUM) == Wire("float32", "float32")
+
+
+@pytest.mark.parametrize("prescale, scale", [(1.0, IDENTITY), (0.5, Scale(4.0))])
+@pytest.mark.parametrize("dtype", ["float32", "int16"])
+def test_a_part_of_a_reduction_is_kept(dtype: str, prescale: float, scale: Scale) -> None:
+    job = Job()
+    source, target = job.arrays(np.array([2, 4, 6], dtype), np.zeros(3, dtype))
+    assert job.plane.why_not_scatter(source, ReduceOp.SUM, prescale) == ""
+    job.plane.reducescatter(source, target, [3], ReduceOp.SUM, prescale, scale)
+    job.finish()
+    assert target.owner.view().tolist() == [v * prescale * scale.factor for v in (2, 4, 6)]
+    number = FLOAT32 if dtype == "float32" else INT32
+    is_direct = dtype == "float32" and prescale == 1.0
+    assert [entry for entry in job.device.log if entry[0] != "batched_copy"] == [("reduceScatter", 3, number, SUM, 3)]
+    assert job.calls.count("batched_copy") == (0 if is_direct else 2)
+
+
+def test_parts_of_different_sizes_are_reduced_to_each_rank_as_a_group() -> None:
+    job = Job()
+    source, target = job.arrays(np.ones(5, np.complex64), np.zeros(3, np.complex64))
+    job.plane.reducescatter(source, target, [3, 0, 2], ReduceOp.SUM, 1.0, IDENTITY)
+    assert job.device.log == [("group",), ("reduce", 6, FLOAT32, SUM, 0, 3), ("reduce", 4, FLOAT32, SUM, 2, 3),
+                              ("end of group",)]
+
+
+def test_what_is_scattered_by_way_of_a_buffer_must_fit_into_it() -> None:
+    job = Job(buffer_bytes=64)
+    large, = job.arrays(np.ones(17, np.int16))
+    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(large, ReduceOp.SUM, 1.0)
+    floats, = job.arrays(np.ones(17, np.float32))
+    assert job.plane.why_not_scatter(floats, ReduceOp.SUM, 1.0) == ""
+    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(floats, ReduceOp.SUM, 0.5)
+    assert job.plane.why_not_scatter(job.arrays(np.ones(1, complex))[0], ReduceOp.PRODUCT, 1.0) == \
+        "NCCL has no product of complex128"
+
+
+def test_an_exchange_is_a_group_of_sends_and_receives_with_their_peers() -> None:
+    job = Job()
+    source, target = job.arrays(np.ones(5, np.int16), np.ones(4, np.int16))
+    job.plane.alltoall(source, target, [2, 0, 3], [2, 1, 1])
+    assert job.device.log == [
+        ("group",), ("send", 4, UINT8, 0, 3), ("recv", 4, UINT8, 0, 3), ("recv", 2, UINT8, 1, 3),
+        ("send", 6, UINT8, 2, 3), ("recv", 2, UINT8, 2, 3), ("end of group",)]
+
+
+def test_a_barrier_reduces_a_byte_on_every_lane_and_spoils_no_bucket() -> None:
+    job = Job(lanes=2)
+    before, after = job.arrays(np.ones(3), np.ones(2)), job.arrays(np.zeros(3), np.zeros(2))
+    for _ in range(2):
+        job.plane.allreduce(before, after, ReduceOp.SUM, 1.0, IDENTITY)
+    job.plane.barrier()
+    job.finish()
+    maximum = OPERATIONS[ReduceOp.MAX]
+    reductions = [entry[:4] for entry in job.device.log if entry[0] == "allReduce"]
+    assert reductions[2:] == [("allReduce", 1, UINT8, maximum)] * 2
+    assert [array.owner.view().tolist() for array in after] == [[1] * 3, [1] * 2]
+
+
+def test_an_abort_that_fails_keeps_no_other_communicator_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, aborted = Job(lanes=3), []
+
+    def abort(self: Communicator) -> None:
+        aborted.append(self)
+        if len(aborted) == 1:
+            raise RuntimeError("unhandled cuda error")
+
+    monkeypatch.setattr(Communicator, "abort", abort)
+    with pytest.raises(RuntimeError, match="unhandled cuda error"):
+        job.plane.abandon()
+    assert len(set(aborted)) == 3

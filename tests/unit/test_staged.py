@@ -32,7 +32,7 @@ def test_tensors_are_cut_into_chunks_as_if_they_were_one(sizes: list[int],
 @pytest.mark.parametrize("seed", range(5))
 def test_many_chunks_go_through_few_slots(seed: int) -> None:
     device = Device(seed=seed)
-    plane = StagedData(device, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
     for bucket in range(3):
         values = [np.arange(count, dtype=np.float32) + bucket for count in (1, 100, 0, 7, 33)]
         sources, targets = on_gpu(device, *values), on_gpu(device, *map(np.zeros_like, values))
@@ -47,7 +47,7 @@ def test_many_chunks_go_through_few_slots(seed: int) -> None:
 
 def test_rows_and_broadcasts_come_back() -> None:
     device = Device()
-    plane = StagedData(device, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
     sources = on_gpu(device, np.arange(50, dtype=np.int16), np.array([True, False]))
     targets = on_gpu(device, np.zeros(50, np.int16), np.zeros(2, bool))
     plane.wait_for([device.record()])
@@ -60,7 +60,7 @@ def test_rows_and_broadcasts_come_back() -> None:
 
 def test_a_copy_that_never_ends_is_an_error() -> None:
     device = Device()
-    plane = StagedData(device, ThreadGroup(1).data(0), 0.05, chunk_bytes=64)
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 0.05, chunk_bytes=64)
     source, = on_gpu(device, np.ones(3))
     never = device.record(device.stream())
     never.fire = lambda: False  # type: ignore[method-assign]
@@ -68,3 +68,16 @@ def test_a_copy_that_never_ends_is_an_error() -> None:
     plane.wait_for([never])
     with pytest.raises(EngineError, match=r"a copy between GPU and host is not complete after 0\.05 s"):
         plane.allreduce([source], [source], ReduceOp.SUM, 1.0, Scale())
+
+
+def test_a_scatter_an_exchange_and_a_barrier_of_one_rank_give_back_what_they_got() -> None:
+    device = Device()
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0)
+    source, reduced, sent = on_gpu(device, np.arange(4.0), np.zeros(4), np.zeros(4))
+    plane.wait_for([device.record()])
+    plane.reducescatter(source, reduced, [4], ReduceOp.SUM, 0.5, Scale(4.0))
+    plane.alltoall(source, sent, [4], [4])
+    plane.barrier()
+    device.run_all()
+    assert reduced.owner.view().tolist() == [0, 2, 4, 6]
+    assert sent.owner.view().tolist() == [0, 1, 2, 3]

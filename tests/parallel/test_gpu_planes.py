@@ -1,0 +1,118 @@
+"""What moves GPU arrays, at the level of its interface, on a stand-in: scatter, exchange, barrier; every dtype."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpistrat.collectives.mpi import MpiData
+from mpistrat.collectives.nccl import NcclData
+from mpistrat.collectives.staged import StagedData
+from mpistrat.gpu.arrays import GpuArray
+from mpistrat.gpu.plane import GpuPlane
+from mpistrat.messages import ReduceOp
+from mpistrat.scale import IDENTITY, Scale
+from tests.gpu_stand_in import Communicator, Device
+
+REAL = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
+                                    "float32", "float64")] + [np.dtype(ml_dtypes.bfloat16)]
+COMPLEX = [np.dtype("complex64"), np.dtype("complex128")]
+
+
+class Job:
+    """A plane among all ranks."""
+
+    def __init__(self, name: str, rank: int, size: int):
+        self.device = Device(seed=rank)
+        self.host = MpiData(MPI.COMM_WORLD.Dup())
+        self.plane: GpuPlane = StagedData(self.device, rank, self.host, 60.0) if name == "staged" else NcclData(
+            self.device, rank, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
+            [[self.device.scratch(2**16)] * 2] * 2, 2**16)
+
+    def array(self, values: np.ndarray) -> GpuArray:
+        """The values, which come late."""
+        return self.device.seen(self.device.tensor(values))
+
+    def result(self, target: GpuArray) -> np.ndarray:
+        """The values once all is done."""
+        completion = self.plane.finish()
+        while not completion.done:
+            pass
+        return np.asarray(target.owner.view().copy())
+
+    def ready(self) -> None:
+        """Let the plane wait for the arrays made so far."""
+        self.plane.wait_for([self.device.record()])
+
+
+@pytest.fixture(params=["nccl", "staged"])
+def job(request: pytest.FixtureRequest, rank: int, size: int) -> Iterator[Job]:
+    """A plane of each kind."""
+    made = Job(request.param, rank, size)
+    yield made
+    made.plane.close()
+    made.host.close()
+
+
+def scattered(job: Job, values: np.ndarray, counts: list[int], rank: int, op: ReduceOp = ReduceOp.SUM,
+              prescale: float = 1.0, scale: Scale = IDENTITY) -> np.ndarray:
+    """This rank's part of a reduction."""
+    source, target = job.array(values), job.array(np.zeros(counts[rank], values.dtype))
+    job.ready()
+    assert job.plane.why_not_scatter(source, op, prescale) == ""
+    job.plane.reducescatter(source, target, counts, op, prescale, scale)
+    return job.result(target)
+
+
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX], ids=str)
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+def test_every_rank_gets_its_part_of_a_sum(is_even: bool, dtype: np.dtype, job: Job, rank: int, size: int) -> None:
+    counts = [3] * size if is_even else [2 * r for r in range(size)]
+    values = (np.arange(sum(counts)) + rank).astype(dtype)
+    first = sum(counts[:rank])
+    expected = (np.arange(first, first + counts[rank]) * size + size * (size - 1) // 2).astype(dtype)
+    np.testing.assert_array_equal(scattered(job, values, counts, rank), expected)
+
+
+@pytest.mark.parametrize("op, of_all", [(ReduceOp.MIN, min), (ReduceOp.MAX, max)], ids=["min", "max"])
+def test_every_rank_gets_its_part_of_an_extreme(op: ReduceOp, of_all: Any, job: Job, rank: int, size: int) -> None:
+    result = scattered(job, np.full(size, size - rank, np.uint16), [1] * size, rank, op)
+    assert result.tolist() == [of_all(range(1, size + 1))]
+
+
+def test_a_part_is_scaled_on_both_sides(job: Job, rank: int, size: int) -> None:
+    values = np.full(2 * size, rank + 1, np.float16)
+    result = scattered(job, values, [2] * size, rank, prescale=0.5, scale=Scale(4.0, 2))
+    assert result.tolist() == [size * (size + 1) / 2] * 2
+
+
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, np.dtype(bool)], ids=str)
+def test_every_rank_sends_each_other_one_its_own_number_of_elements(dtype: np.dtype, job: Job, rank: int,
+                                                                    size: int) -> None:
+    # Rank r sends r + peer elements of value 10 r + peer to each peer; rank 0 sends itself none.
+    source = job.array(np.concatenate([np.full(rank + peer, 10 * rank + peer) for peer in range(size)]).astype(dtype))
+    expected = np.concatenate([np.full(rank + peer, 10 * peer + rank) for peer in range(size)]).astype(dtype)
+    target = job.array(np.zeros_like(expected))
+    counts = [rank + peer for peer in range(size)]
+    job.ready()
+    job.plane.alltoall(source, target, counts, counts)
+    np.testing.assert_array_equal(job.result(target), expected)
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come(job: Job, rank: int, size: int) -> None:
+    comm = MPI.COMM_WORLD
+    for late in range(size):
+        if rank == late:
+            # The others cannot be done with it before the late one is, so they have nothing to say yet.
+            assert not any(comm.Iprobe(source=other, tag=late) for other in range(size) if other != rank)
+        job.plane.barrier()
+        job.result(job.array(np.zeros(1)))
+        if rank != late:
+            comm.send(None, late, tag=late)
+        else:
+            for other in range(size):
+                if other != rank:
+                    comm.recv(source=other, tag=late)
