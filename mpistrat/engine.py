@@ -42,7 +42,6 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 _IDLE_LOOK_S = 0.05  # how often a rank that waits for nothing looks at its messages
-_GPU_LOOK_S = 20e-6  # how often a GPU is asked whether it is done
 _SPIN_S = 100e-6  # a sleep and a wake-up take about as long
 
 
@@ -214,9 +213,12 @@ class Engine:
                     now = self._clock()
                     if now >= deadline:
                         return
-                    patience_s = _GPU_LOOK_S if self._gpu.is_busy else self._coordinator.patience(now)
-                    self._control.wait(min(patience_s, deadline - now),
-                                       spin_s=0.0 if handle is None else _SPIN_S)
+                    if self._gpu.is_busy:
+                        patience_s = self._gpu.patience(now)
+                        spins = patience_s == 0.0
+                    else:
+                        patience_s, spins = self._coordinator.patience(now), handle is not None
+                    self._control.wait(min(patience_s, deadline - now), spin_s=_SPIN_S if spins else 0.0)
         except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
             self._die(error)

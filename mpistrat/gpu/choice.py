@@ -18,12 +18,14 @@ class Found(NamedTuple):
         nccl: NCCL's version code; 0: there is none.
         buffer_bytes: How large the fusion buffers are that its GPU has memory for; 0: none.
         may_share: Its environment lets ranks share a GPU.
+        problem: What went wrong while it looked.
     """
 
     gpu: str
     nccl: int
     buffer_bytes: int
     may_share: bool
+    problem: str = ""
 
 
 def why_not_nccl(ranks: Sequence[Found], wanted: str) -> str:
@@ -45,6 +47,9 @@ def why_not_nccl(ranks: Sequence[Found], wanted: str) -> str:
 
 
 def _obstacle(ranks: Sequence[Found]) -> str:
+    troubled = [f"rank {rank}: {found.problem}" for rank, found in enumerate(ranks) if found.problem]
+    if troubled:
+        return f"NCCL cannot be used ({'; '.join(troubled)})"
     lacking = [rank for rank, found in enumerate(ranks) if not found.nccl]
     if lacking:
         return f"ranks {rank_list(lacking)} have no NCCL (pip install 'mpistrat[gpu]')"

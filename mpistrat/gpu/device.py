@@ -131,27 +131,54 @@ class Device:
         return int(nccl.get_version()) if nccl.available else 0
 
     @staticmethod
-    def unique_id() -> tuple[int, ...]:
-        """What the ranks of a new communicator have to know, made by one of them."""
-        return tuple(nccl.get_unique_id())
+    def unique_id() -> bytes | tuple[int, ...]:
+        """What the ranks of a new communicator have to know, made by one of them: a tuple before cupy 14."""
+        made: bytes | tuple[int, ...] = nccl.get_unique_id()
+        return made
 
     @staticmethod
-    def communicator(size: int, unique_id: tuple[int, ...], rank: int) -> Any:
+    def communicator(size: int, unique_id: bytes | tuple[int, ...], rank: int) -> "Communicator":
         """A communicator. Collective."""
-        try:
-            return nccl.NcclCommunicator(size, unique_id, rank)
-        except nccl.NcclError as error:
-            raise EngineError(f"NCCL cannot connect rank {rank} of {size}: {error} {last_error()}") from error
+        return Communicator(size, unique_id, rank)
 
     @staticmethod
     @contextmanager
     def nccl_group() -> Iterator[None]:
         """Within it, operations of NCCL are enqueued as one."""
-        nccl.groupStart()
-        try:
-            yield
-        finally:
-            nccl.groupEnd()
+        with explained("a group"):
+            nccl.groupStart()
+            try:
+                yield
+            finally:
+                nccl.groupEnd()
+
+
+class Communicator:
+    """cupy's NcclCommunicator with its methods, whose errors say what NCCL says of them."""
+
+    def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
+        with explained(f"connecting rank {rank} of {size}"):
+            self._of_cupy = nccl.NcclCommunicator(size, unique_id, rank)
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._of_cupy, name)
+
+        def call(*arguments: Any) -> Any:
+            with explained(f"{name} on rank {self._rank}"):
+                return method(*arguments)
+
+        setattr(self, name, call)  # Found at once from the second time on.
+        return call
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turns an error of NCCL's into an EngineError with what NCCL says about it."""
+    try:
+        yield
+    except nccl.NcclError as error:
+        raise EngineError(f"NCCL has failed ({doing}): {error}. {last_error()}".rstrip(". ") + ".") from error
 
 
 class Event:

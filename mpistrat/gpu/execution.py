@@ -5,11 +5,10 @@ of them uses.
 """
 
 import logging
-import os
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +16,24 @@ import numpy as np
 
 from ..bucket_plans import FUSED, Bucket, BucketPlans
 from ..collectives.base import DataPlane
+from ..collectives.staged import StagedData
 from ..errors import EngineError
 from ..messages import Kind
 from ..settings import Settings
 from ..tensor_queue import Entry
 from .arrays import GpuArray
-from .choice import Found, why_not_nccl
+from .connection import connect, exchange_over
 from .plane import Completion, GpuPlane
+from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-_PADDING_BYTES = 64 * 1024  # in a fusion buffer, for the gaps between up to 4,096 tensors
-_SMALLEST_BYTES = 2**20
+# A GPU is asked again and again at first, 15 to 20 us a time, for a sleep takes 50 us more than one asks for (the timer
+# slack of Linux). That is a tenth of half a millisecond; from then on the engine sleeps for a sixteenth of the wait so
+# far, which makes none much longer than it must be, but for a millisecond at most: 1,000 looks a second, 2 % of a core.
+_AWAKE_S = 500e-6
+_PAUSES = 16
+_LONGEST_PAUSE_S = 1e-3
 
 
 @dataclass
@@ -61,12 +66,21 @@ class GpuExecutor:
         self._plans = BucketPlans(size)
         self._fusion_bytes = 0
         self._batches: deque[_Batch] = deque()
+        self._underway: list[tuple[Entry, list[GpuArray]]] = []
         self._reasons: set[str] = set()
+        self._exchange = exchange_over(host, size)
+        self._watchdog: Watchdog | None = None
+        self._progress = 0.0  # when the GPU was last given work while it had none, or last finished some
 
     @property
     def is_busy(self) -> bool:
         """Whether something is to be polled for."""
         return bool(self._batches)
+
+    def patience(self, now: float) -> float:
+        """Seconds after which to poll again; 0: at once, though others may run in between."""
+        waited_s = now - self._progress
+        return 0.0 if waited_s < _AWAKE_S else min(waited_s / _PAUSES, _LONGEST_PAUSE_S)
 
     def execute(self, entries: Sequence[Entry]) -> None:
         """Enqueue the entries' collectives; `poll` completes their handles. Collective."""
@@ -74,21 +88,29 @@ class GpuExecutor:
         with device.current():
             if self._staged is None:
                 self._connect(device)
-            works: list[tuple[Entry, list[GpuArray]]] = []
-            events = {id(array.ready): array.ready for entry in entries for array in entry.arrays}
-            for entry in entries:
-                # All memory is taken before the first collective, so that a rank short of it fails before the others
-                # wait for it there.
-                made = [array.allocate(array.shape) for array in entry.arrays] if entry.request.kind in FUSED else []
-                works.append((entry, [array for array, _ in made]))
-                events |= {id(event): event for _, event in made}
-            self._wait_for(events.values())
-            for bucket in self._plans.plan(entries, self._fusion_bytes):
-                self._run_bucket(bucket, works)
-            for entry, results in works:
-                if entry.request.kind is Kind.ALLGATHER:
-                    results += self._allgather(entry.arrays)
-            self._batches.append(_Batch(works, [plane.finish() for plane in self._planes()], self._clock()))
+            with self._watchdog.guarding() if self._watchdog else nullcontext():
+                self._enqueue(entries)
+
+    def _enqueue(self, entries: Sequence[Entry]) -> None:
+        # Kept here if what follows fails, since the GPU may be at some of it by then.
+        works = self._underway = []
+        events = {id(array.ready): array.ready for entry in entries for array in entry.arrays}
+        for entry in entries:
+            # All memory is taken before the first collective, so that a rank short of it fails before the others
+            # wait for it there.
+            made = [array.allocate(array.shape) for array in entry.arrays] if entry.request.kind in FUSED else []
+            works.append((entry, [array for array, _ in made]))
+            events |= {id(event): event for _, event in made}
+        self._wait_for(events.values())
+        for bucket in self._plans.plan(entries, self._fusion_bytes):
+            self._run_bucket(bucket, works)
+        for entry, results in works:
+            if entry.request.kind is Kind.ALLGATHER:
+                results += self._allgather(entry.arrays)
+        self._underway, now = [], self._clock()
+        if not self._batches:
+            self._progress = now
+        self._batches.append(_Batch(works, [plane.finish() for plane in self._planes()], now))
 
     def poll(self) -> bool:
         """Complete the handles of what the GPU has done. Returns whether there was any.
@@ -104,7 +126,9 @@ class GpuExecutor:
                 for entry, results in self._batches.popleft().works:
                     entry.handle.complete(results)
                 finished = True
-            if not finished:
+            if finished:
+                self._progress = self._clock()
+            else:
                 self._check()
         return finished
 
@@ -112,7 +136,7 @@ class GpuExecutor:
         """Wait until all handles are complete. Raises as `poll`."""
         while self._batches:
             if not self.poll():
-                os.sched_yield()
+                time.sleep(self.patience(self._clock()))
 
     def unfinished(self) -> list[Entry]:
         """The entries that the GPU is still at. Their memory is kept, since the GPU may write to it after a failure."""
@@ -122,6 +146,8 @@ class GpuExecutor:
         """This rank, or another one, takes part no more: give up what the GPU has been given. Does not raise."""
         if self._device is None:
             return
+        if self._watchdog is not None:
+            self._watchdog.close()
         try:
             with self._device.current():
                 for plane in self._planes():
@@ -133,6 +159,8 @@ class GpuExecutor:
         """Release communicators and memory, when all ranks have drained. Collective. May be called twice."""
         if self._staged is None:
             return
+        if self._watchdog is not None:
+            self._watchdog.close()
         with self._device.current():
             self._exchange(None)  # No rank takes its communicator down while another one still uses it.
             for plane in self._planes():
@@ -142,41 +170,14 @@ class GpuExecutor:
     # -- how it is done -----------------------------------------------------------------------------------------------
 
     def _connect(self, device: Any) -> None:
-        from ..collectives.nccl import NcclData
-        from ..collectives.staged import StagedData
         self._device = device
-        wanted, lanes = self._settings.gpu_operations, self._settings.nccl_streams
-        version = device.nccl_version() if wanted != "staged" else 0
-        buffers, nbytes = self._fusion_buffers(lanes) if version else ([], 0)
-        may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        own_ids = [device.unique_id() for _ in range(lanes)] if version and self._rank == 0 else []
-        told = self._exchange((Found(device.identity, version, nbytes, may_share), own_ids))
-        ranks = [found for found, _ in told]
-        reason = why_not_nccl(ranks, wanted)
-        self._fusion_bytes = self._settings.fusion_bytes
-        self._staged = StagedData(device, self._host, self._limit_s)
-        if reason:
-            self._say(f"GPU tensors are staged through host memory and reduced by {self._host.in_use}: {reason}")
-            return
-        nbytes = min(found.buffer_bytes for found in ranks)
-        self._fusion_bytes = min(self._settings.fusion_bytes, nbytes - _PADDING_BYTES)
-        if self._fusion_bytes < self._settings.fusion_bytes and self._rank == 0:
-            logger.warning("GPU memory is short: tensors are fused up to %d bytes instead of %d", self._fusion_bytes,
-                           self._settings.fusion_bytes)
-        communicators = [device.communicator(self._size, unique_id, self._rank) for unique_id in told[0][1]]
-        self._nccl = NcclData(device, self._rank, communicators, buffers, nbytes)
-        self._say(f"GPU tensors are reduced by NCCL (version code {version})")
-
-    def _fusion_buffers(self, lanes: int) -> tuple[list[list[GpuArray]], int]:
-        """Two buffers for each lane, and how large they are; half as large as long as there is no memory for them."""
-        nbytes = self._settings.fusion_bytes + _PADDING_BYTES
-        while True:
-            made = [self._device.scratch(nbytes) for _ in range(2 * lanes)]
-            if None not in made:
-                return [made[2 * lane:2 * lane + 2] for lane in range(lanes)], nbytes
-            if nbytes <= _SMALLEST_BYTES:
-                return [], 0
-            nbytes //= 2
+        self._staged = StagedData(device, self._rank, self._host, self._limit_s)
+        self._nccl, self._fusion_bytes = connect(
+            device, self._rank, self._size, self._exchange, self._settings, self._limit_s,
+            f"GPU tensors are staged through host memory and reduced by {self._host.in_use}")
+        if self._nccl is not None:
+            self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._rank} waiting for "
+                                      f"{self._limit_s:g} s; another rank may have died, or never begun")
 
     def _planes(self) -> list[GpuPlane]:
         return [plane for plane in (self._nccl, self._staged) if plane is not None]
@@ -223,16 +224,6 @@ class GpuExecutor:
             names = ", ".join(entry.request.name for entry, _ in batch.works[:5])
             raise EngineError(f"the GPU of rank {self._rank} has not done {names} in {waited_s:.0f} s; another rank "
                               "may have died, or never begun")
-
-    def _exchange(self, value: Any) -> list[Any]:
-        """Every rank's value. Collective; on the host."""
-        own = np.frombuffer(pickle.dumps(value), np.uint8)
-        sizes = np.empty(self._size, np.int64)
-        self._host.allgather(np.array([own.size], np.int64), sizes, [1] * self._size)
-        everybody = np.empty(int(sizes.sum()), np.uint8)
-        self._host.allgather(own, everybody, sizes.tolist())
-        ends = np.cumsum(sizes)
-        return [pickle.loads(everybody[end - size:end].tobytes()) for end, size in zip(ends, sizes, strict=True)]
 
     def _say(self, text: str) -> None:
         """Log a line once, on rank 0."""

@@ -1,6 +1,7 @@
 """Which way GPU tensors go, and what happens when a GPU is short of memory, slow or broken, on a stand-in."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from mpistrat.engine import Engine
 from mpistrat.errors import EngineError
 from mpistrat.gpu.arrays import GpuInput
 from mpistrat.gpu.choice import SHARES_GPUS, Found, why_not_nccl
+from mpistrat.gpu.connection import fusion_buffers
 from mpistrat.messages import DEVICE_GPU
 from mpistrat.requests import Product, Sum, allreduce_request, specs_of
 from mpistrat.settings import Settings
@@ -32,6 +34,8 @@ def test_nccl_serves_ranks_with_a_gpu_each() -> None:
 
 @pytest.mark.parametrize("ranks, reason", [
     ([FOUND, OTHER._replace(nccl=0)], "ranks [1] have no NCCL (pip install 'mpistrat[gpu]')"),
+    ([FOUND, OTHER._replace(nccl=0, problem="RuntimeError: no driver")],
+     "NCCL cannot be used (rank 1: RuntimeError: no driver)"),
     ([FOUND, OTHER._replace(nccl=22900)], "the ranks have different versions of NCCL: 22805, 22900"),
     ([OTHER, FOUND, FOUND], "ranks [1, 2] share a GPU, which NCCL allows from 2.30 on, with "
                             "NCCL_MULTI_RANK_GPU_ENABLE=1"),
@@ -106,17 +110,48 @@ def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixt
         job.settle()
     assert values_of(first)[1][:2] == [1, 1]
     assert [line for line in caplog.messages if "GPU memory is short" in line] == [
-        f"GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 4 - 2**16} bytes instead of {2**24}"]
+        f"GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 8 - 2**16} bytes instead of {2**24}"]
 
 
-def test_without_memory_tensors_are_staged(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_memory_tensors_are_staged_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(Device(free_bytes=1000))
     with caplog.at_level(logging.INFO, "mpistrat"):
-        handle = job.submit("a", np.ones(2))
-        job.settle()
+        handles = []
+        for name in "ab":
+            handles.append(job.submit(name, np.ones(2)))
+            job.settle()
+    assert [values_of(handle) for handle in handles] == [[[1, 1]]] * 2
+    assert [(record.levelname, record.message) for record in caplog.records] == [(
+        "WARNING", "GPU tensors are staged through host memory and reduced by local: the GPUs of ranks [0] have no "
+                   "memory left for fusion buffers")]
+
+
+def test_buffers_that_are_too_large_are_freed_before_smaller_ones_are_made() -> None:
+    device = Device(free_bytes=5 * 2**20)
+    buffers, nbytes = fusion_buffers(device, 2**24, 1)
+    # A quarter fits once, and an eighth fits twice when that one has been given back.
+    assert (len(buffers), len(buffers[0]), nbytes) == (1, 2, (2**24 + 2**16) // 8)
+    assert device.free_bytes == 5 * 2**20 - 2 * nbytes
+
+
+def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
+    device = Device(free_bytes=2**20)
+    assert fusion_buffers(device, 2**24, 3) == ([], 0)
+    assert device.free_bytes == 2**20
+
+
+def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(monkeypatch: pytest.MonkeyPatch,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    def fail(self: Device) -> tuple[int, ...]:
+        raise RuntimeError("no socket interface found")
+
+    monkeypatch.setattr(Device, "unique_id", fail)
+    job = Job()
+    handle = job.submit("a", np.ones(2))
+    job.settle()
     assert values_of(handle) == [[1, 1]]
-    assert caplog.messages[-1] == ("GPU tensors are staged through host memory and reduced by local: the GPUs of ranks "
-                                   "[0] have no memory left for fusion buffers")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].endswith(": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)")
 
 
 def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,6 +185,49 @@ def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> Non
         handle.wait(30)
     stuck.engine.end()
     assert ("abort",) in stuck.device.log
+
+
+def test_a_call_of_nccl_that_does_not_return_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = threading.Event()
+
+    def wait_for_the_others(self: Communicator, *arguments: Any) -> None:
+        assert aborted.wait(30), "nobody has aborted it"
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+
+    monkeypatch.setattr(Communicator, "allReduce", wait_for_the_others)
+    monkeypatch.setattr(Communicator, "abort", lambda self: aborted.set())
+    job = Job(stall_warning_s=0.1, stall_abort_s=0.2)
+    job.engine.start()
+    with pytest.raises(EngineError, match=r"NCCL has kept rank 0 waiting for 0\.2 s; another rank may have died"):
+        job.submit("a", np.ones(3)).wait(30)
+
+
+def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(nccl_streams=1, fusion_bytes=0)
+    calls = []
+
+    def fail_second(self: Communicator, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Communicator, "allReduce", fail_second)
+    handle = job.submit("a", np.ones(3), np.ones(4))
+    job.engine.start()
+    with pytest.raises(EngineError, match="out of memory"):
+        handle.wait(30)
+    job.engine.end()
+    given = {arguments[1] for arguments in calls}
+    assert given == {array.address for _, results in job.engine._gpu._underway for array in results}
+
+
+@pytest.mark.parametrize("waited_s, pause_s", [(0.0, 0.0), (4e-4, 0.0), (1.6e-3, 1e-4), (1.0, 1e-3)])
+def test_a_gpu_is_asked_at_once_at_first_and_then_more_and_more_seldom(waited_s: float, pause_s: float) -> None:
+    job = Job()
+    job.now = 7.0
+    job.submit("a", np.ones(3))
+    job.engine.step()
+    assert job.engine._gpu.patience(7.0 + waited_s) == pytest.approx(pause_s)
 
 
 def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: pytest.MonkeyPatch) -> None:

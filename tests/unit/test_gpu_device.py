@@ -1,0 +1,32 @@
+"""What can be said of the module that touches cupy without a GPU; skipped where cupy is not installed."""
+
+import pytest
+
+from mpistrat.errors import EngineError
+
+nccl = pytest.importorskip("cupy.cuda.nccl", reason="cupy is not installed")
+
+
+def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.gpu.device import Device
+    made = []
+    monkeypatch.setattr(nccl, "get_unique_id", lambda: b"x" * 128)
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: made.append(arguments))
+    Device.communicator(2, Device.unique_id(), 1)
+    assert made == [(2, b"x" * 128, 1)]
+
+
+def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.gpu import device
+
+    class Failing:
+        def check_async_error(self) -> None:
+            raise nccl.NcclError(6)
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Failing())
+    monkeypatch.setattr(device, "last_error", lambda: "socketProgress: Connection closed by remote peer")
+    with pytest.raises(EngineError) as raised:
+        device.Device.communicator(2, b"", 1).check_async_error()
+    text = str(raised.value)
+    assert text.startswith("NCCL has failed (check_async_error on rank 1): NCCL_ERROR_")
+    assert text.endswith(". socketProgress: Connection closed by remote peer.")
