@@ -36,15 +36,13 @@ from ..messages import Request
 from ..tensor_queue import Handle
 from . import gpu_bridge
 from .thread_state import keep_thread_state
-from .wakeups import Wakeups, awaited
-
-_wakeups = Wakeups()
+from .wakeups import WAKEUPS, awaited
 
 _PATIENCE_S = 2e-3
 _DONE = -1  # in place of a ticket
 
-# Given this rank's arrays, the request to submit.
-MakeRequest = Callable[[list[np.ndarray]], Request]
+# Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit.
+MakeRequest = Callable[[list[Any]], Request]
 
 _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
     (MismatchError, tf.errors.FailedPreconditionError),
@@ -72,7 +70,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     """
     if tf.executing_eagerly():
         return _run_eagerly(make_request, tensors)
-    _require_function()
+    require_function()
     dtypes = [t.dtype for t in tensors]
     place = _Place(make_request, dtypes)
 
@@ -95,7 +93,8 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
                             lambda: fetched(ticket)))
 
 
-def _require_function() -> None:
+def require_function() -> None:
+    """Raise InvalidRequestError where a graph is built that a collective cannot stand in."""
     graph = tf.compat.v1.get_default_graph()
     if GraphOrParentsInXlaContext(graph):
         raise InvalidRequestError(
@@ -125,7 +124,7 @@ class _Place:
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: Request | None = None
         self._latest_in_graph: Request | None = None
-        self.queues = _wakeups.queues_for(self)
+        self.queues = WAKEUPS.queues_for(self)
         self._queue_count = int(self.queues.shape[0])
 
     def submit(self, *arrays: np.ndarray) -> np.int64:
@@ -146,7 +145,7 @@ class _Place:
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The results."""
         keep_thread_state()
-        return _wakeups.redeem(int(ticket)).wait()
+        return WAKEUPS.redeem(int(ticket)).wait()
 
     def _request(self, arrays: list[np.ndarray]) -> Request:
         request = self._make_request(arrays)
@@ -155,7 +154,7 @@ class _Place:
         return self._latest_in_graph
 
     def _ticket_for(self, handle: Handle) -> np.int64:
-        return np.int64(_wakeups.ticket_for(handle, self._queue_count))
+        return np.int64(WAKEUPS.ticket_for(handle, self._queue_count))
 
 
 def as_tf_error(error: MpistratError) -> Exception:

@@ -1,7 +1,9 @@
 """The one road of all gradients: a list of tensors becomes buckets, and each bucket one crossing of the bridge."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import tensorflow as tf
 
 from ..messages import Request, TensorSpec
 from ..requests import ReduceOp, allreduce_request, specs_of
-from . import bridge
+from . import bridge, gpu_graph
 
 # Handing over one more tensor costs about 10 us, joining and splitting 64 KiB in the graph about as much.
 SMALL_BYTES = 64 * 1024
@@ -81,7 +83,9 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
     """
     if not tensors:
         return []
-    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes)
+    device = gpu_graph.device_of(tensors)
+    # On a GPU to join is a copy at the speed of its memory, and each tensor handed over is a wait for it.
+    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, bucket_bytes if device else SMALL_BYTES)
     if tf.executing_eagerly():
         # Nothing overlaps with an eager call, and joining is done by the engine's fusion buffer.
         buckets = [Bucket(single=list(range(len(tensors))))]
@@ -90,13 +94,16 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
         waits = patient and number == len(buckets) - 1 and bucket.nbytes <= PATIENT_BYTES
-        for i, result in _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, waits):
+        run = partial(bridge.run, patient=waits) if device is None else partial(gpu_graph.run, device, bucket_name)
+        with nullcontext() if device is None else tf.device(device):
+            reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, run)
+        for i, result in reduced:
             results[i] = result
     return results
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: ReduceOp, prescale: float,
-                   postscale: float, labels: tuple[str, ...], patient: bool) -> list[tuple[int, tf.Tensor]]:
+                   postscale: float, labels: tuple[str, ...], run: Callable) -> list[tuple[int, tf.Tensor]]:
     handed = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in handed]
     joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
@@ -115,7 +122,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
                                                     layout)
         return known[single_specs]
 
-    reduced = bridge.run(make_request, handed, shapes, patient)
+    reduced = run(make_request, handed, shapes)
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])

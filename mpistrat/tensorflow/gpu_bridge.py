@@ -1,4 +1,4 @@
-"""Eager tensors on a GPU: handed to the engine by DLPack, without a visit to the host.
+"""Eager tensors on a GPU: handed to the engine by DLPack, without a visit to the host. For graphs see `gpu_graph`.
 
 TensorFlow's own export waits on the host until a tensor's memory is ready, so tensors that follow each other cost one
 wait. Memory for results is TensorFlow's own, in the order of its compute stream.
@@ -26,11 +26,14 @@ class TensorFlow(AnyLibrary):
 
         def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
             with tf.device(where):
-                made = tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
-            seen, event = device.imported(made)
-            return GpuArray(device.seen(seen).address, shape, seen.dtype, made), event
+                return _as_result(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False), device)
 
         return gpu_input(device.seen(array), device, ready, allocate)
+
+
+def _as_result(made: tf.Tensor, device: Any) -> tuple[GpuArray, Any]:
+    seen, event = device.imported(made)
+    return GpuArray(device.seen(seen).address, tuple(made.shape), seen.dtype, made), event
 
 
 _LIBRARY = TensorFlow()
@@ -41,7 +44,7 @@ def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
 
     TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU.
     """
-    return _has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+    return has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
 
 
 def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -54,13 +57,32 @@ def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tenso
     Raises:
         As `tensor_kinds.tensor_of` and `AsyncResult.wait`.
     """
-    number = tf.DeviceSpec.from_string(tensors[0].backing_device).device_index or 0
-    device = this_ranks_gpu(_as_cuda_counts(number))
+    device = _device_of(tensors[0])
     with device.current():
         arrays = [_LIBRARY.to_gpu(tensor, device) for tensor in tensors]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
     results = runtime.current().engine.run(request, arrays).wait()
     return [result.owner for result in results]
+
+
+def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[GpuInput]:
+    """Eager tensors of this rank's GPU for the engine, with as many others that the results go to. Waits for the GPU.
+
+    Raises:
+        As `tensor_kinds.tensor_of`.
+    """
+    device, arrays = _device_of(tensors[0]), []
+    with device.current():
+        for tensor, result in zip(tensors, results, strict=True):
+            array, ready = device.imported(tensor)
+            made = _as_result(result, device)
+            arrays.append(gpu_input(device.seen(array), device, ready, lambda _, made=made: made))
+    return arrays
+
+
+def _device_of(tensor: tf.Tensor) -> Any:
+    number = tf.DeviceSpec.from_string(tensor.backing_device).device_index or 0
+    return this_ranks_gpu(_as_cuda_counts(number))
 
 
 def _as_cuda_counts(number: int) -> int:
@@ -71,6 +93,7 @@ def _as_cuda_counts(number: int) -> int:
 
 
 @cache
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether TensorFlow sees a GPU."""
     # Asked once: to ask each tensor takes a microsecond, which is much on a machine without a GPU.
     return len(tf.config.list_physical_devices("GPU")) > 0

@@ -93,6 +93,9 @@ class Wakeups:
         return handle
 
 
+WAKEUPS = Wakeups()  # of all graphs in this process
+
+
 def awaited(ticket: tf.Tensor, queues: tf.Tensor) -> tf.Tensor:
     """In a graph: `ticket`, once its collective is complete."""
     queue = tf.gather(seen_from_here(queues), ticket % _SLOTS)

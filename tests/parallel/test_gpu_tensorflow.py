@@ -1,5 +1,5 @@
-"""TensorFlow's eager tensors on the way for GPU tensors: on a real GPU where there is one, and else with its memory for
-that of a stand-in."""
+"""TensorFlow's tensors on the way for GPU tensors, eager and in tf.function: on a real GPU where there is one, and else
+with its memory for that of a stand-in."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,10 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 class StandIn(gpu_stand_in.Device):
     """Takes TensorFlow's memory on the host for the GPU's."""
 
+    imports = 0
+
     def imported(self, tensor: Any) -> tuple[Any, Any]:
+        self.imports += 1
         return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy(), self.record()
 
     def seen(self, array: Any) -> Any:
@@ -29,12 +32,14 @@ class StandIn(gpu_stand_in.Device):
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
-    from mpistrat.tensorflow import gpu_bridge
+    from mpistrat.tensorflow import gpu_bridge, gpu_graph
     mpistrat.shutdown()
     mpistrat.init()
     if request.param == "stand-in":
         monkeypatch.setattr(tensor_kinds, "make_device", lambda number: StandIn(seed=rank))
         monkeypatch.setattr(gpu_bridge, "are_on_gpu", lambda tensors: True)
+        monkeypatch.setattr(gpu_graph, "device_of",
+                            lambda tensors: None if tf.executing_eagerly() else "/device:CPU:0")
         yield hvd
     else:
         gpus = tf.config.list_logical_devices("GPU")
@@ -67,3 +72,105 @@ def test_rows_are_gathered(hvd: Any, rank: int, size: int) -> None:
 def test_broadcast(hvd: Any, rank: int, size: int) -> None:
     result = hvd.broadcast(tf.fill([2, 3], float(rank)), size - 1)
     np.testing.assert_array_equal(result.numpy(), np.full((2, 3), size - 1))
+
+
+# -- in tf.function ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(dtype: str, hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return 2 * hvd.allreduce(tensor + 1, op=hvd.Sum, name="sum")
+
+    for number in range(5):
+        tensor = tf.cast(tf.range(6.0) + float(rank + number), dtype)
+        expected = 2 * (np.arange(6) + 1 + number) * size + size * (size - 1)
+        np.testing.assert_array_equal(step(tensor).numpy(), expected)
+
+
+def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank: int, size: int,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow import gpu_bridge
+    handed = []
+    with_results = gpu_bridge.with_results
+    monkeypatch.setattr(gpu_bridge, "with_results", lambda tensors, results: handed.append(
+        [(tensor.dtype.name, tensor.shape[0]) for tensor in tensors]) or with_results(tensors, results))
+
+    @tf.function
+    def step() -> list[tf.Tensor]:
+        kinds = [(3, tf.float32), (70_000, tf.float32), (5, tf.float16), (1, tf.float32), (4, tf.float16)]
+        return hvd.grouped_allreduce([tf.fill([count], tf.cast(rank + i, dtype)) for i, (count, dtype)
+                                      in enumerate(kinds)])
+
+    results = step()
+    assert [result.shape.as_list() for result in results] == [[3], [70_000], [5], [1], [4]]
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result.numpy(), np.full(result.shape, (size - 1) / 2 + i))
+    assert [sorted(tensors) for tensors in handed] == [[("float16", 9), ("float32", 70_004)]]
+
+
+def test_buckets_of_a_graph_are_under_way_together(hvd: Any, rank: int, size: int) -> None:
+    from mpistrat.tensorflow.buckets import reduce_list
+
+    @tf.function
+    def step() -> list[tf.Tensor]:
+        return reduce_list([tf.fill([100], float(i + rank)) for i in range(6)], "many", hvd.Sum, bucket_bytes=800)
+
+    for _ in range(3):
+        for i, result in enumerate(step()):
+            np.testing.assert_array_equal(result.numpy(), np.full(100, i * size + size * (size - 1) / 2))
+
+
+def test_collectives_of_a_graph_may_stand_in_another_order_on_every_rank(hvd: Any, rank: int, size: int) -> None:
+    names = ["a", "b", "c", "d"]
+
+    @tf.function
+    def step() -> dict[str, tf.Tensor]:
+        return {name: hvd.allreduce(tf.fill([3], float(ord(name))), op=hvd.Max, name=name)
+                for name in names[rank % 4:] + names[:rank % 4]}
+
+    for _ in range(3):
+        for name, result in step().items():
+            assert result.numpy().tolist() == [ord(name)] * 3
+
+
+def test_a_loop_in_a_graph(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def steps() -> tf.Tensor:
+        total = tf.fill([4], float(rank))
+        for _ in tf.range(5):
+            total = hvd.allreduce(total, op=hvd.Sum, name="total")
+        return total
+
+    np.testing.assert_array_equal(steps().numpy(), np.full(4, size * (size - 1) / 2 * size ** 4))
+
+
+def test_a_gradient_passes_through(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def gradient(values: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = tf.reduce_sum(hvd.allreduce(values, op=hvd.Sum, name="differentiated") * (rank + 1.0))
+        return tape.gradient(result, values)
+
+    np.testing.assert_array_equal(gradient(tf.ones(3)).numpy(), np.full(3, size * (size + 1) / 2))
+
+
+def test_empty_tensors_and_scalars_in_a_graph(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step() -> tuple[tf.Tensor, tf.Tensor]:
+        return (hvd.allreduce(tf.zeros([0, 3]), name="empty"),
+                hvd.allreduce(tf.constant(float(rank)), op=hvd.Sum, name="scalar"))
+
+    empty, scalar = step()
+    assert empty.shape == (0, 3) and scalar.numpy() == size * (size - 1) / 2
+
+
+def test_a_disagreement_in_a_graph_is_an_error_on_every_rank(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step() -> tf.Tensor:
+        return hvd.allreduce(tf.zeros([2 + (rank == size - 1)]), name="odd")
+
+    with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on shape"):
+        step()

@@ -1,0 +1,156 @@
+"""All-reduces of tensors on a GPU inside a tf.function: they stay on the GPU.
+
+A collective is the three nodes that it is in `bridge`, with the work divided otherwise:
+
+1. *submit*, a py_function on the GPU, which gets the tensors as eager ones. It makes tensors for the results, whose
+   memory holds nothing yet, and returns them with a ticket. Another thread exports both by DLPack and submits them: an
+   export waits until the GPU has made the tensor, and TensorFlow may have no other thread to go on with.
+2. *await*, as in `bridge`.
+3. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results takes
+   them, so that nobody reads the results earlier; it copies nothing. (A py_function would be stateful, and so in line
+   with the next submit. An identity with a control dependency may be taken out by TensorFlow's optimizer where a copy
+   to another device follows, which would then begin too early.)
+
+The ticket comes out of the submit as the shape of a tensor without elements: shapes are on the host, and everything
+else that this node returns is on the GPU, to be read only when the GPU has done all that it was given before.
+
+Where a tensor will be is decided by TensorFlow's placer once the function is traced, and a graph cannot be another one
+then. So it is decided here by what is known while it is traced, see `device_of`.
+"""
+
+import dataclasses
+import importlib.util
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import tensorflow as tf
+
+from .. import runtime
+from ..messages import DEVICE_GPU
+from ..tensor_queue import Handle
+from . import gpu_bridge
+from .bridge import MakeRequest, require_function
+from .thread_state import keep_thread_state
+from .wakeups import WAKEUPS, awaited
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
+    """The GPU that tensors of a graph stay on; None: they go by way of the host, all of them.
+
+    They stay where there is a GPU, and none of them is said to be on the CPU, or of a kind that TensorFlow has no
+    kernels for on GPUs or keeps on the host: that is, gradients do. One that turns out to be on the host is copied.
+    """
+    if tf.executing_eagerly() or not gpu_bridge.has_gpu() or not _has_cupy():
+        return None
+    if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
+        return None
+    places = {tf.DeviceSpec.from_string(tensor.device) for tensor in tensors if tensor.device}
+    if any(place.device_type not in (None, "GPU") for place in places):
+        return None
+    numbers = {place.device_index or 0 for place in places} or {0}
+    return f"/device:GPU:{numbers.pop()}" if len(numbers) == 1 else None
+
+
+@cache
+def _has_cupy() -> bool:
+    if importlib.util.find_spec("cupy") is not None:
+        return True
+    logger.warning("GPU tensors of a tf.function are copied to the host, for cupy is not installed "
+                   "(pip install 'mpistrat[gpu]')")
+    return False
+
+
+def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+        shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+    """Run one all-reduce in a graph, as `bridge.run`; the results are on the same device. Collective.
+
+    Args:
+        device: As `device_of` gives it.
+        name: What to call the collective.
+        make_request: Called with the tensors as GpuInputs.
+        tensors: At least one.
+        shapes: The static shape of each result, as far as it is known.
+    """
+    require_function()
+    place = _Place(name, make_request)
+    with tf.device(device):
+        # One tensor at a time may be named here, but no list of which the first is of another type.
+        marker, *made = tf.py_function(place.submit, list(tensors), [tf.float32, *(t.dtype for t in tensors)])
+        marker.set_shape([None, 0])
+        ticket = tf.shape(marker, tf.int64)
+    with tf.device("CPU:0"):
+        done = awaited(ticket[0], place.queues)
+        known = tf.numpy_function(place.fetch, [done], [tf.int64] * len(made), stateful=False)
+    results = []
+    with tf.device(device):
+        for result, shape_of_result, shape in zip(made, known, shapes, strict=True):
+            shape_of_result.set_shape([shape.rank])
+            results.append(tf.reshape(result, shape_of_result))
+            results[-1].set_shape(shape)
+    return results
+
+
+class _Place:
+    """A place in a graph where a collective on GPU tensors stands; see bridge._Place."""
+
+    def __init__(self, name: str, make_request: MakeRequest):
+        self._name, self._make_request = name, make_request
+        self.queues = WAKEUPS.queues_for(self)
+        self._queue_count = int(self.queues.shape[0])
+
+    def submit(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """The ticket as the first dimension of a tensor, and a tensor for each result."""
+        keep_thread_state()
+        handle = Handle(self._name)
+        with tf.device(tensors[0].device):
+            results = [tf.raw_ops.Empty(shape=tensor.shape.as_list(), dtype=tensor.dtype, init=False)
+                       for tensor in tensors]
+            nothing = tf.raw_ops.Empty(shape=[0], dtype=tf.float32, init=False)
+            ticket = WAKEUPS.ticket_for(handle, self._queue_count)
+            marker = tf.reshape(nothing, tf.constant([ticket, 0], tf.int64))
+        _exporter().put(lambda: self._export(tensors, results, handle))
+        return [marker, *results]
+
+    def _export(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor], handle: Handle) -> None:
+        """Give the engine the tensors, and let `handle` be done when their collective is."""
+        try:
+            arrays = gpu_bridge.with_results(tensors, results)
+            request = dataclasses.replace(self._make_request(arrays), device=DEVICE_GPU, in_graph=True)
+            submitted = runtime.current().engine.submit(request, arrays)
+        except Exception as error:  # Raised by the fetch, where the function's caller gets it.
+            handle.fail(error)
+            return
+        submitted.when_done(lambda: _pass_on(submitted, handle))
+
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
+        """The shapes of the results."""
+        keep_thread_state()
+        return [np.array(result.shape, np.int64) for result in WAKEUPS.redeem(int(ticket)).wait()]
+
+
+def _pass_on(submitted: Handle, handle: Handle) -> None:
+    try:
+        arrays = submitted.wait(0)
+    except Exception as error:  # Likewise.
+        handle.fail(error)
+    else:
+        handle.complete(arrays)
+
+
+@cache
+def _exporter() -> "queue.SimpleQueue[Callable[[], None]]":
+    """What is put here is done in turn, by a thread of its own. It waits for the GPU, and for no other rank."""
+    work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def do() -> None:
+        while True:
+            work.get()()
+
+    threading.Thread(target=do, name="mpistrat-gpu-export", daemon=True).start()
+    return work

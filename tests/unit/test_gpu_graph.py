@@ -1,0 +1,67 @@
+"""Where tensors of a graph go: by way of the host, or not; decided while it is traced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+
+@pytest.fixture
+def device_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
+    from mpistrat.tensorflow import gpu_bridge, gpu_graph
+    monkeypatch.setattr(gpu_bridge, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_graph, "_has_cupy", lambda: True)
+
+    def choose(make: Callable[[], list[Any]]) -> Any:
+        with tf.Graph().as_default():
+            return gpu_graph.device_of(make())
+    return choose
+
+
+def placed(device: str, dtype: Any = None) -> Any:
+    """A tensor of a graph that is said to be on a device."""
+    with tf.device(device):
+        return tf.zeros([2], dtype or tf.float32)
+
+
+def test_gradients_stay_on_the_gpu(device_of: Callable) -> None:
+    assert device_of(lambda: [tf.zeros([2]), tf.zeros([], tf.float16), tf.zeros([1], tf.bfloat16)]) == "/device:GPU:0"
+
+
+def test_they_stay_on_the_gpu_that_is_named(device_of: Callable) -> None:
+    assert device_of(lambda: [placed("GPU:1"), placed("/job:localhost/replica:0/task:0/device:GPU:1")]) == \
+        "/device:GPU:1"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: [tf.zeros([2]), tf.zeros([2], tf.int32)], lambda: [tf.zeros([2]), placed("CPU:0")],
+    lambda: [placed("GPU:0"), placed("GPU:1")]], ids=["integers", "one on the CPU", "two GPUs"])
+def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device_of: Callable) -> None:
+    assert device_of(make) is None
+
+
+def test_eager_tensors_are_asked_where_they_are_instead() -> None:
+    from mpistrat.tensorflow import gpu_graph
+    assert gpu_graph.device_of([tf.zeros([2])]) is None
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
+def test_without_a_gpu_the_graph_is_what_it_was() -> None:
+    import mpistrat.tensorflow as hvd
+    hvd.init()
+    graph = tf.function(lambda: hvd.grouped_allreduce([tf.zeros([2]), tf.zeros([3])])).get_concrete_function().graph
+    hvd.shutdown()
+    assert "EagerPyFunc" not in {operation.type for operation in graph.get_operations()}
+
+
+@pytest.mark.parametrize("name, on_host", [("EagerPyFunc", set()), ("Reshape", {"shape"}), ("Shape", {"output"})])
+def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set[str]) -> None:
+    from tensorflow.python.framework import kernels
+    found = [kernel for kernel in kernels.get_registered_kernels_for_op(name).kernel
+             if kernel.device_type in ("GPU", "DEFAULT") and set(kernel.host_memory_arg) == on_host
+             and any(tf.float32.as_datatype_enum in constraint.allowed_values.list.type
+                     for constraint in kernel.constraint)]
+    assert found
