@@ -14,6 +14,14 @@ def test_a_thousand_steps_in_another_order_on_each_rank() -> None:
 
 
 @needs_mpirun
+def test_tensors_on_a_gpu_in_another_order_on_each_rank() -> None:
+    job = run_job(2, ["python", "tests/scripts/shuffled_order.py", "30", "20", "gpu"])
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert f"rank {rank}: 30 steps of 20 tensors are right" in job.output, job.output
+
+
+@needs_mpirun
 def test_errors_in_the_midst_of_such_steps_are_caught_and_leave_nothing_behind() -> None:
     job = run_job(2, ["python", "tests/scripts/mismatch_caught.py", "200", "30"])
     assert job.code == 0, job.output

@@ -8,23 +8,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import tensor_kinds
-from tests import gpu_stand_in
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
-
-class StandIn(gpu_stand_in.Device):
-    """Takes TensorFlow's memory on the host for the GPU's."""
-
-    imports = 0
-
-    def imported(self, tensor: Any) -> tuple[Any, Any]:
-        self.imports += 1
-        return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy(), self.record()
-
-    def seen(self, array: Any) -> Any:
-        return gpu_stand_in.GpuArray(array.ctypes.data, array.shape, array.dtype, array)
 
 
 @pytest.fixture(params=["stand-in", pytest.param("GPU", marks=[
@@ -32,14 +17,11 @@ class StandIn(gpu_stand_in.Device):
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
-    from mpistrat.tensorflow import gpu_bridge, gpu_graph
+    from tests import tensorflow_stand_in
     mpistrat.shutdown()
     mpistrat.init()
     if request.param == "stand-in":
-        monkeypatch.setattr(tensor_kinds, "make_device", lambda number: StandIn(seed=rank))
-        monkeypatch.setattr(gpu_bridge, "are_on_gpu", lambda tensors: True)
-        monkeypatch.setattr(gpu_graph, "device_of",
-                            lambda tensors: None if tf.executing_eagerly() else "/device:CPU:0")
+        tensorflow_stand_in.install(rank, monkeypatch.setattr)
         yield hvd
     else:
         gpus = tf.config.list_logical_devices("GPU")

@@ -1,8 +1,11 @@
 """Every rank builds its collectives in an order of its own, with one inter-op thread; the sums must be right.
 
-usage: shuffled_order.py STEPS TENSORS
+usage: shuffled_order.py STEPS TENSORS [gpu]
+
+With "gpu" the tensors go the way of GPU tensors, on a stand-in.
 """
 
+import os
 import random
 import sys
 
@@ -15,6 +18,10 @@ import mpistrat.tensorflow as hvd  # noqa: E402 - the pool is made on first use
 steps, tensors = int(sys.argv[1]), int(sys.argv[2])
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
+if "gpu" in sys.argv:
+    sys.path.insert(0, os.getcwd())
+    from tests import tensorflow_stand_in
+    tensorflow_stand_in.install(rank)
 order = list(range(tensors))
 random.Random(rank).shuffle(order)
 orders = hvd.allgather_object(order)

@@ -1,0 +1,136 @@
+"""All-reduces on GPU arrays where the network does not reach GPUs: NCCL within a host, MPI between hosts.
+
+The ranks of a host reduce a bucket so that each has a slice of the sum; each reduces its slice with those who have the
+same one on the other hosts, by way of pinned memory; and the ranks of a host gather the slices. While a bucket is
+between hosts the GPU packs and reduces the next one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..gpu.arrays import GpuArray
+from ..gpu.copy_plan import ALIGNMENT, CopyJob, fused_offsets
+from ..gpu.nccl_types import DTYPES, OPERATIONS, Wire, narrowest, storage, wire_of
+from ..gpu.plane import GpuPlane, await_on_host
+from ..messages import ReduceOp
+from ..scale import IDENTITY, Scale
+from .base import DataPlane
+from .nccl import NcclData
+from .nccl_lane import Lane
+
+
+class HostsLane(Lane):
+    """A communicator of NCCL within the host, and the way to the other hosts.
+
+    Args:
+        device: This rank's GPU.
+        communicator: Among the ranks of this host.
+        buffers: Two fusion buffers of `buffer_bytes` each.
+        local_rank: This rank in the communicator.
+        local_size: How many ranks each host has.
+        across: Reduces among the ranks with this local_rank.
+        buffer_bytes: How much of a buffer is used.
+        limit_s: How long the GPU may take for its part; 0: for ever.
+    """
+
+    def __init__(self, device: Any, communicator: Any, buffers: Sequence[Any], local_rank: int, local_size: int,
+                 across: DataPlane, buffer_bytes: int, limit_s: float):
+        super().__init__(device, communicator, buffers)
+        self._local_rank, self._local_size, self._across = local_rank, local_size, across
+        self._buffer_bytes, self._limit_s = buffer_bytes, limit_s
+        self._slices = [device.pinned(buffer_bytes // local_size + ALIGNMENT) for _ in buffers]
+
+    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: Wire, op: ReduceOp, prescale: float,
+                        scale: Scale) -> None:
+        """Reduce one tensor, piece by piece if it does not fit into a buffer."""
+        widest = max(np.dtype(storage(name)).itemsize for name in (wire.memory, wire.dtype))
+        step = self._buffer_bytes // (widest * ALIGNMENT) * ALIGNMENT // wire.parts
+        for start in range(0, source.size, step):
+            count, first = min(step, source.size - start), start * source.dtype.itemsize
+            pieces = [GpuArray(array.address + first, (count,), array.dtype) for array in (source, target)]
+            self.reduce_packed(pieces[:1], pieces[1:], wire, op, prescale, scale)
+
+    def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
+                      prescale: float, scale: Scale) -> None:
+        """Reduce tensors that fit into a buffer together."""
+        counts = [source.size * wire.parts for source in sources]
+        offsets, total = fused_offsets(counts, narrowest(wire))
+        if not total:
+            return
+        dtype = sources[0].dtype if wire.dtype == "bfloat16" else np.dtype(wire.dtype)
+        # What is beyond the tensors is reduced too, whatever it is, so that slices are alike.
+        count = fused_offsets([-(-total // self._local_size)], narrowest(wire))[1]
+        buffer = self._next_buffer()
+        on_host = self._slices[self._turn % len(self._slices)][:count * dtype.itemsize]
+        mine = buffer + self._local_rank * on_host.nbytes
+        places = [buffer + offset * dtype.itemsize for offset in offsets]
+        number, stream, arrived = DTYPES[wire.dtype], self._reductions.ptr, []
+
+        def prepare() -> None:
+            self._copy([source.address for source in sources], places, counts,
+                       CopyJob.between(wire.memory, wire.dtype, Scale(prescale)))
+
+        def scatter() -> None:
+            self.communicator.reduceScatter(buffer, mine, count, number, OPERATIONS[op], stream)
+            self._device.copy(on_host.ctypes.data, mine, on_host.nbytes, self._reductions)
+            arrived.append(self._device.record(self._reductions))
+
+        def deliver() -> None:
+            await_on_host(arrived[0], self._limit_s)
+            self._across.allreduce([on_host.view(dtype)], [on_host.view(dtype)], op, 1.0, IDENTITY)
+            self._device.copy(mine, on_host.ctypes.data, on_host.nbytes, self._reductions)
+            self.communicator.allGather(mine, buffer, count, number, stream)
+            self._device.wait(self._copies, self._device.record(self._reductions))
+            self._copy(places, [target.address for target in targets], counts,
+                       CopyJob.between(wire.dtype, wire.memory, scale))
+
+        self._run(prepare, scatter, deliver)
+
+
+class NcclHosts(NcclData):
+    """All-reduces over the lanes; everything else, which no step of a training needs, goes by `staged`.
+
+    Args:
+        device: This rank's GPU.
+        rank: This rank.
+        lanes: HostsLanes of `buffer_bytes`.
+        buffer_bytes: As theirs.
+        staged: Among the same ranks as this plane.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, device: Any, rank: int, lanes: Sequence[HostsLane], buffer_bytes: int, staged: GpuPlane):
+        super().__init__(device, rank, [], [], buffer_bytes)
+        self._lanes: list[Lane] = list(lanes)
+        self._staged = staged
+
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
+        is_cut = len(arrays) == 1 and wire_of(arrays[0].dtype.name, op) is not None
+        return "" if is_cut else super().why_not(arrays, op)
+
+    def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
+        return self._staged.why_not_scatter(source, op, prescale)
+
+    def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
+        self._staged.allgather(source, target, counts)
+
+    def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
+        self._staged.broadcast(sources, targets, root_rank)
+
+    def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], op: ReduceOp, prescale: float,
+                      scale: Scale) -> None:
+        self._staged.reducescatter(source, target, counts, op, prescale, scale)
+
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
+        self._staged.alltoall(source, target, sent, received)
+
+    def barrier(self) -> None:
+        self._staged.barrier()
+
+    @staticmethod
+    def _is_direct(arrays: Sequence[GpuArray], wire: Wire) -> bool:
+        """Whether it is cut into pieces."""
+        return len(arrays) == 1

@@ -1,0 +1,28 @@
+"""TensorFlow's memory on the host in place of a GPU's, so that its tensors go the way of GPU tensors without one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from mpistrat import tensor_kinds
+from mpistrat.tensorflow import gpu_bridge, gpu_graph
+from tests import gpu_stand_in
+
+
+class StandIn(gpu_stand_in.Device):
+    """Takes TensorFlow's memory on the host for the GPU's."""
+
+    def imported(self, tensor: Any) -> tuple[Any, Any]:
+        return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy(), self.record()
+
+    def seen(self, array: Any) -> Any:
+        return gpu_stand_in.GpuArray(array.ctypes.data, array.shape, array.dtype, array)
+
+
+def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let all tensors of this process go the way of GPU tensors: eager ones, and those of graphs."""
+    replace(tensor_kinds, "make_device", lambda number: StandIn(seed=rank))
+    replace(gpu_bridge, "are_on_gpu", lambda tensors: True)
+    replace(gpu_graph, "device_of", lambda tensors: None if tf.executing_eagerly() else "/device:CPU:0")
