@@ -28,6 +28,7 @@ from .collectives.base import ControlPlane, DataPlane
 from .coordinator import Coordinator
 from .errors import EngineError, MismatchError, ShutdownError, StallError
 from .execution import Executor
+from .gpu.connection import Hosts
 from .gpu.execution import GpuExecutor
 from .messages import Decision, End, Request
 from .settings import Settings
@@ -58,17 +59,19 @@ class Engine:
         settings: The same on all ranks.
         clock: Seconds, from any origin.
         tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
+        hosts: As for GpuExecutor.
     """
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
-                 clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None):
+                 clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
+                 hosts: Hosts | None = None):
         self._rank, self._size = rank, size
         self._control, self._data, self._clock = control, data, clock
         check = not settings.stall_check_disable
         self._coordinator = Coordinator(
             rank, size, settings.cache_capacity, stall_warning_s=settings.stall_warning_s if check else None,
             stall_abort_s=(settings.stall_abort_s or None) if check else None)
-        self._gpu = GpuExecutor(rank, size, data, settings, clock)
+        self._gpu = GpuExecutor(rank, size, data, settings, hosts, clock)
         self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
         self._tuned = tuned
         self._tuner = Autotuner(self._executor.knobs()) if tuned is not None and rank == 0 else None

@@ -15,6 +15,7 @@ from .collectives.base import ControlPlane, DataPlane, Mail
 from .collectives.local import ThreadGroup
 from .engine import Engine
 from .errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
+from .gpu.connection import Hosts
 from .launch_environment import launched_size
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
@@ -37,11 +38,12 @@ class Backend:
 class Runtime:
     """Everything that lives between init() and shutdown()."""
 
-    def __init__(self, settings: Settings, topology: Topology, control: ControlPlane, data: DataPlane, comm: Any):
+    def __init__(self, settings: Settings, topology: Topology, control: ControlPlane, data: DataPlane, comm: Any,
+                 hosts: Hosts | None = None):
         self.settings, self.topology, self.comm = settings, topology, comm
-        self._control, self._data = control, data
+        self._control, self._data, self._hosts = control, data, hosts
         self.engine = Engine(topology.rank, topology.size, control, data, settings,
-                             tuned=self._keep_log if settings.autotune else None)
+                             tuned=self._keep_log if settings.autotune else None, hosts=hosts)
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -79,6 +81,8 @@ class Runtime:
         if self.engine.error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
         self.engine.close()
+        if self._hosts is not None:
+            self._hosts.across.close()
         self._data.close()
         self._control.close()
         if self.comm is not None:
@@ -193,7 +197,8 @@ def _init_alone() -> Runtime:
     settings = Settings.from_env(os.environ)
     _configure(settings, chief=True)
     group = ThreadGroup(1)
-    return Runtime(settings, Topology(0, (platform.node(),)), group.control(0), group.data(0), None)
+    return Runtime(settings, Topology(0, (platform.node(),)), group.control(0), group.data(0), None,
+                   Hosts([0], group.data(0)))
 
 
 def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
@@ -219,7 +224,7 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
             logger.warning("%s", sentence)
     token = own.bcast(os.urandom(8).hex() if rank == 0 else None)
     control, data = _planes(own, topology, settings[rank], token)
-    return Runtime(settings[rank], topology, control, data, own)
+    return Runtime(settings[rank], topology, control, data, own, _hosts(own, topology, settings[rank]))
 
 
 def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tuple[ControlPlane, DataPlane]:
@@ -248,6 +253,15 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tu
                 memory, chunk, data, counterparts(comm, topology), min(topology.local_sizes), settings.stall_abort_s)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
     return control, data
+
+
+def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
+    """What reduces GPU tensors between hosts where that is wanted, and hosts have as many ranks each. Collective."""
+    if settings.gpu_operations != "hierarchical" or not topology.is_homogeneous:
+        return None
+    from .collectives.hierarchical import counterparts
+    from .collectives.mpi import MpiData
+    return Hosts(topology.local_ranks, MpiData(counterparts(comm, topology)))
 
 
 def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over: Any, data_bytes: int) -> Any:

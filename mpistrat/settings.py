@@ -52,7 +52,8 @@ class Settings:
         "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
     gpu_operations: str = _setting(
         "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; staged, by way of host memory and what reduces CPU "
-        "tensors; or auto, the first of these that can.", choices=("auto", "nccl", "staged"))
+        "tensors; auto, the first of these that can; or hierarchical, nccl within hosts and mpi between them.",
+        choices=("auto", "nccl", "staged", "hierarchical"))
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "NCCL communicators, each with streams of its own, which take turns in reducing "
         "buckets of GPU tensors.", low=1, high=16)

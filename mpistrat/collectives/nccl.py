@@ -10,7 +10,7 @@ import numpy as np
 
 from ..gpu.arrays import GpuArray
 from ..gpu.copy_plan import fused_offsets
-from ..gpu.nccl_types import OPERATIONS, Wire, narrowest, storage, wire_of
+from ..gpu.nccl_types import Wire, narrowest, storage, wire_of
 from ..gpu.plane import Completion, GpuPlane
 from ..messages import ReduceOp
 from ..scale import Scale
@@ -38,6 +38,10 @@ class NcclData(GpuPlane):
         self._lanes = [Lane(device, *parts) for parts in zip(communicators, buffers, strict=True)]
         self._turn = 0
 
+    @property
+    def description(self) -> str:
+        return "reduced by NCCL"
+
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
         wire = wire_of(arrays[0].dtype.name, op)
         if wire is None:
@@ -60,9 +64,9 @@ class NcclData(GpuPlane):
         wire = wire_of(sources[0].dtype.name, op)
         assert wire is not None, "why_not was not asked"
         if self._is_direct(sources, wire):
-            self._next_lane().reduce_directly(sources[0], targets[0], wire, OPERATIONS[op], prescale, scale)
+            self._next_lane().reduce_directly(sources[0], targets[0], wire, op, prescale, scale)
         else:
-            self._next_lane().reduce_packed(sources, targets, wire, OPERATIONS[op], prescale, scale)
+            self._next_lane().reduce_packed(sources, targets, wire, op, prescale, scale)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         sizes = [count * source.dtype.itemsize for count in counts]
@@ -75,7 +79,7 @@ class NcclData(GpuPlane):
                       scale: Scale) -> None:
         wire = wire_of(source.dtype.name, op)
         assert wire is not None, "why_not_scatter was not asked"
-        self._next_lane().reduce_scatter(self._rank, source, target, counts, wire, OPERATIONS[op], prescale, scale)
+        self._next_lane().reduce_scatter(self._rank, source, target, counts, wire, op, prescale, scale)
 
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
         itemsize = source.dtype.itemsize

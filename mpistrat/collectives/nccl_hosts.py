@@ -27,11 +27,11 @@ class HostsLane(Lane):
     Args:
         device: This rank's GPU.
         communicator: Among the ranks of this host.
-        buffers: Two fusion buffers of `buffer_bytes` each.
+        buffers: Two fusion buffers.
         local_rank: This rank in the communicator.
         local_size: How many ranks each host has.
         across: Reduces among the ranks with this local_rank.
-        buffer_bytes: How much of a buffer is used.
+        buffer_bytes: How much of each may be used for tensors; there are 32 bytes more for each rank of a host.
         limit_s: How long the GPU may take for its part; 0: for ever.
     """
 
@@ -40,7 +40,7 @@ class HostsLane(Lane):
         super().__init__(device, communicator, buffers)
         self._local_rank, self._local_size, self._across = local_rank, local_size, across
         self._buffer_bytes, self._limit_s = buffer_bytes, limit_s
-        self._slices = [device.pinned(buffer_bytes // local_size + ALIGNMENT) for _ in buffers]
+        self._slices = [device.pinned(buffer_bytes // local_size + 2 * ALIGNMENT) for _ in buffers]
 
     def reduce_directly(self, source: GpuArray, target: GpuArray, wire: Wire, op: ReduceOp, prescale: float,
                         scale: Scale) -> None:
@@ -106,6 +106,10 @@ class NcclHosts(NcclData):
         super().__init__(device, rank, [], [], buffer_bytes)
         self._lanes: list[Lane] = list(lanes)
         self._staged = staged
+
+    @property
+    def description(self) -> str:
+        return "reduced by NCCL within hosts and by MPI between them"
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
         is_cut = len(arrays) == 1 and wire_of(arrays[0].dtype.name, op) is not None

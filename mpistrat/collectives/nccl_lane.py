@@ -34,7 +34,7 @@ class Lane:
         """Begin what follows after `event`."""
         self._device.wait(self._copies, event)
 
-    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: Wire, operation: int, prescale: float,
+    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: Wire, op: ReduceOp, prescale: float,
                         scale: Scale) -> None:
         """Reduce one tensor whose memory NCCL can work on."""
         count = source.size * wire.parts
@@ -52,9 +52,9 @@ class Lane:
 
         if count:
             self._run(prepare, lambda: self.communicator.allReduce(
-                came_from, target.address, count, DTYPES[wire.dtype], operation, self._reductions.ptr), deliver)
+                came_from, target.address, count, DTYPES[wire.dtype], OPERATIONS[op], self._reductions.ptr), deliver)
 
-    def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, operation: int,
+    def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
                       prescale: float, scale: Scale) -> None:
         """Reduce tensors by way of a fusion buffer."""
         buffer = self._next_buffer()
@@ -66,7 +66,7 @@ class Lane:
             self._run(
                 lambda: self._copy([source.address for source in sources], places, counts,
                                    CopyJob.between(wire.memory, wire.dtype, Scale(prescale))),
-                lambda: self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], operation,
+                lambda: self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], OPERATIONS[op],
                                                     self._reductions.ptr),
                 lambda: self._copy(places, [target.address for target in targets], counts,
                                    CopyJob.between(wire.dtype, wire.memory, scale)))
@@ -100,7 +100,7 @@ class Lane:
         self._run(_nothing, together, _nothing)
 
     def reduce_scatter(self, rank: int, source: GpuArray, target: GpuArray, counts: Sequence[int], wire: Wire,
-                       operation: int, prescale: float, scale: Scale) -> None:
+                       op: ReduceOp, prescale: float, scale: Scale) -> None:
         """Reduce `source` and keep the part of this rank; rank r's has `counts[r]` elements."""
         parts = [count * wire.parts for count in counts]
         is_direct = prescale == 1.0 and not wire.is_converted
@@ -114,7 +114,7 @@ class Lane:
                            CopyJob.between(wire.memory, wire.dtype, Scale(prescale)))
 
         def together() -> None:
-            number, stream = DTYPES[wire.dtype], self._reductions.ptr
+            number, operation, stream = DTYPES[wire.dtype], OPERATIONS[op], self._reductions.ptr
             if len(set(parts)) == 1:
                 self.communicator.reduceScatter(came_from, goes_to, parts[0], number, operation, stream)
                 return

@@ -4,16 +4,13 @@ The tensors of a bucket go through in chunks, as one stream of bytes: while the 
 to the host, and the one before on its way back.
 """
 
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import EngineError
 from ..gpu.arrays import GpuArray
-from ..gpu.plane import Completion, GpuPlane
+from ..gpu.plane import Completion, GpuPlane, await_on_host
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
 from .base import DataPlane
@@ -40,6 +37,10 @@ class StagedData(GpuPlane):
         self._limit_s, self._chunk_bytes = limit_s, chunk_bytes
         self._to_host, self._to_gpu = device.stream(), device.stream()
         self._slots: list[np.ndarray] = []
+
+    @property
+    def description(self) -> str:
+        return f"staged through host memory and reduced by {self._host.in_use}"
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
         return ""
@@ -109,13 +110,13 @@ class StagedData(GpuPlane):
         """The bytes of `source` on the host."""
         own: np.ndarray = self._device.pinned(source.nbytes)
         self._device.copy(own.ctypes.data, source.address, own.nbytes, self._to_host)
-        self._await(self._device.record(self._to_host))
+        await_on_host(self._device.record(self._to_host), self._limit_s)
         return own
 
     def _return(self, result: np.ndarray, target: GpuArray) -> None:
         """Write bytes of the host to `target`. Waits until they may be freed."""
         self._device.copy(target.address, result.ctypes.data, result.nbytes, self._to_gpu)
-        self._await(self._device.record(self._to_gpu))
+        await_on_host(self._device.record(self._to_gpu), self._limit_s)
 
     def _pass_through(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray],
                       work: Callable[[np.ndarray], None]) -> None:
@@ -141,7 +142,7 @@ class StagedData(GpuPlane):
         send_for(0)
         for number, pieces in enumerate(chunks):
             send_for(number + 1)
-            self._await(arrived[number])
+            await_on_host(arrived[number], self._limit_s)
             chunk = self._slots[number % _SLOTS][:sum(nbytes for _, _, nbytes in pieces)]
             work(chunk)
             place = chunk.ctypes.data
@@ -151,13 +152,6 @@ class StagedData(GpuPlane):
             returned.append(self._device.record(self._to_gpu))
         # The next bucket writes to the slots from its first chunk on.
         self._device.wait(self._to_host, self._device.record(self._to_gpu))
-
-    def _await(self, event: Any) -> None:
-        until = time.monotonic() + self._limit_s if self._limit_s else float("inf")
-        while not event.done:
-            if time.monotonic() > until:
-                raise EngineError(f"a copy between GPU and host is not complete after {self._limit_s:g} s")
-            os.sched_yield()
 
 
 def _chunks(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -28,21 +28,22 @@ class Found(NamedTuple):
     problem: str = ""
 
 
-def why_not_nccl(ranks: Sequence[Found], wanted: str) -> str:
+def why_not_nccl(ranks: Sequence[Found], wanted: str, hosts: str = "") -> str:
     """Why GPU tensors are not reduced by NCCL; "" if they are.
 
     Args:
         ranks: What each rank found.
         wanted: The setting gpu_operations.
+        hosts: Why the hosts do not allow for the hierarchical way, if it is wanted.
 
     Raises:
         EngineError: NCCL is wanted, and cannot serve.
     """
     if wanted == "staged":
         return "MPISTRAT_GPU_OPERATIONS=staged"
-    reason = _obstacle(ranks)
-    if reason and wanted == "nccl":
-        raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: {reason}")
+    reason = hosts or _obstacle(ranks)
+    if reason and wanted != "auto":
+        raise EngineError(f"MPISTRAT_GPU_OPERATIONS={wanted}: {reason}")
     return reason
 
 

@@ -11,12 +11,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..collectives.base import DataPlane
 from ..collectives.nccl import NcclData
+from ..collectives.nccl_hosts import HostsLane, NcclHosts
 from ..errors import EngineError
 from ..settings import Settings
 from .arrays import GpuArray
@@ -27,9 +29,24 @@ logger = logging.getLogger(__name__)
 
 Exchange = Callable[[Any], list[Any]]  # of this rank's value for everybody's; collective
 
-_PADDING_BYTES = 64 * 1024  # in a fusion buffer, for the gaps between up to 4,096 tensors
+# In a fusion buffer, for the gaps between up to 4,096 tensors; half of it, where hosts have slices, for what these have
+# in common with nothing (32 bytes for each rank of a host).
+_PADDING_BYTES = 64 * 1024
 _SMALLEST_BYTES = 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1  # between two questions of how far the others are
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What the hierarchical way is made of.
+
+    Attributes:
+        ranks: Those of this host; every host has as many.
+        across: Reduces among the ranks of the same place in their hosts' `ranks`.
+    """
+
+    ranks: Sequence[int]
+    across: DataPlane
 
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
@@ -46,7 +63,7 @@ def exchange_over(host: DataPlane, size: int) -> Exchange:
 
 
 def connect(device: Any, rank: int, size: int, exchange: Exchange, settings: Settings, limit_s: float,
-            staged: str) -> tuple[GpuPlane | None, int]:
+            staged: GpuPlane, hosts: Hosts | None) -> tuple[GpuPlane | None, int]:
     """Find out whether NCCL serves, and connect. Collective. Says which way it is, on rank 0.
 
     Args:
@@ -56,21 +73,25 @@ def connect(device: Any, rank: int, size: int, exchange: Exchange, settings: Set
         exchange: Among the same ranks.
         settings: The same on all ranks.
         limit_s: How long NCCL may take to connect; 0: for ever.
-        staged: What to say of the other way.
+        staged: The other way, among the same ranks.
+        hosts: None if they differ in their numbers of ranks.
 
     Returns:
-        NCCL's plane, or None where tensors are staged; and how many bytes are fused.
+        The plane that uses NCCL, or None where tensors are staged; and how many bytes are fused.
 
     Raises:
         EngineError: On all ranks. NCCL is wanted and cannot serve, or fails to connect; names the ranks.
     """
-    found, buffers, own_ids = _look(device, rank, settings)
+    is_divided = settings.gpu_operations == "hierarchical"
+    together = list(range(size)) if not is_divided or hosts is None else hosts.ranks
+    found, buffers, own_ids = _look(device, rank == together[0], settings)
     told = exchange((found, own_ids))
     ranks = [other for other, _ in told]
-    reason = why_not_nccl(ranks, settings.gpu_operations)
+    reason = why_not_nccl(ranks, settings.gpu_operations,
+                          "the hosts have different numbers of ranks" if is_divided and hosts is None else "")
     if reason:
         is_expected = not any(other.problem or (other.nccl and not other.buffer_bytes) for other in ranks)
-        _say(rank, logging.INFO if is_expected else logging.WARNING, f"{staged}: {reason}")
+        _say(rank, logging.INFO if is_expected else logging.WARNING, f"GPU tensors are {staged.description}: {reason}")
         return None, settings.fusion_bytes
     nbytes = min(other.buffer_bytes for other in ranks)
     fusion_bytes = min(settings.fusion_bytes, nbytes - _PADDING_BYTES)
@@ -78,9 +99,17 @@ def connect(device: Any, rank: int, size: int, exchange: Exchange, settings: Set
         _say(rank, logging.WARNING, f"GPU memory is short: tensors are fused up to {fusion_bytes} bytes instead of "
                                     f"{settings.fusion_bytes}")
     communicators = make_communicators(
-        lambda: [device.communicator(size, unique_id, rank) for unique_id in told[0][1]], device, exchange, limit_s)
-    _say(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
-    return NcclData(device, rank, communicators, buffers, nbytes), fusion_bytes
+        lambda: [device.communicator(len(together), unique_id, together.index(rank))
+                 for unique_id in told[together[0]][1]], device, exchange, limit_s)
+    if not is_divided or hosts is None:
+        plane: GpuPlane = NcclData(device, rank, communicators, buffers, nbytes)
+    else:
+        used = nbytes - _PADDING_BYTES // 2
+        lanes = [HostsLane(device, *of_lane, together.index(rank), len(together), hosts.across, used, limit_s)
+                 for of_lane in zip(communicators, buffers, strict=True)]
+        plane = NcclHosts(device, rank, lanes, used, staged)
+    _say(rank, logging.INFO, f"GPU tensors are {plane.description} (version code {found.nccl})")
+    return plane, fusion_bytes
 
 
 def _say(rank: int, level: int, text: str) -> None:
@@ -88,15 +117,15 @@ def _say(rank: int, level: int, text: str) -> None:
         logger.log(level, "%s", text)
 
 
-def _look(device: Any, rank: int, settings: Settings) -> tuple[Found, list[list[GpuArray]], list[Any]]:
-    """What this rank has, its fusion buffers, and on rank 0 the ids of communicators. Does not raise."""
+def _look(device: Any, makes_ids: bool, settings: Settings) -> tuple[Found, list[list[GpuArray]], list[Any]]:
+    """What this rank has, its fusion buffers, and the ids of communicators if it makes them. Does not raise."""
     lanes, may_share = settings.nccl_streams, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if settings.gpu_operations == "staged":
         return Found(device.identity, 0, 0, may_share), [], []
     try:
         version = device.nccl_version()
         buffers, nbytes = fusion_buffers(device, settings.fusion_bytes, lanes) if version else ([], 0)
-        ids = [device.unique_id() for _ in range(lanes)] if version and rank == 0 else []
+        ids = [device.unique_id() for _ in range(lanes)] if version and makes_ids else []
     except Exception as error:  # Told to the others, which wait for this rank's word; all ranks then act on it.
         return Found(device.identity, 0, 0, may_share, f"{type(error).__name__}: {error}"), [], []
     return Found(device.identity, version, nbytes, may_share), buffers, ids

@@ -22,7 +22,7 @@ from ..messages import Kind
 from ..settings import Settings
 from ..tensor_queue import Entry
 from .arrays import GpuArray
-from .connection import connect, exchange_over
+from .connection import Hosts, connect, exchange_over
 from .plane import Completion, GpuPlane
 from .watchdog import Watchdog
 
@@ -53,13 +53,15 @@ class GpuExecutor:
         size: How many ranks there are.
         host: Reduces CPU tensors of the same ranks.
         settings: The same on all ranks.
+        hosts: For the hierarchical way, where that is possible.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings,
+    def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings, hosts: Hosts | None = None,
                  clock: Callable[[], float] = time.monotonic):
         self._rank, self._size, self._host, self._settings, self._clock = rank, size, host, settings, clock
         self._limit_s = 0.0 if settings.stall_check_disable else settings.stall_abort_s
+        self._hosts = hosts
         self._device: Any = None
         self._nccl: GpuPlane | None = None
         self._staged: GpuPlane | None = None
@@ -173,8 +175,7 @@ class GpuExecutor:
         self._device = device
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._nccl, self._fusion_bytes = connect(
-            device, self._rank, self._size, self._exchange, self._settings, self._limit_s,
-            f"GPU tensors are staged through host memory and reduced by {self._host.in_use}")
+            device, self._rank, self._size, self._exchange, self._settings, self._limit_s, self._staged, self._hosts)
         if self._nccl is not None:
             self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._rank} waiting for "
                                       f"{self._limit_s:g} s; another rank may have died, or never begun")

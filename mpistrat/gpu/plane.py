@@ -1,10 +1,13 @@
 """The interface of what moves GPU arrays among ranks: as collectives.base.DataPlane, but it enqueues and returns."""
 
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import EngineError
 from ..messages import ReduceOp
 from ..scale import Scale
 from .arrays import GpuArray
@@ -28,6 +31,19 @@ class Completion:
         return all(event.done for event in self.events)
 
 
+def await_on_host(event: Any, limit_s: float) -> None:
+    """Wait until the GPU has come to `event`, giving way to other threads.
+
+    Raises:
+        EngineError: It has not, after `limit_s` (0: for ever).
+    """
+    until = time.monotonic() + limit_s if limit_s else float("inf")
+    while not event.done:
+        if time.monotonic() > until:
+            raise EngineError(f"a copy between GPU and host is not complete after {limit_s:g} s")
+        os.sched_yield()
+
+
 class GpuPlane(ABC):
     """Collectives on GPU arrays. Used by the thread that drives the engine, with this rank's GPU as the current one.
 
@@ -36,6 +52,11 @@ class GpuPlane(ABC):
     """
 
     name: str
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What becomes of tensors: they are ..."""
 
     @abstractmethod
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:

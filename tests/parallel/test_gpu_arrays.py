@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import tensor_kinds
+from mpistrat import runtime, tensor_kinds
+from mpistrat.collectives.mpi import MpiData
+from mpistrat.gpu.connection import Hosts
 from tests import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -67,6 +69,13 @@ class Cupy:
         self._cupy.cuda.Stream.null.use()
 
 
+def pretended_hosts(comm: Any, topology: Any, settings: Any) -> Hosts:
+    """As if there were two hosts, or with an odd number of ranks as many as ranks."""
+    local_size = comm.Get_size() // 2 if comm.Get_size() % 2 == 0 else 1
+    host, place = divmod(comm.Get_rank(), local_size)
+    return Hosts(range(host * local_size, (host + 1) * local_size), MpiData(comm.Split(place, host)))
+
+
 def why_no_gpu() -> str:
     """Why the tests that need a GPU are skipped; the same on all ranks of a host."""
     try:
@@ -81,7 +90,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
 
 
 @pytest.fixture(scope="module", params=[
-    "stand-in nccl", "stand-in staged", pytest.param("cupy auto", marks=on_gpu),
+    "stand-in nccl", "stand-in staged", "stand-in hierarchical", pytest.param("cupy auto", marks=on_gpu),
     pytest.param("cupy staged", marks=on_gpu)])
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
@@ -95,6 +104,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     if kind == "stand-in":
         patch.setattr(tensor_kinds, "make_device", lambda number: found.device)
         patch.setitem(tensor_kinds.KINDS, "tests", tensor_kinds.Cupy())
+        if operations == "hierarchical":
+            patch.setattr(runtime, "_hosts", pretended_hosts)
     mpistrat.init()
     yield found
     mpistrat.shutdown()

@@ -5,7 +5,6 @@ usage: shuffled_order.py STEPS TENSORS [gpu]
 With "gpu" the tensors go the way of GPU tensors, on a stand-in.
 """
 
-import os
 import random
 import sys
 
@@ -19,7 +18,6 @@ steps, tensors = int(sys.argv[1]), int(sys.argv[2])
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 if "gpu" in sys.argv:
-    sys.path.insert(0, os.getcwd())
     from tests import tensorflow_stand_in
     tensorflow_stand_in.install(rank)
 order = list(range(tensors))
