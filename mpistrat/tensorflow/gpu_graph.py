@@ -80,7 +80,6 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     require_function()
     place = _Place(name, make_request)
     with tf.device(device):
-        # One tensor at a time may be named here, but no list of which the first is of another type.
         marker, *made = tf.py_function(place.submit, list(tensors), [tf.float32, *(t.dtype for t in tensors)])
         marker.set_shape([None, 0])
         ticket = tf.shape(marker, tf.int64)
@@ -109,11 +108,14 @@ class _Place:
         keep_thread_state()
         handle = Handle(self._name)
         with tf.device(tensors[0].device):
-            results = [tf.raw_ops.Empty(shape=tensor.shape.as_list(), dtype=tensor.dtype, init=False)
-                       for tensor in tensors]
-            nothing = tf.raw_ops.Empty(shape=[0], dtype=tf.float32, init=False)
-            ticket = WAKEUPS.ticket_for(handle, self._queue_count)
-            marker = tf.reshape(nothing, tf.constant([ticket, 0], tf.int64))
+            nothing, *results = [tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False) for shape, dtype in [
+                ([0], tf.float32), *((tensor.shape.as_list(), tensor.dtype) for tensor in tensors)]]
+        ticket = WAKEUPS.ticket_for(handle, self._queue_count)
+        with tf.device("CPU:0"):
+            # On the GPU it would have to come back from there, after all that the GPU has been given.
+            shape_of_ticket = tf.constant([ticket, 0], tf.int64)
+        with tf.device(tensors[0].device):
+            marker = tf.reshape(nothing, shape_of_ticket)
         _exporter().put(lambda: self._export(tensors, results, handle))
         return [marker, *results]
 
