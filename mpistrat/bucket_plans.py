@@ -55,7 +55,7 @@ class BucketPlans:
             request = entry.request
             if request.kind in FUSED:
                 alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device)
+                         request.device, request.wire)
                 places += [(place, i) for i in range(len(entry.arrays))]
                 members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []

@@ -66,6 +66,7 @@ class Request:
         device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
         layout: Which of the caller's tensors each array that travels is made of, when small ones are joined or the
             order is another; () for one array per tensor, in order.
+        wire: The dtype that wider floating-point tensors on a GPU may travel in; "" for their own.
         labels: What users call the tensors (a variable's path), for error messages; may be empty.
         in_graph: The collective stands in a graph: an error ends the execution of the whole graph.
     """
@@ -79,13 +80,14 @@ class Request:
     postscale: float = 1.0
     device: str = DEVICE_CPU
     layout: tuple[tuple[int, ...], ...] = ()
+    wire: str = ""
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
-                     self.device, self.layout))
+                     self.device, self.layout, self.wire))
 
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
@@ -94,7 +96,8 @@ class Request:
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.labels, self.in_graph)
+                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire, self.labels,
+                self.in_graph)
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":

@@ -36,8 +36,8 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 @lru_cache(_KEPT)
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = (),
-                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU) -> Request:
-    """A request to reduce `tensors` together.
+                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU, wire: str = "") -> Request:
+    """A request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
         InvalidRequestError: A dtype that cannot be reduced with `op`, or a factor that is not finite.
@@ -48,7 +48,7 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
     return Request(Kind.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   device=device, layout=layout, labels=labels)
+                   device=device, layout=layout, wire=wire, labels=labels)
 
 
 @lru_cache(_KEPT)

@@ -14,7 +14,7 @@ from ..gpu.nccl_types import Wire, narrowest, storage, wire_of
 from ..gpu.plane import Completion, GpuPlane
 from ..messages import ReduceOp
 from ..scale import Scale
-from .nccl_lane import Lane
+from .nccl_lane import Lane, pieces
 
 
 class NcclData(GpuPlane):
@@ -42,11 +42,12 @@ class NcclData(GpuPlane):
     def description(self) -> str:
         return "reduced by NCCL"
 
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
-        wire = wire_of(arrays[0].dtype.name, op)
-        if wire is None:
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
+        how = wire_of(arrays[0].dtype.name, op, wire)
+        if how is None:
             return f"NCCL has no {op.name.lower()} of {arrays[0].dtype.name}"
-        return "" if self._is_direct(arrays, wire) else self._why_no_room(arrays, wire)
+        # A single one goes without a buffer, or is cut into pieces that fit.
+        return "" if len(arrays) == 1 else self._why_no_room(arrays, how)
 
     def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
         wire = wire_of(source.dtype.name, op)
@@ -60,13 +61,16 @@ class NcclData(GpuPlane):
                 lane.wait_for(event)
 
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], op: ReduceOp, prescale: float,
-                  scale: Scale) -> None:
-        wire = wire_of(sources[0].dtype.name, op)
-        assert wire is not None, "why_not was not asked"
-        if self._is_direct(sources, wire):
-            self._next_lane().reduce_directly(sources[0], targets[0], wire, op, prescale, scale)
+                  scale: Scale, wire: str = "") -> None:
+        how = wire_of(sources[0].dtype.name, op, wire)
+        assert how is not None, "why_not was not asked"
+        if len(sources) > 1:
+            self._next_lane().reduce_packed(sources, targets, how, op, prescale, scale)
+        elif self._is_direct(how):
+            self._next_lane().reduce_directly(sources[0], targets[0], how, op, prescale, scale)
         else:
-            self._next_lane().reduce_packed(sources, targets, wire, op, prescale, scale)
+            for source, target in pieces(sources[0], targets[0], how, self._buffer_bytes):
+                self._next_lane().reduce_packed([source], [target], how, op, prescale, scale)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         sizes = [count * source.dtype.itemsize for count in counts]
@@ -122,7 +126,6 @@ class NcclData(GpuPlane):
             return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self._buffer_bytes}"
         return ""
 
-    @staticmethod
-    def _is_direct(arrays: Sequence[GpuArray], wire: Wire) -> bool:
-        """Whether there is nothing to pack: a single tensor is reduced from its memory to that of the result."""
-        return len(arrays) == 1 and not wire.is_converted
+    def _is_direct(self, wire: Wire) -> bool:
+        """Whether a single tensor is reduced from its memory to that of the result, with nothing to pack."""
+        return not wire.is_converted

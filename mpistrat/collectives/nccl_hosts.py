@@ -12,7 +12,7 @@ import numpy as np
 
 from ..gpu.arrays import GpuArray
 from ..gpu.copy_plan import ALIGNMENT, CopyJob, fused_offsets
-from ..gpu.nccl_types import DTYPES, OPERATIONS, Wire, narrowest, storage, wire_of
+from ..gpu.nccl_types import DTYPES, OPERATIONS, Wire, narrowest
 from ..gpu.plane import GpuPlane, await_on_host
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
@@ -41,16 +41,6 @@ class HostsLane(Lane):
         self._local_rank, self._local_size, self._across = local_rank, local_size, across
         self._buffer_bytes, self._limit_s = buffer_bytes, limit_s
         self._slices = [device.pinned(buffer_bytes // local_size + 2 * ALIGNMENT) for _ in buffers]
-
-    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: Wire, op: ReduceOp, prescale: float,
-                        scale: Scale) -> None:
-        """Reduce one tensor, piece by piece if it does not fit into a buffer."""
-        widest = max(np.dtype(storage(name)).itemsize for name in (wire.memory, wire.dtype))
-        step = self._buffer_bytes // (widest * ALIGNMENT) * ALIGNMENT // wire.parts
-        for start in range(0, source.size, step):
-            count, first = min(step, source.size - start), start * source.dtype.itemsize
-            pieces = [GpuArray(array.address + first, (count,), array.dtype) for array in (source, target)]
-            self.reduce_packed(pieces[:1], pieces[1:], wire, op, prescale, scale)
 
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
                       prescale: float, scale: Scale) -> None:
@@ -111,10 +101,6 @@ class NcclHosts(NcclData):
     def description(self) -> str:
         return "reduced by NCCL within hosts and by MPI between them"
 
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
-        is_cut = len(arrays) == 1 and wire_of(arrays[0].dtype.name, op) is not None
-        return "" if is_cut else super().why_not(arrays, op)
-
     def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
         return self._staged.why_not_scatter(source, op, prescale)
 
@@ -134,7 +120,5 @@ class NcclHosts(NcclData):
     def barrier(self) -> None:
         self._staged.barrier()
 
-    @staticmethod
-    def _is_direct(arrays: Sequence[GpuArray], wire: Wire) -> bool:
-        """Whether it is cut into pieces."""
-        return len(arrays) == 1
+    def _is_direct(self, wire: Wire) -> bool:
+        return False

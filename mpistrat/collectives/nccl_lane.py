@@ -4,13 +4,13 @@ Bucket after bucket is packed and unpacked on the first stream, and reduced on t
 two fusion buffers one is packed while the other is reduced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..gpu.arrays import GpuArray
-from ..gpu.copy_plan import CopyJob, block_count, copy_table, fused_offsets
+from ..gpu.copy_plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
 from ..gpu.nccl_types import DTYPES, OPERATIONS, UINT8, Wire, narrowest, storage
 from ..gpu.plane import Completion
 from ..messages import ReduceOp
@@ -185,6 +185,16 @@ class Lane:
         table = copy_table(sources, targets, counts)
         if len(table):
             self._kept.append(self._device.batched_copy(table, block_count(table), job, self._copies))
+
+
+def pieces(source: GpuArray, target: GpuArray, wire: Wire, nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
+    """A tensor and its result, cut so that each piece fits into a buffer of `nbytes`."""
+    number_bytes = np.dtype(storage(wire.dtype)).itemsize
+    step = nbytes // (number_bytes * ALIGNMENT) * ALIGNMENT // wire.parts
+    for start in range(0, source.size, step):
+        count, first = min(step, source.size - start), start * source.dtype.itemsize
+        yield (GpuArray(source.address + first, (count,), source.dtype),
+               GpuArray(target.address + first, (count,), target.dtype))
 
 
 def _nothing() -> None:

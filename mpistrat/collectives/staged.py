@@ -20,7 +20,7 @@ _SLOTS = 3
 
 
 class StagedData(GpuPlane):
-    """Collectives over `host`, which must be able to reduce CPU tensors of the same ranks.
+    """Collectives over `host`, which must be able to reduce CPU tensors of the same ranks. Tensors travel as they are.
 
     Args:
         device: This rank's GPU.
@@ -42,7 +42,7 @@ class StagedData(GpuPlane):
     def description(self) -> str:
         return f"staged through host memory and reduced by {self._host.in_use}"
 
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
         return ""
 
     def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
@@ -54,7 +54,7 @@ class StagedData(GpuPlane):
             self._device.wait(self._to_gpu, event)
 
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], op: ReduceOp, prescale: float,
-                  scale: Scale) -> None:
+                  scale: Scale, wire: str = "") -> None:
         dtype = sources[0].dtype
 
         def reduce(chunk: np.ndarray) -> None:

@@ -195,12 +195,12 @@ class GpuExecutor:
         if request.kind is Kind.BROADCAST:
             plane.broadcast(sources, targets, request.root_rank)
             return
-        reason = plane.why_not(sources, bucket.op)
+        reason = plane.why_not(sources, bucket.op, request.wire)
         if reason:
             assert self._staged is not None
             plane = self._staged
             self._say(f"some GPU tensors are staged through host memory: {reason}")
-        plane.allreduce(sources, targets, bucket.op, request.prescale, bucket.scale)
+        plane.allreduce(sources, targets, bucket.op, request.prescale, bucket.scale, request.wire)
 
     def _allgather(self, arrays: Sequence[Any]) -> list[GpuArray]:
         plane = self._nccl or self._staged

@@ -13,6 +13,7 @@ OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MI
 
 # Sums and products of the wider type, cut off, are those of the narrow one.
 _WIDER = {"int16": "int32", "uint16": "uint32"}
+_WIDE = ("float32", "float64")
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
@@ -29,8 +30,10 @@ class Wire(NamedTuple):
         return self.memory != self.dtype
 
 
-def wire_of(dtype: str, op: ReduceOp) -> Wire | None:
-    """How NCCL can reduce `dtype`, or None where it cannot."""
+def wire_of(dtype: str, op: ReduceOp, wire: str = "") -> Wire | None:
+    """How NCCL can reduce `dtype`, or None where it cannot. Floating-point numbers wider than `wire` travel as that."""
+    if wire and dtype in _WIDE:
+        return Wire(dtype, wire)
     if dtype in DTYPES:
         return Wire(dtype, dtype)
     if dtype in _WIDER:

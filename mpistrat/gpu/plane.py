@@ -59,8 +59,8 @@ class GpuPlane(ABC):
         """What becomes of tensors: they are ..."""
 
     @abstractmethod
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp) -> str:
-        """Why it cannot all-reduce these arrays; "" if it can. The same on all ranks."""
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
+        """Why it cannot all-reduce these arrays; "" if it can. The same on all ranks. For `wire` see `allreduce`."""
 
     @abstractmethod
     def why_not_scatter(self, source: GpuArray, op: ReduceOp, prescale: float) -> str:
@@ -72,8 +72,11 @@ class GpuPlane(ABC):
 
     @abstractmethod
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], op: ReduceOp, prescale: float,
-                  scale: Scale) -> None:
-        """Reduce each of `sources` over all ranks into the one of `targets` of the same place. As DataPlane's."""
+                  scale: Scale, wire: str = "") -> None:
+        """Reduce each of `sources` over all ranks into the one of `targets` of the same place. As DataPlane's.
+
+        Wider floating-point tensors may travel, and be reduced, in the dtype `wire`.
+        """
 
     @abstractmethod
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:

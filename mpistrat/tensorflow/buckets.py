@@ -67,8 +67,8 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
-                labels: Sequence[str] = (), patient: bool = True,
-                bucket_bytes: int = BUCKET_BYTES) -> list[tf.Tensor]:
+                labels: Sequence[str] = (), patient: bool = True, bucket_bytes: int = BUCKET_BYTES,
+                wire: str = "") -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -80,6 +80,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         labels: What users call the tensors, for error messages.
         patient: See bridge.run; False when other collectives are likely to follow before the results are needed.
         bucket_bytes: The size of the buckets; the same on all ranks.
+        wire: As in Request.
     """
     if not tensors:
         return []
@@ -96,14 +97,14 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         waits = patient and number == len(buckets) - 1 and bucket.nbytes <= PATIENT_BYTES
         run = partial(bridge.run, patient=waits) if device is None else partial(gpu_graph.run, device, bucket_name)
         with nullcontext() if device is None else tf.device(device):
-            reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, run)
+            reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire, run)
         for i, result in reduced:
             results[i] = result
     return results
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: ReduceOp, prescale: float,
-                   postscale: float, labels: tuple[str, ...], run: Callable) -> list[tuple[int, tf.Tensor]]:
+                   postscale: float, labels: tuple[str, ...], wire: str, run: Callable) -> list[tuple[int, tf.Tensor]]:
     handed = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in handed]
     joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
@@ -119,7 +120,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
         single_specs = specs_of(arrays[:len(bucket.single)])
         if single_specs not in known:
             known[single_specs] = allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels,
-                                                    layout)
+                                                    layout, wire=wire)
         return known[single_specs]
 
     reduced = run(make_request, handed, shapes)

@@ -1,8 +1,11 @@
 """Compression: which dtype a gradient travels in. Any class with the two static methods can take its place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from . import gpu_bridge, gpu_graph
 
 
 class Compressor:
@@ -60,8 +63,40 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The choices: `Compression.none`, `Compression.fp16`, `Compression.bf16`. Sums are made in float32 in any case."""
+    """The choices: `Compression.none`, `Compression.fp16`, `Compression.bf16`.
+
+    On the CPU sums are made in float32 in any case, and on a GPU in the dtype in which gradients travel.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+class Compressed:
+    """Dense tensors on their way through one of Compression, or a class in its place.
+
+    Those on a GPU are not cast in the graph: the kernel that packs them into a fusion buffer does it on the way.
+
+    Attributes:
+        tensors: What to reduce.
+        wire: As in Request.
+    """
+
+    def __init__(self, tensors: Sequence[tf.Tensor], compression: Any):
+        self._compression = compression
+        self.tensors, self.wire = list(tensors), ""
+        self._contexts: list[Any] | None = None
+        is_cast = compression in (Compression.fp16, Compression.bf16)
+        if is_cast and (gpu_bridge.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
+            self.wire = compression.dtype.name
+            return
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        self.tensors, self._contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+
+    def restored(self, reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """What has become of the tensors, in their own dtypes."""
+        if self._contexts is None:
+            return list(reduced)
+        return [self._compression.decompress(tensor, context)
+                for tensor, context in zip(reduced, self._contexts, strict=True)]

@@ -8,6 +8,7 @@ import tensorflow as tf
 from .. import runtime
 from ..errors import InvalidRequestError
 from ..requests import Average, ReduceOp, resolve_op
+from .compression import Compressed
 from .ops import reduce_dense, reduce_slices
 
 
@@ -73,12 +74,12 @@ class GradientReducer:
             results[i] = reduce_slices(results[i], self._op, 1.0, 1.0, f"{self._name}/{i}")
 
     def _reduce_dense(self, results: list[Any], indices: list[int], variables: Sequence[Any]) -> None:
-        compressed = [self._compression.compress(tf.convert_to_tensor(results[i])) for i in indices]
+        compressed = Compressed([tf.convert_to_tensor(results[i]) for i in indices], self._compression)
         labels = [label_of(variables[i]) for i in indices]
-        reduced = reduce_dense([tensor for tensor, _ in compressed], self._op, 1.0 / self._predivide, self._predivide,
-                               self._name, labels)
-        for i, tensor, (_, context) in zip(indices, reduced, compressed, strict=True):
-            results[i] = self._compression.decompress(tensor, context)
+        reduced = reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide, self._name, labels,
+                               wire=compressed.wire)
+        for i, tensor in zip(indices, compressed.restored(reduced), strict=True):
+            results[i] = tensor
 
     def _local_gradient(self, gradient: Any, size: int) -> Any:
         if not self._scale_local:

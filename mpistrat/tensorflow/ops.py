@@ -24,7 +24,7 @@ from ..requests import (
 )
 from . import bridge
 from .buckets import reduce_list
-from .compression import Compression
+from .compression import Compressed, Compression
 
 Tensor = Any  # tf.Tensor or tf.IndexedSlices; TensorFlow has no type information
 
@@ -163,15 +163,15 @@ def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: Any, prescale:
         reduce_slices(tensor, op, prescale, postscale, f"{name}/{i}") if isinstance(tensor, tf.IndexedSlices) else None
         for i, tensor in enumerate(tensors)]
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
-    compressed = [compression.compress(tensors[i]) for i in dense]
-    reduced = reduce_dense([tensor for tensor, _ in compressed], op, prescale, postscale, name, patient=patient)
-    for i, tensor, (_, context) in zip(dense, reduced, compressed, strict=True):
-        results[i] = compression.decompress(tensor, context)
+    compressed = Compressed([tensors[i] for i in dense], compression)
+    reduced = reduce_dense(compressed.tensors, op, prescale, postscale, name, patient=patient, wire=compressed.wire)
+    for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
+        results[i] = tensor
     return results
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
-                 labels: Sequence[str] = (), patient: bool = True) -> list[tf.Tensor]:
+                 labels: Sequence[str] = (), patient: bool = True, wire: str = "") -> list[tf.Tensor]:
     """As buckets.reduce_list, and differentiable: the gradient is reduced as the value was."""
     if not tensors:
         return []
@@ -179,8 +179,8 @@ def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, po
     @tf.custom_gradient
     def differentiable(*values: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels, patient)
-        return reduce_list(values, name, op, prescale, postscale, labels, patient), gradient
+            return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels, patient, wire)
+        return reduce_list(values, name, op, prescale, postscale, labels, patient, wire=wire), gradient
 
     result = differentiable(*tensors)
     return list(result) if isinstance(result, list | tuple) else [result]

@@ -56,6 +56,26 @@ def test_broadcast(hvd: Any, rank: int, size: int) -> None:
     np.testing.assert_array_equal(result.numpy(), np.full((2, 3), size - 1))
 
 
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_compression_rounds_what_is_wider_without_a_cast_in_the_graph(name: str, in_graph: bool, hvd: Any, rank: int,
+                                                                      size: int) -> None:
+    compression = getattr(hvd.Compression, name)
+
+    def step(wide: tf.Tensor, half: tf.Tensor) -> list[tf.Tensor]:
+        return hvd.grouped_allreduce([wide, half], op=hvd.Max, compression=compression, name="compressed")
+
+    function = tf.function(step) if in_graph else step
+    tensors = [tf.fill([3], 1 / 3), tf.fill([2], tf.constant(float(rank), tf.float16))]
+    wide, half = function(*tensors)
+    assert (wide.dtype, half.dtype) == (tf.float32, tf.float16)
+    np.testing.assert_array_equal(wide.numpy(), tf.cast(tf.cast(tensors[0], compression.dtype), tf.float32).numpy())
+    np.testing.assert_array_equal(half.numpy(), [size - 1] * 2)
+    if in_graph:
+        operations = function.get_concrete_function(*tensors).graph.get_operations()
+        assert "Cast" not in {operation.type for operation in operations}
+
+
 # -- in tf.function ---------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from mpistrat.errors import EngineError
 from mpistrat.gpu.arrays import GpuInput
 from mpistrat.gpu.choice import SHARES_GPUS, Found, why_not_nccl
 from mpistrat.gpu.connection import fusion_buffers
+from mpistrat.gpu.nccl_types import FLOAT16, FLOAT64
 from mpistrat.messages import DEVICE_GPU
 from mpistrat.requests import Product, Sum, allreduce_request, specs_of
 from mpistrat.settings import Settings
@@ -77,10 +78,11 @@ class Job:
         """The values, as door C hands them over."""
         return [Cupy().to_gpu(self.device.tensor(value), self.device) for value in values]
 
-    def submit(self, name: str, *values: np.ndarray) -> Handle:
+    def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
         """Submit a sum."""
         arrays = self.input(*values)
-        return self.engine.submit(allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU), arrays)
+        request = allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU, wire=wire)
+        return self.engine.submit(request, arrays)
 
     def settle(self) -> None:
         """Step until nothing happens for a while."""
@@ -101,6 +103,14 @@ def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
     assert not handle.done()
     job.settle()
     assert values_of(handle) == [[0, 1, 2], [1, 1]]
+
+
+def test_tensors_that_travel_in_different_dtypes_are_not_fused() -> None:
+    job = Job()
+    handles = [job.submit(name, np.full(2, 0.1), wire=wire) for name, wire in zip("abc", ("", "float16", "float16"))]
+    job.settle()
+    assert [entry[1:3] for entry in job.device.log if entry[0] == "allReduce"] == [(2, FLOAT64), (16, FLOAT16)]
+    assert [values_of(handle)[0][0] == 0.1 for handle in handles] == [True, False, False]
 
 
 def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixture) -> None:

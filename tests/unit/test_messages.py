@@ -8,7 +8,7 @@ from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Reque
 
 PLAIN = Request(Kind.ALLREDUCE, "a", (TensorSpec("float32", (2, 3)),))
 FULL = Request(Kind.BROADCAST, "gradient/17", (TensorSpec("bfloat16", ()), TensorSpec("int64", (0, 4))),
-               ReduceOp.MAX, 3, 0.5, 2.0, "gpu", ((0,), (2, 1)), ("dense/kernel", "dense/bias"))
+               ReduceOp.MAX, 3, 0.5, 2.0, "gpu", ((0,), (2, 1)), "float16", ("dense/kernel", "dense/bias"))
 BARRIER = Request(Kind.BARRIER, "b")
 GATHER = Request(Kind.ALLGATHER, "g", (TensorSpec("bool", (-1, 7)),))
 REQUESTS = [PLAIN, FULL, BARRIER, GATHER]

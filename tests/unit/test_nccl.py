@@ -205,6 +205,36 @@ def test_abandoned_communicators_are_aborted_and_closed_ones_destroyed_once() ->
     assert (given_up.calls, done.calls) == (["abort"] * 2, ["destroy"] * 2)
 
 
+@pytest.mark.parametrize("wire, number", [("float16", FLOAT16), ("bfloat16", BFLOAT16)])
+def test_floats_travel_in_halves_that_the_kernel_makes_and_takes(wire: str, number: int) -> None:
+    job = Job()
+    sources = job.arrays(np.array([1 / 3, 2.0], np.float32), np.ones(3, np.float32))
+    targets = job.arrays(np.zeros(2, np.float32), np.zeros(3, np.float32))
+    job.plane.allreduce(sources, targets, ReduceOp.SUM, 1.0, Scale(1.0, 2), wire)
+    job.finish()
+    assert job.device.log == [("batched_copy", 2, CopyJob("float32", wire), 2), ("allReduce", 16, number, SUM, 3),
+                              ("batched_copy", 2, CopyJob(wire, "float32", 1.0, 2), 2)]
+    rounded = float(np.float32(1 / 3).astype(np.float16 if wire == "float16" else ml_dtypes.bfloat16))
+    assert targets[0].owner.view().tolist() == pytest.approx([rounded / 2, 1.0], rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32", "complex64"])
+def test_what_is_no_wider_float_travels_as_it_is(dtype: str) -> None:
+    assert wire_of(dtype, ReduceOp.SUM, "float16") == wire_of(dtype, ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("dtype, wire, calls", [("int16", "", 4), ("float32", "float16", 2)])
+def test_a_converted_tensor_larger_than_a_buffer_is_cut_into_pieces(dtype: str, wire: str, calls: int) -> None:
+    job = Job(buffer_bytes=1024)
+    values = np.arange(1000).astype(dtype)
+    source, target = job.arrays(values, np.zeros_like(values))
+    assert job.plane.why_not([source], ReduceOp.SUM, wire) == ""
+    job.plane.allreduce([source], [target], ReduceOp.SUM, 1.0, IDENTITY, wire)
+    job.finish()
+    assert job.calls.count("allReduce") == calls
+    np.testing.assert_array_equal(target.owner.view(), values)
+
+
 def test_the_numbers_are_those_of_cupys_nccl() -> None:
     nccl = pytest.importorskip("cupy.cuda.nccl", reason="cupy is not installed")
     assert (INT8, UINT8, INT32, FLOAT16, BFLOAT16) == (nccl.NCCL_INT8, nccl.NCCL_UINT8, nccl.NCCL_INT32,
