@@ -240,6 +240,16 @@ def test_a_gpu_is_asked_at_once_at_first_and_then_more_and_more_seldom(waited_s:
     assert job.engine._gpu.patience(7.0 + waited_s) == pytest.approx(pause_s)
 
 
+def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:
+    handle = stuck.submit("a", np.ones(3))
+    stuck.settle()
+    stuck.engine.start()
+    stuck.engine.abandon("rank 1 has died")
+    with pytest.raises(EngineError, match="rank 1 has died"):
+        handle.wait(30)
+    assert ("abort",) in stuck.device.log
+
+
 def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = stuck.submit("a", np.ones(3))
     stuck.settle()
