@@ -39,7 +39,7 @@ class HostsLane(Lane):
                  across: DataPlane, buffer_bytes: int, limit_s: float):
         super().__init__(device, communicator, buffers)
         self._local_rank, self._local_size, self._across = local_rank, local_size, across
-        self._buffer_bytes, self._limit_s = buffer_bytes, limit_s
+        self._limit_s = limit_s
         self._slices = [device.pinned(buffer_bytes // local_size + 2 * ALIGNMENT) for _ in buffers]
 
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
@@ -49,7 +49,7 @@ class HostsLane(Lane):
         offsets, total = fused_offsets(counts, narrowest(wire))
         if not total:
             return
-        dtype = sources[0].dtype if wire.dtype == "bfloat16" else np.dtype(wire.dtype)
+        dtype = _in_numpy(wire.dtype)
         # What is beyond the tensors is reduced too, whatever it is, so that slices are alike.
         count = fused_offsets([-(-total // self._local_size)], narrowest(wire))[1]
         buffer = self._next_buffer()
@@ -77,6 +77,14 @@ class HostsLane(Lane):
                        CopyJob.between(wire.dtype, wire.memory, scale))
 
         self._run(prepare, scatter, deliver)
+
+
+def _in_numpy(name: str) -> np.dtype:
+    if name == "bfloat16":
+        # Not at the top: who has no tensor and no compression of that dtype need not have the package.
+        from ml_dtypes import bfloat16
+        return np.dtype(bfloat16)
+    return np.dtype(name)
 
 
 class NcclHosts(NcclData):

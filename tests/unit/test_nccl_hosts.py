@@ -1,15 +1,17 @@
 """NCCL within a host and MPI between hosts: what is enqueued on one rank, on a stand-in."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from mpistrat.collectives.local import ThreadGroup
+from mpistrat.collectives.local import ThreadData, ThreadGroup
 from mpistrat.collectives.nccl_hosts import HostsLane, NcclHosts
 from mpistrat.collectives.staged import StagedData
 from mpistrat.errors import EngineError
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.choice import Found, why_not_nccl
-from mpistrat.gpu.nccl_types import FLOAT32, OPERATIONS
+from mpistrat.gpu.nccl_types import BFLOAT16, FLOAT16, FLOAT32, OPERATIONS
 from mpistrat.gpu.plane import Completion
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
@@ -18,12 +20,24 @@ from tests.gpu_stand_in import Communicator, Device
 SUM = OPERATIONS[ReduceOp.SUM]
 
 
+class Across(ThreadData):
+    """Between the hosts; knows what it has reduced."""
+
+    def __init__(self) -> None:
+        super().__init__(ThreadGroup(1), 0)
+        self.dtypes: list[str] = []
+
+    def allreduce(self, sources: Any, targets: Any, *how: Any) -> None:
+        self.dtypes += [source.dtype.name for source in sources]
+        super().allreduce(sources, targets, *how)
+
+
 class Job:
     """A plane over one rank on one host."""
 
     def __init__(self, buffer_bytes: int = 2**12):
         self.device = Device()
-        host = ThreadGroup(1).data(0)
+        self.across = host = Across()
         lane = HostsLane(self.device, Communicator(self.device, 1), [self.device.scratch(buffer_bytes + 32)
                                                                     for _ in range(2)], 0, 1, host, buffer_bytes, 10.0)
         self.plane = NcclHosts(self.device, 0, [lane], buffer_bytes, StagedData(self.device, 0, host, 10.0))
@@ -75,6 +89,17 @@ def test_a_tensor_larger_than_a_buffer_is_cut_into_pieces(dtype: str) -> None:
     job.done(job.plane.finish())
     np.testing.assert_array_equal(target.owner.view(), values)
     assert job.calls.count("reduceScatter") == {"float32": 4, "int16": 4, "complex64": 8}[dtype]
+
+
+@pytest.mark.parametrize("wire, number", [("float16", FLOAT16), ("bfloat16", BFLOAT16)])
+def test_halves_travel_between_hosts_too(wire: str, number: int) -> None:
+    job = Job()
+    source, target = job.arrays(np.arange(5, dtype=np.float32), np.zeros(5, np.float32))
+    job.plane.allreduce([source], [target], ReduceOp.SUM, 1.0, Scale(1.0, 4), wire)
+    job.done(job.plane.finish())
+    assert [entry[2] for entry in job.device.log if entry[0] in ("reduceScatter", "allGather")] == [number] * 2
+    assert job.across.dtypes == [wire]
+    assert target.owner.view().tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
 def test_what_it_cannot_do_is_named() -> None:
