@@ -101,6 +101,11 @@ class Coordinator:
         """On rank 0: let all ranks reduce in this way from the next decision on."""
         self._choice = tuple(choice.items())
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether the next decision has a choice for all ranks to adopt."""
+        return bool(self._choice)
+
     def receive(self, source: int, data: bytes, now: float) -> None:
         """A child's Announcement has come."""
         message = Announcement.from_bytes(data)
