@@ -178,9 +178,14 @@ class Engine:
         self._executor.choose(choice)
         self._tuner = None
 
-    def abort_stalls_after(self, seconds: float) -> None:
-        """In place of the setting: end when ranks have waited so long for others. The same on all ranks."""
-        self._coordinator.abort_stalls_after(seconds)
+    def abort_stalls_after(self, seconds: float, setting: str) -> None:
+        """In place of the setting: end when ranks have waited so long for others. The same on all ranks.
+
+        Args:
+            seconds: More than 0.
+            setting: What the user has set, for the error.
+        """
+        self._coordinator.abort_stalls_after(seconds, setting)
         if self._voting is not None:
             self._voting.abort_s = seconds
 

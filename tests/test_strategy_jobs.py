@@ -125,7 +125,7 @@ def test_a_rank_that_leaves_the_loop_is_named() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("what", ["metric", "checkpoint", "save"])
+@pytest.mark.parametrize("what", ["metric", "variable", "checkpoint", "save"])
 def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", what, str(tmp_path)])
     for rank in range(2):
@@ -133,7 +133,7 @@ def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: 
         assert error.startswith("StallError: "), job.output
         assert "look for one under `if rank == 0`" in error
         assert "strategy/" in error
-        assert "Ended after 3 s" in error
+        assert "Ended after 3 s (CommunicationOptions.timeout_seconds)" in error
 
 
 @needs_mpirun
