@@ -66,6 +66,7 @@ class Coordinator:
         self._sources = 1 + len(self.children)
         self._subtree = {child: subtree_size(child, size) for child in self.children} | {rank: 1}
         self._warning_s, self._abort_s = stall_warning_s, stall_abort_s
+        self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._pending: dict[str, _Pending] = {}
         self._numbers: dict[Request, int] = {}
         self._by_number: dict[int, Request] = {}
@@ -100,6 +101,11 @@ class Coordinator:
     def adopt(self, choice: Mapping[str, Any]) -> None:
         """On rank 0: let all ranks reduce in this way from the next decision on."""
         self._choice = tuple(choice.items())
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether the next decision has a choice for all ranks to adopt."""
+        return bool(self._choice)
 
     def receive(self, source: int, data: bytes, now: float) -> None:
         """A child's Announcement has come."""
@@ -240,12 +246,12 @@ class Coordinator:
             stalled = self.stalled(now, self._abort_s)
             if stalled:
                 return End.STALL, self.describe_stall(now, stalled) + \
-                    f" Ended after {self._abort_s:g} s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS)."
+                    f" Ended after {self._abort_s:g} s ({self._abort_setting})."
         return None, ""
 
-    def abort_stalls_after(self, seconds: float) -> None:
-        """From now on, end the engines when a request has been incomplete for so long."""
-        self._abort_s = seconds
+    def abort_stalls_after(self, seconds: float, setting: str) -> None:
+        """From now on, end the engines when a request has been incomplete for so long, as `setting` has it."""
+        self._abort_s, self._abort_setting = seconds, setting
 
     def stall_report(self, now: float) -> str | None:
         """On rank 0, the warning that is due now, if any; each stall is reported every `stall_warning_s`."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .autotune import Autotuner, Choice
-from .collectives.base import ControlPlane, DataPlane
+from .collectives.base import Ballot, ControlPlane, DataPlane
 from .coordinator import Coordinator
 from .errors import EngineError, MismatchError, ShutdownError, StallError
 from .execution import Executor
@@ -33,6 +33,7 @@ from .gpu.execution import GpuExecutor
 from .messages import Decision, End, Request
 from .settings import Settings
 from .tensor_queue import Entry, Handle, TensorQueue
+from .voting import Voting
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +61,19 @@ class Engine:
         clock: Seconds, from any origin.
         tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
         hosts: As for GpuExecutor.
+        ballot: How the ranks vote, where they can; see voting.
     """
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
                  clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
-                 hosts: Hosts | None = None):
+                 hosts: Hosts | None = None, ballot: Ballot | None = None):
         self._rank, self._size = rank, size
         self._control, self._data, self._clock = control, data, clock
         check = not settings.stall_check_disable
-        self._coordinator = Coordinator(
-            rank, size, settings.cache_capacity, stall_warning_s=settings.stall_warning_s if check else None,
-            stall_abort_s=(settings.stall_abort_s or None) if check else None)
+        warning_s = settings.stall_warning_s if check else None
+        abort_s = (settings.stall_abort_s or None) if check else None
+        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
+        self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
         self._gpu = GpuExecutor(rank, size, data, settings, hosts, clock)
         self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
         self._tuned = tuned
@@ -176,9 +179,16 @@ class Engine:
         self._executor.choose(choice)
         self._tuner = None
 
-    def abort_stalls_after(self, seconds: float) -> None:
-        """In place of the setting: end when ranks have waited so long for others. The same on all ranks."""
-        self._coordinator.abort_stalls_after(seconds)
+    def abort_stalls_after(self, seconds: float, setting: str) -> None:
+        """In place of the setting: end when ranks have waited so long for others. The same on all ranks.
+
+        Args:
+            seconds: More than 0.
+            setting: What the user has set, for the error.
+        """
+        self._coordinator.abort_stalls_after(seconds, setting)
+        if self._voting is not None:
+            self._voting.abort_s = seconds
 
     def close(self) -> None:
         """Release what the GPU holds. Collective; after `end`, when `error` is None."""
@@ -203,6 +213,10 @@ class Engine:
         try:
             # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
             with np.errstate(all="ignore"):
+                if handle is not None:
+                    self._propose()
+                    if handle.done():
+                        return
                 while not self._ended.is_set():
                     busy = self.step()
                     # Asked for even if nothing happened: another driver may have been quicker with this handle.
@@ -220,13 +234,46 @@ class Engine:
                         patience_s = self._gpu.patience(now)
                         spins = patience_s == 0.0
                     else:
-                        patience_s, spins = self._coordinator.patience(now), handle is not None
+                        patience_s, spins = self._patience(now), handle is not None
                     self._control.wait(min(patience_s, deadline - now), spin_s=_SPIN_S if spins else 0.0)
         except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
             self._die(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in a caller that drives.
+
+    def _patience(self, now: float) -> float:
+        longest_s = self._coordinator.patience(now)
+        return min(longest_s, 1.0) if self._voting is not None and self._voting.is_waiting else longest_s
+
+    def _propose(self) -> None:
+        """Vote for what a caller waits for, if that is all there is to do."""
+        if self._voting is None or self._outstanding or not self._voting.is_free or not self._is_willing:
+            return
+        entry = self._queue.take_only()
+        if entry is not None:
+            self._outstanding += 1
+            now = self._clock()
+            self._voting.propose(entry, now)
+            self._settle(now)
+
+    @property
+    def _is_willing(self) -> bool:
+        """Whether this rank may agree to something by vote: nothing is to be said that only a decision can say."""
+        return not (self._end_requested or self._ended.is_set() or self._tuner is not None
+                    or self._coordinator.has_choice)
+
+    def _settle(self, now: float) -> bool:
+        """Execute what all ranks have voted for. Returns whether a round was complete that this rank waited for."""
+        assert self._voting is not None
+        entry, is_agreed = self._voting.settle()
+        if entry is None:
+            return False
+        if is_agreed:
+            self._run_all([self._finish(entry.request.name)])
+        else:
+            self._coordinator.submit(entry.request, now)
+        return True
 
     def step(self) -> bool:
         """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
@@ -241,6 +288,12 @@ class Engine:
         for entry in entries:
             self._coordinator.submit(entry.request, now)
         self._outstanding += len(entries)
+        has_settled = False
+        if self._voting is not None:
+            # After the messages are here, and before the decisions in them are executed; see voting.
+            has_settled = self._settle(now)
+            self._voting.attend(bool(self._outstanding) or not self._is_willing, now)
+            self._voting.check(now)
         if self._end_requested and not self._end_announced:
             self._end_announced = True
             self._coordinator.end(self._completed)
@@ -263,7 +316,7 @@ class Engine:
         report = self._coordinator.stall_report(now)
         if report:
             logger.warning("%s", report)
-        return bool(finished or entries or messages or announcement or decision)
+        return bool(finished or entries or has_settled or messages or announcement or decision)
 
     def _relay(self, message: bytes) -> None:
         for child in self._coordinator.children:
@@ -278,16 +331,19 @@ class Engine:
         entries = [self._finish(request.name) for request in requests]
         if decision.choice:
             self._executor.choose(dict(decision.choice))
+        self._run_all(entries)
+        if decision.end is not None:
+            if decision.end is End.SHUTDOWN:
+                self._gpu.drain()
+            self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
+
+    def _run_all(self, entries: list[Entry]) -> None:
         self._executing = entries
         began = self._clock()
         self._executor.execute(entries)
         self._executing = []
         if self._tuner is not None:
             self._tune(entries, self._clock() - began)
-        if decision.end is not None:
-            if decision.end is End.SHUTDOWN:
-                self._gpu.drain()
-            self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
 
     def _tune(self, entries: Sequence[Entry], seconds: float) -> None:
         assert self._tuner is not None
@@ -307,11 +363,12 @@ class Engine:
         return entry
 
     def _die(self, error: BaseException) -> None:
-        where = "".join(traceback.format_exception(error)).strip()
-        text = f"The engine of rank {self._rank} failed: {error!r}\n{where}"
-        self._tell_of_failure(text)
+        if not isinstance(error, StallError):
+            where = "".join(traceback.format_exception(error)).strip()
+            error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
+        self._tell_of_failure(str(error))
         self._data.abandon()
-        self._stop(EngineError(text), clean=False)
+        self._stop(error, clean=False)
 
     def _tell_of_failure(self, text: str) -> None:
         try:
@@ -329,6 +386,8 @@ class Engine:
     def _stop(self, error: EngineError, clean: bool) -> None:
         self._clean = clean
         self._end_error = error
+        if self._voting is not None and self._voting.is_waiting:
+            self._data.abandon()  # Others may execute what this rank has voted for.
         refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
         for entry in (*self._executing, *self._gpu.unfinished(), *self._queue.close(refusal)):
             if not entry.handle.done():

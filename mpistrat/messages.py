@@ -5,6 +5,7 @@ is exchanged only among the processes of one MPI job, which run the same user's 
 """
 
 import array
+import hashlib
 import pickle
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -92,6 +93,12 @@ class Request:
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
         return self._hash
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits, never 0, that are the same for equal requests on all ranks, and for no others."""
+        compared = repr(self.to_tuple()[:-2])  # without labels and in_graph
+        return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little") or 1
 
     def to_tuple(self) -> tuple:
         """The fields as plain values."""

@@ -75,6 +75,7 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
     return Request(Kind.BROADCAST, name, tensors, root_rank=int(root_rank), device=device, labels=labels)
 
 
+@lru_cache(_KEPT)
 def barrier_request(name: str) -> Request:
     """A request without tensors: it is complete when all ranks have made it."""
     return Request(Kind.BARRIER, name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import autotune, introduction, mpi_setup
-from .collectives.base import ControlPlane, DataPlane, Mail
+from .collectives.base import Ballot, ControlPlane, DataPlane, Mail
 from .collectives.local import ThreadGroup
 from .engine import Engine
 from .errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
@@ -39,11 +39,11 @@ class Runtime:
     """Everything that lives between init() and shutdown()."""
 
     def __init__(self, settings: Settings, topology: Topology, control: ControlPlane, data: DataPlane, comm: Any,
-                 hosts: Hosts | None = None):
+                 hosts: Hosts | None = None, ballot: Ballot | None = None):
         self.settings, self.topology, self.comm = settings, topology, comm
         self._control, self._data, self._hosts = control, data, hosts
         self.engine = Engine(topology.rank, topology.size, control, data, settings,
-                             tuned=self._keep_log if settings.autotune else None, hosts=hosts)
+                             tuned=self._keep_log if settings.autotune else None, hosts=hosts, ballot=ballot)
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -223,21 +223,27 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
         for sentence in introduction.differences(everybody):
             logger.warning("%s", sentence)
     token = own.bcast(os.urandom(8).hex() if rank == 0 else None)
-    control, data = _planes(own, topology, settings[rank], token)
-    return Runtime(settings[rank], topology, control, data, own, _hosts(own, topology, settings[rank]))
+    control, data, ballot = _planes(own, topology, settings[rank], token)
+    return Runtime(settings[rank], topology, control, data, own, _hosts(own, topology, settings[rank]), ballot)
 
 
-def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tuple[ControlPlane, DataPlane]:
-    """What moves messages and arrays: shared memory within a host where all ranks have it, else MPI. Collective."""
+def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
+            ) -> tuple[ControlPlane, DataPlane, Ballot | None]:
+    """What moves messages and arrays: shared memory within a host where all ranks have it, else MPI. Collective.
+
+    The ranks can vote if all of them share memory.
+    """
     from .collectives.hierarchical import HierarchicalData, counterparts
     from .collectives.host_mail import HostMail
     from .collectives.host_memory import HandOver
     from .collectives.mpi import MpiControl, MpiData
+    from .collectives.shared_ballot import SharedBallot
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
     host_mail = HostMail(rank, here, token)
     mail: Mail = host_mail
+    ballot: SharedBallot | None = None
     data: DataPlane = MpiData(comm.Dup())
     hand_over = HandOver(rank, here, token)
     mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
@@ -248,11 +254,14 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str) -> tu
         plane_bytes, edges = plane.memory_bytes(len(here), chunk), edges_among(here)
         memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
         if memory is not None:
-            mail = SharedMail(memory, plane_bytes, edges, host_mail)
+            mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
+            if one_host:
+                ballot = SharedBallot(memory, shared_mail.rouse)
+                shared_mail.watch(ballot.has_news)
             data = SharedMemoryData(memory, chunk, data) if one_host else HierarchicalData(
                 memory, chunk, data, counterparts(comm, topology), min(topology.local_sizes), settings.stall_abort_s)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
-    return control, data
+    return control, data, ballot
 
 
 def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:

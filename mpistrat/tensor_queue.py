@@ -128,6 +128,11 @@ class TensorQueue:
             self._new.clear()
         return entries
 
+    def take_only(self) -> Entry | None:
+        """The entry put since the last call, if it is a single one; else None, and they stay new."""
+        with self._lock:
+            return self._new.popleft() if len(self._new) == 1 else None
+
     def finish(self, name: str) -> Entry | None:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again."""
         with self._lock:

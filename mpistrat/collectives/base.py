@@ -98,6 +98,30 @@ class ControlPlane(ABC):
         """Deliver what was sent, and release what the backend holds. May be called twice."""
 
 
+class Ballot(Protocol):
+    """Rounds in each of which every rank casts one vote, a number. Used by the engine's thread alone."""
+
+    def cast(self, number: int) -> None:
+        """Vote for `number`, 64 bits, or with 0 against all. Once in a round. Ranks that sleep are woken."""
+
+    def outcome(self) -> bool | None:
+        """Whether all ranks have voted for the same number; None: not all have voted, this rank among them or not.
+
+        An answer ends the round, and is the same on all ranks.
+        """
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether this rank has voted in this round."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another rank has voted in this round, and this one has not."""
+
+    def missing(self) -> list[int]:
+        """The ranks that have not voted in this round."""
+
+
 class Mail(Protocol):
     """Messages among the ranks of one host. Used by the engine's thread alone, except `wake`."""
 

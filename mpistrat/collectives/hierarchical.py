@@ -66,12 +66,8 @@ class HierarchicalData(SharedMemoryData):
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[MPI.Request, Any]] = {}
 
-    @property
-    def _stages(self) -> Sequence[Stage]:
+    def _stages_of(self, work: Work) -> Sequence[Stage]:
         return self._pack, self._send, self._combine, self._publish, self._unpack
-
-    def _is_direct(self, nbytes: int) -> bool:
-        return nbytes == 0
 
     def _slice(self, work: Work, k: int) -> slice | None:
         """The elements of chunk `k` that this rank reduces; None if it has no part in that."""

@@ -1,5 +1,6 @@
 """Backends without MPI: one rank alone, and threads of one process as ranks, which tests drive the engine with."""
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from ..messages import ReduceOp
 from ..scale import Scale
 from ..stream import Stream
 from .base import ControlPlane, DataPlane
+from .host_memory import HostMemory
 from .reduction import combine
+from .shared_ballot import SharedBallot
 
 
 class ThreadControl(ControlPlane):
@@ -81,7 +84,7 @@ class ThreadData(DataPlane):
 
 
 class ThreadGroup:
-    """`size` ranks in one process. Rank r uses `control(r)` and `data(r)`, each from a thread of its own.
+    """`size` ranks in one process. Rank r uses `control(r)`, `data(r)` and `ballot(r)`, from a thread of its own.
 
     Args:
         size: How many ranks.
@@ -94,6 +97,7 @@ class ThreadGroup:
         self.bells = [threading.Event() for _ in range(size)]
         self.shown = [np.empty(0)] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))
 
     def control(self, rank: int) -> ThreadControl:
         """The messages of one rank."""
@@ -102,3 +106,7 @@ class ThreadGroup:
     def data(self, rank: int) -> ThreadData:
         """The collectives of one rank."""
         return ThreadData(self, rank)
+
+    def ballot(self, rank: int) -> SharedBallot:
+        """The votes of one rank."""
+        return SharedBallot(HostMemory(self._block, rank, range(self.size)), lambda other: self.bells[other].set())

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .host_mail import HostMail
 from .host_memory import HostMemory
@@ -83,6 +83,7 @@ class SharedMail:
         self._unsent: dict[int, bytes] = {}
         self._partial: dict[int, bytes] = {}
         self._is_called = False
+        self._has_other_news: Callable[[], bool] = bool
 
     @property
     def is_sending(self) -> bool:
@@ -112,8 +113,16 @@ class SharedMail:
             channel.publish()
             # The receiver says that it sleeps, and then looks again; so one of the two sees what the other has written.
             self._memory.fence()
-            if self._memory.counter_of(rank, ASLEEP):
-                self._mail.wake_other(rank)
+            self.rouse(rank)
+
+    def rouse(self, rank: int) -> None:
+        """End the wait of another rank of this host, if it sleeps. After a fence."""
+        if self._memory.counter_of(rank, ASLEEP):
+            self._mail.wake_other(rank)
+
+    def watch(self, has_news: Callable[[], bool]) -> None:
+        """Let this rank's wait also end when `has_news()`; whoever brings that about calls `rouse`."""
+        self._has_other_news = has_news
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have come, as (sender, message). Does not wait."""
@@ -166,6 +175,8 @@ class SharedMail:
     def _has_come(self) -> bool:
         if self._is_called:
             self._is_called = False
+            return True
+        if self._has_other_news():
             return True
         for channel in self._in.values():  # noqa: SIM110 - any() of a generator takes ten times as long
             if channel.has_news():

@@ -18,12 +18,11 @@ from .reduction import combine
 # those of all ranks stay in the processor's cache.
 LARGEST_CHUNK, SMALLEST_CHUNK = 512 * 1024, 64 * 1024
 _CACHE_BYTES = 16 * 1024 * 1024
-# Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
+# Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less. Two
+# ranks do so with a single tensor of any size: they read and write 5 times its bytes then, and 5.5 times by slices.
 DIRECT_BYTES = 64 * 1024
 
 PACKED, CONSUMED, READY, UNPACKED = range(4)  # counters of chunks
-
-
 
 
 @dataclass
@@ -32,6 +31,7 @@ class Work:
 
     ins: Stream
     outs: Stream
+    target: np.ndarray | None  # where the result of a single tensor goes
     slots: list[list[np.ndarray]]
     elements: int
     chunk: int
@@ -109,17 +109,15 @@ class SharedMemoryData(DataPlane):
             self._others.allreduce(sources, targets, op, prescale, scale)
             return
         dtype = sources[0].dtype
-        work = Work(Stream(sources), Stream(targets), self._slots(dtype), sum(source.size for source in sources),
-                    self._used_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
-        if self._is_direct(work.elements * dtype.itemsize):
-            if work.elements:
-                self._reduce_directly(work, targets)
-        else:
-            stages = self._stages
-            for turn in range(work.chunks + len(stages) - 1):
-                for lag, stage in enumerate(stages):
-                    if 0 <= turn - lag < work.chunks:
-                        stage(work, turn - lag)
+        target = targets[0].reshape(-1) if len(targets) == 1 else None
+        work = Work(Stream(sources), Stream(targets), target, self._slots(dtype),
+                    sum(source.size for source in sources), self._used_bytes // dtype.itemsize, self._chunks, op,
+                    prescale, scale)
+        stages = self._stages_of(work)
+        for turn in range(work.chunks + len(stages) - 1):
+            for lag, stage in enumerate(stages):
+                if 0 <= turn - lag < work.chunks:
+                    stage(work, turn - lag)
         self._chunks += work.chunks
 
     @property
@@ -135,13 +133,12 @@ class SharedMemoryData(DataPlane):
         self._is_used = choice["backend"] == self.name
         self._used_bytes = choice["chunk_bytes"]
 
-    @property
-    def _stages(self) -> Sequence[Stage]:
+    def _stages_of(self, work: Work) -> Sequence[Stage]:
         """What is done to a chunk, one turn after the other."""
+        is_small = work.elements * work.itemsize * self._count <= DIRECT_BYTES
+        if is_small or (self._count == 2 and work.target is not None):
+            return self._pack, self._reduce_directly
         return self._pack, self._reduce, self._unpack
-
-    def _is_direct(self, nbytes: int) -> bool:
-        return nbytes * self._count <= DIRECT_BYTES and nbytes <= self._used_bytes
 
     def _pack(self, work: Work, k: int) -> None:
         number = work.first + k
@@ -164,19 +161,19 @@ class SharedMemoryData(DataPlane):
         work.outs.copy_from(work.slot_of(k)[-1][:work.size_of(k)])
         self._memory.post(UNPACKED, number + 1)
 
-    def _reduce_directly(self, work: Work, targets: Sequence[np.ndarray]) -> None:
-        """A small all-reduce, of one chunk: every rank reduces all of it, from the parts of all."""
-        self._pack(work, 0)
-        self._memory.await_all(PACKED, work.first + 1)
-        parts = [part[:work.elements] for part in work.slot_of(0)[:-1]]
-        if len(targets) == 1:
-            combine(parts, work.op, targets[0].reshape(-1), work.scale)
+    def _reduce_directly(self, work: Work, k: int) -> None:
+        """Every rank reduces all of the chunk, from the parts of all."""
+        number, size, start = work.first + k, work.size_of(k), k * work.chunk
+        self._memory.await_all(PACKED, number + 1)
+        parts = [part[:size] for part in work.slot_of(k)[:-1]]
+        if work.target is not None:
+            combine(parts, work.op, work.target[start:start + size], work.scale)
         else:
-            result = self._scratch.view(work.elements, parts[0].dtype)
+            result = self._scratch.view(size, parts[0].dtype)
             combine(parts, work.op, result, work.scale)
             work.outs.copy_from(result)
         for counter in (CONSUMED, READY, UNPACKED):
-            self._memory.post(counter, work.first + 1)
+            self._memory.post(counter, number + 1)
 
     def _slots(self, dtype: np.dtype) -> list[list[np.ndarray]]:
         views = self._views.get(dtype)

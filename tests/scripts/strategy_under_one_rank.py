@@ -1,6 +1,6 @@
 """Rank 0 alone does what all ranks have to do, and the others go on; timeout_seconds ends that.
 
-usage: strategy_under_one_rank.py metric|checkpoint|save|save-at-the-end DIRECTORY
+usage: strategy_under_one_rank.py metric|variable|checkpoint|save|save-at-the-end DIRECTORY
 """
 
 import sys
@@ -27,7 +27,12 @@ def save() -> bool:
     return True
 
 
-actions = {"metric": lambda: float(metric.result()), "save": save, "save-at-the-end": save,
+def make_variable() -> str:
+    with strategy.scope():
+        return tf.Variable(1.0, name="one_more").name
+
+
+actions = {"variable": make_variable, "metric": lambda: float(metric.result()), "save": save, "save-at-the-end": save,
            "checkpoint": lambda: tf.train.Checkpoint(seen=seen).save(f"{directory}/ckpt")}
 if launched_rank() == 0:
     attempt(actions[what])

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.base import Ballot, DataPlane
 from mpistrat.collectives.local import ThreadControl, ThreadData, ThreadGroup
 from mpistrat.engine import SHUT_DOWN_TEXT, Engine
 from mpistrat.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
@@ -32,6 +32,17 @@ from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Handle
 
 LONG_S = 30.0  # only a failing test waits for so long
+_votes = True  # whether ranks that are threads can vote
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["votes", "messages"])
+def _with_votes_and_without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_votes", request.param)
+
+
+def ballot_of(group: ThreadGroup, rank: int) -> Ballot | None:
+    """How a rank votes, in the tests with votes."""
+    return group.ballot(rank) if _votes and group.size > 1 else None
 
 
 def submit(engine: Engine, name: str, *arrays: np.ndarray, op: ReduceOp = Sum, prescale: float = 1.0,
@@ -55,7 +66,7 @@ class ByHand:
         group = ThreadGroup(size, timeout_s=0.01)
         self.now = 0.0
         self.engines = [Engine(rank, size, group.control(rank), group.data(rank), settings or Settings(),
-                               clock=lambda: self.now) for rank in range(size)]
+                               clock=lambda: self.now, ballot=ballot_of(group, rank)) for rank in range(size)]
 
     def settle(self, now: float | None = None) -> None:
         """Step all engines until nothing happens any more."""
@@ -254,7 +265,7 @@ def running(size: int, settings: Settings | None = None, planes: Sequence[DataPl
     """Engines of that many ranks, each with its thread, which end together."""
     group = group or ThreadGroup(size, timeout_s=LONG_S)
     engines = [Engine(rank, size, group.control(rank), planes[rank] if planes else group.data(rank),
-                      settings or Settings()) for rank in range(size)]
+                      settings or Settings(), ballot=ballot_of(group, rank)) for rank in range(size)]
     if start:
         for engine in engines:
             engine.start()

@@ -1,0 +1,335 @@
+"""Votes: the ballot, what a rank votes for, and engines on threads that agree by votes or fall back to messages."""
+
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from mpistrat.collectives.local import ThreadControl, ThreadGroup
+from mpistrat.collectives.shared_ballot import SharedBallot
+from mpistrat.engine import Engine
+from mpistrat.errors import EngineError, MismatchError, ShutdownError, StallError
+from mpistrat.requests import Average, Sum, allreduce_request, barrier_request, specs_of
+from mpistrat.settings import Settings
+from mpistrat.tensor_queue import Entry, Handle
+from mpistrat.voting import Voting
+
+LONG_S = 30.0  # only a failing test waits for so long
+
+
+def ballots(size: int) -> list[SharedBallot]:
+    group = ThreadGroup(size)
+    return [group.ballot(rank) for rank in range(size)]
+
+
+# -- the ballot -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("votes, expected", [((5, 5, 5), True), ((5, 5, 6), False), ((5, 0, 5), False),
+                                             ((0, 0, 0), False), ((2**64 - 1,) * 3, True)])
+def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool) -> None:
+    ranks = ballots(3)
+    for ballot, vote in zip(ranks, votes, strict=True):
+        assert ballot.outcome() is None
+        ballot.cast(vote)
+    assert [ballot.outcome() for ballot in ranks] == [expected] * 3
+
+
+def test_there_is_no_outcome_before_all_have_voted() -> None:
+    first, second = ballots(2)
+    assert (first.has_voted, first.has_news(), second.is_awaited, second.has_news()) == (False, False, False, False)
+    first.cast(1)
+    assert first.outcome() is None
+    assert second.outcome() is None
+    assert (first.has_voted, first.has_news(), second.is_awaited, second.has_news()) == (True, False, True, True)
+    assert first.missing() == [1]
+    second.cast(1)
+    assert (second.is_awaited, first.has_news(), second.has_news()) == (False, True, True)
+    assert first.outcome() and second.outcome()
+    assert (first.has_voted, second.has_voted) == (False, False)
+
+
+def test_a_rank_that_is_ahead_does_not_change_the_outcome_for_the_others() -> None:
+    first, second, third = ballots(3)
+    for ballot in (first, second, third):
+        ballot.cast(7)
+    assert first.outcome()
+    first.cast(8)
+    assert second.outcome()
+    second.cast(9)
+    assert third.outcome()
+    third.cast(8)
+    assert [ballot.outcome() for ballot in (first, second, third)] == [False] * 3
+
+
+def test_ranks_that_may_sleep_are_called() -> None:
+    group = ThreadGroup(3)
+    group.ballot(1).cast(4)
+    assert [bell.is_set() for bell in group.bells] == [True, False, True]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_come_to_the_same_outcomes(size: int) -> None:
+    def vote(ballot: SharedBallot) -> list[bool | None]:
+        chance, outcomes = random.Random(id(ballot)), []
+        for _ in range(300):
+            ballot.cast(chance.choice([3, 3, 3, 4]))
+            while (outcome := ballot.outcome()) is None:
+                time.sleep(0)
+            outcomes.append(outcome)
+        return outcomes
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(vote, ballots(size))
+    assert all(other == first for other in others)
+    assert {True, False} == set(first)
+
+
+def test_a_fingerprint_stands_for_what_is_compared() -> None:
+    specs = specs_of([np.ones(3, np.float32)])
+    first = allreduce_request("a", specs, Sum, 1.0, 0.5, labels=("w",))
+    assert first.fingerprint == allreduce_request("a", specs, Sum, 1.0, 0.5, labels=("v",)).fingerprint
+    others = [allreduce_request("b", specs, Sum, 1.0, 0.5), allreduce_request("a", specs, Average, 1.0, 0.5),
+              allreduce_request("a", specs, Sum, 0.5, 0.5), allreduce_request("a", specs, Sum),
+              allreduce_request("a", specs_of([np.ones(3)]), Sum, 1.0, 0.5),
+              allreduce_request("a", specs, Sum, 1.0, 0.5, layout=((0,),)),
+              dataclasses.replace(first, wire="float16"), dataclasses.replace(first, device="gpu")]
+    assert len({request.fingerprint for request in (first, *others)}) == 9
+
+
+# -- what a rank votes for --------------------------------------------------------------------------------------------
+
+
+def entry(name: str) -> Entry:
+    return Entry(barrier_request(name), [], Handle(name))
+
+
+def voters(warning_s: float | None = None, abort_s: float | None = None) -> list[Voting]:
+    return [Voting(ballot, rank, warning_s, abort_s) for rank, ballot in enumerate(ballots(2))]
+
+
+def test_what_all_propose_is_agreed_on() -> None:
+    first, second = voters()
+    ours, theirs = entry("a"), entry("a")
+    first.propose(ours, 0.0)
+    assert first.settle() == (None, False)
+    assert first.is_waiting and not first.is_free
+    second.propose(theirs, 0.0)
+    assert second.settle() == (theirs, True)
+    assert first.settle() == (ours, True)
+    assert first.is_free and not first.is_waiting
+
+
+def test_different_proposals_come_back() -> None:
+    first, second = voters()
+    ours, theirs = entry("a"), entry("b")
+    first.propose(ours, 0.0)
+    second.propose(theirs, 0.0)
+    assert first.settle() == (ours, False)
+    assert second.settle() == (theirs, False)
+
+
+def test_a_busy_rank_votes_against_at_once() -> None:
+    first, second = voters()
+    ours = entry("a")
+    first.propose(ours, 0.0)
+    second.attend(is_busy=True, now=0.0)
+    assert second.settle() == (None, False)
+    assert first.settle() == (ours, False)
+    assert second.is_free
+
+
+def test_an_idle_rank_votes_against_after_a_while() -> None:
+    first, second = voters()
+    ours = entry("a")
+    first.propose(ours, 0.0)
+    second.attend(is_busy=False, now=10.0)
+    second.attend(is_busy=False, now=10.03)
+    assert first.settle() == (None, False)
+    second.attend(is_busy=False, now=10.05)
+    assert first.settle() == (ours, False)
+
+
+def test_nobody_votes_against_what_nobody_proposes() -> None:
+    first, second = voters()
+    first.attend(is_busy=True, now=0.0)
+    first.attend(is_busy=False, now=100.0)
+    assert first.is_free
+    assert second.settle() == (None, False)
+
+
+def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = voters(warning_s=60.0, abort_s=600.0)
+    first.check(1e6)
+    first.propose(entry("a"), 0.0)
+    first.check(59.0)
+    assert not caplog.messages
+    first.check(61.0)
+    first.check(100.0)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("a: rank 0 has waited 61 s for ranks [1], whose engines do not run")
+    first.check(130.0)
+    assert len(caplog.messages) == 2
+    with pytest.raises(StallError, match=r"a: rank 0 has waited 601 s for ranks \[1\]"):
+        first.check(601.0)
+
+
+def test_without_stall_checks_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = voters()
+    first.propose(entry("a"), 0.0)
+    first.check(1e6)
+    assert not caplog.messages
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+class CountingControl(ThreadControl):
+    """Counts the messages sent."""
+
+    def __init__(self, group: ThreadGroup, rank: int):
+        super().__init__(group, rank)
+        self.sent = 0
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.sent += 1
+        super().send(rank, message)
+
+
+class Job:
+    """Engines of `size` ranks that are threads of this process."""
+
+    def __init__(self, size: int, settings: Settings | None = None, start: bool = True):
+        self.group = ThreadGroup(size, timeout_s=LONG_S)
+        self.controls = [CountingControl(self.group, rank) for rank in range(size)]
+        self.engines = [Engine(rank, size, self.controls[rank], self.group.data(rank), settings or Settings(),
+                               ballot=self.group.ballot(rank)) for rank in range(size)]
+        for engine in self.engines if start else ():
+            engine.start()
+
+    def on_all(self, work) -> list:  # type: ignore[no-untyped-def]
+        """What `work(rank, engine)` returns on each rank, in threads."""
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            return list(threads.map(work, range(len(self.engines)), self.engines))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job(3)
+    yield made
+    made.on_all(lambda rank, engine: engine.end())
+
+
+def reduce(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
+    return engine.run(allreduce_request(name, specs_of(arrays), Sum), arrays, limit_s)
+
+
+def test_what_ranks_wait_for_alike_takes_no_message() -> None:
+    job = Job(3, start=False)  # A background thread might just be looking for messages when a caller wants to drive.
+
+    def work(rank: int, engine: Engine) -> list[float]:
+        return [float(reduce(engine, f"{i % 3}", np.array(float(i + rank)), np.ones(5)).wait(LONG_S)[0])
+                for i in range(30)]
+    assert job.on_all(work) == [[3.0 * i + 3 for i in range(30)]] * 3
+    assert sum(control.sent for control in job.controls) == 0
+
+
+def test_what_one_rank_submits_without_waiting_is_agreed_on_by_messages(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[float]:
+        results = []
+        for i in range(20):
+            array = np.array(float(i))
+            handle = engine.submit(allreduce_request("a", specs_of([array]), Sum), [array]) if rank == 1 \
+                else reduce(engine, "a", array)
+            results.append(float(handle.wait(LONG_S)[0]))
+        return results
+    assert job.on_all(work) == [[3.0 * i for i in range(20)]] * 3
+    assert job.controls[1].sent == 20
+
+
+def test_the_set_of_operations_may_change_on_one_rank_first(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[float]:
+        results = []
+        for step in range(30):
+            extra = []
+            if step >= 10 and rank != 0:
+                extra.append(engine.submit(barrier_request("b"), []))
+            results.append(float(reduce(engine, "a", np.array(float(step))).wait(LONG_S)[0]))
+            if step >= 10 and rank == 0:
+                extra.append(engine.run(barrier_request("b"), []))
+            for handle in extra:
+                handle.wait(LONG_S)
+        return results
+    assert job.on_all(work) == [[3.0 * step for step in range(30)]] * 3
+
+
+def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_more(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[object]:
+        results: list[object] = []
+        for step in range(12):
+            rows = 2 if step % 4 == 3 and rank == 2 else 3
+            handle = reduce(engine, "a", np.ones(rows))
+            try:
+                results.append(float(handle.wait(LONG_S)[0][0]))
+            except MismatchError as error:
+                results.append("shape" in str(error))
+        return results
+    assert job.on_all(work) == [[3.0, 3.0, 3.0, True] * 3] * 3
+
+
+def test_ranks_may_wait_in_another_order_in_other_threads(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[list[float]]:
+        def one(thread: int) -> list[float]:
+            chance, results = random.Random(f"{rank} {thread}"), []
+            for i in range(40):
+                if chance.random() < 0.1:
+                    time.sleep(0.002 * chance.random())
+                call = engine.run if chance.random() < 0.7 else engine.submit
+                array = np.array(float(i + thread))
+                results.append(float(call(allreduce_request(f"{thread}", specs_of([array]), Sum), [array])
+                                     .wait(LONG_S)[0]))
+            return results
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(one, range(3)))
+    assert job.on_all(work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
+
+
+def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2, Settings(stall_warning_s=0.2, stall_abort_s=0.4))
+    with caplog.at_level(logging.WARNING), pytest.raises(StallError, match=r"a: ranks \[1\] have waited"):
+        reduce(job.engines[1], "a", np.ones(1)).wait(LONG_S)
+    job.on_all(lambda rank, engine: engine.end())
+
+
+def test_a_rank_that_has_ended_is_named_to_one_that_votes() -> None:
+    job = Job(2)
+    job.on_all(lambda rank, engine: reduce(engine, "a", np.ones(1)))
+    job.engines[1].announce_end()
+    with pytest.raises(ShutdownError, match=r"ranks \[0\] wait for ranks \[1\].*\(after 1 operations\)"):
+        reduce(job.engines[0], "a", np.ones(1)).wait(LONG_S)
+    job.on_all(lambda rank, engine: engine.end())
+
+
+def test_a_vote_that_stands_when_its_rank_fails_keeps_nobody_waiting() -> None:
+    job = Job(2)
+    pending = reduce(job.engines[0], "a", np.ones(1), limit_s=0.0)
+    job.engines[0].abandon("ranks [1] have died")
+    with pytest.raises(EngineError, match="have died"):
+        pending.wait(LONG_S)
+
+
+def test_while_the_first_rank_searches_for_settings_it_agrees_to_nothing_by_vote() -> None:
+    group = ThreadGroup(2, timeout_s=LONG_S)
+    controls = [CountingControl(group, rank) for rank in range(2)]
+    engines = [Engine(rank, 2, controls[rank], group.data(rank), Settings(), ballot=group.ballot(rank),
+                      tuned=lambda tuner: None) for rank in range(2)]
+    for engine in engines:
+        engine.start()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda engine: [reduce(engine, "a", np.ones(4)).wait(LONG_S) for _ in range(5)], engines))
+        assert controls[1].sent == 5
+        list(threads.map(Engine.end, engines))
