@@ -75,8 +75,8 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
             print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             if isinstance(error, CollectiveError | SettingsError):
-                # All ranks have been told the same, so leave them the time to say so; and do not let them abort at once,
-                # for Open MPI 5's mpirun has been seen to hang after that, with no rank left.
+                # All ranks have been told the same, so leave them the time to say so. They should not abort at the same
+                # moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
                 time.sleep(0.5 + 0.25 * min(rank, 8))
         finally:
             # Even if nothing can be printed, since a launcher that has ended before reads it no more.
