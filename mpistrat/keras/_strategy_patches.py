@@ -95,6 +95,8 @@ PATCHES = (
           "all ranks would write events, before it is known which of them is to"),
     Patch(TensorBoard, "_configure_embeddings", files.deferred, "likewise"),
 )
+# With 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
+OLDEST = (3, 10)
 _originals: list[tuple[Patch, Any]] = []
 
 
@@ -102,14 +104,17 @@ def apply() -> None:
     """Patch Keras; once.
 
     Raises:
-        MissingDependencyError: This version of Keras lacks something that is patched.
+        MissingDependencyError: This version of Keras is too old, or lacks something that is patched.
     """
     if _originals:
         return
     missing = [f"{patch.owner.__name__}.{patch.name}" for patch in PATCHES if not hasattr(patch.owner, patch.name)]
+    if tuple(int(part) for part in keras.__version__.split(".")[:2]) < OLDEST:
+        raise MissingDependencyError(f"MPIStrategy needs Keras {OLDEST[0]}.{OLDEST[1]} or later, and this is "
+                                     f"{keras.__version__} (pip install 'keras>={OLDEST[0]}.{OLDEST[1]}').")
     if missing:
         raise MissingDependencyError(f"MPIStrategy does not know Keras {keras.__version__}: it has no "
-                                     f"{', '.join(missing)} (pip install 'keras>=3.7').")
+                                     f"{', '.join(missing)}. It was run with Keras 3.10 to 3.15.")
     TensorFlowTrainer._mpistrat_logs_wanted = True
     steps.create_shared()
     for patch in PATCHES:

@@ -4,6 +4,8 @@ import importlib
 
 import pytest
 
+import mpistrat
+
 tf = pytest.importorskip("tensorflow")
 
 
@@ -23,3 +25,12 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     patches.undo()
     assert [getattr(patch.owner, patch.name) for patch in patches.PATCHES] == originals
     assert all(patch.reason for patch in patches.PATCHES)
+
+
+def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    keras = pytest.importorskip("keras")
+    patches = importlib.import_module("mpistrat.keras._strategy_patches")
+    patches.undo()
+    monkeypatch.setattr(keras, "__version__", "3.9.2")
+    with pytest.raises(mpistrat.MissingDependencyError, match=r"needs Keras 3\.10 or later, and this is 3\.9\.2 \(pip"):
+        patches.apply()
