@@ -25,6 +25,12 @@ from .features.common import Program
 from .jobs import Finished, run_job, run_limited
 
 HANG_S = 120
+HEAD = """# What works, by strategy
+
+Each row is a small program of `tests/features`, which compares its results with those of one process. A cell says what a
+user sees: that it works, how the error begins, that the result is another one, or that the program hangs. TensorFlow 2.21
+and Keras 3.15 on two cores; `python -m tests.feature_table > docs/features.md` measures all columns anew.
+"""
 WORKS = "works"
 
 
@@ -168,7 +174,7 @@ def main() -> None:
         try_features(args.strategy, args.features)
     names = args.features or list(FEATURES)
     chosen = COLUMNS if args.columns is None else [COLUMNS[int(i)] for i in args.columns.split(",")]
-    print(table({column.title: cells_of(column, names) for column in chosen}, names))
+    print(HEAD, table({column.title: cells_of(column, names) for column in chosen}, names), sep="\n")
 
 
 if __name__ == "__main__":
