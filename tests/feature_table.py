@@ -27,9 +27,9 @@ from .jobs import Finished, run_job, run_limited
 HANG_S = 120
 HEAD = """# What works, by strategy
 
-Each row is a small program of `tests/features`, which compares its results with those of one process. A cell says what a
-user sees: that it works, how the error begins, that the result is another one, or that the program hangs. TensorFlow 2.21
-and Keras 3.15 on two cores; `python -m tests.feature_table > docs/features.md` measures all columns anew.
+Each row is a small program of `tests/features`, which compares its results with those of one process. A cell says what
+a user sees: that it works, how the error begins, that the result is another one, or that the program hangs. TensorFlow
+2.21 and Keras 3.15 on two cores; `python -m tests.feature_table > docs/features.md` measures all columns anew.
 """
 WORKS = "works"
 
