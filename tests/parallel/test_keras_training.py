@@ -13,6 +13,8 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
+from ..features.keras_models import Subclassed  # noqa: E402
+
 STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
 
 
@@ -27,18 +29,6 @@ def global_data(size: int) -> tuple[np.ndarray, np.ndarray]:
 def shard(array: np.ndarray, rank: int, size: int) -> np.ndarray:
     """One rank's part of every global batch."""
     return array.reshape(STEPS, size, BATCH, -1)[:, rank].reshape(STEPS * BATCH, -1)
-
-
-class Subclassed(keras.Model):
-    """A model that knows its input only when it sees it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = keras.layers.Dense(6, activation="tanh")
-        self.out = keras.layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        return self.out(self.hidden(inputs))
 
 
 def new_model(kind: str, seed: int) -> Any:
