@@ -77,19 +77,20 @@ def finalize_variable_values(original: Any) -> Any:
     return replacement
 
 
-def swap_averages(original: Any) -> Any:
-    def replacement(self: Any, optimizer: Any) -> None:
-        slots = _slots_of(optimizer)
-        if slots is None or slots.are_here:
-            original(self, optimizer)
-        if slots is not None:
-            slots.share(optimizer._trainable_variables)
-    return replacement
-
-
 def keep_averages(original: Any) -> Any:
     def replacement(self: Any, optimizer: Any) -> None:
         slots = _slots_of(optimizer)
         if slots is None or slots.are_here:
             original(self, optimizer)
+    return replacement
+
+
+def swap_averages(original: Any) -> Any:
+    swap_where_they_are = keep_averages(original)
+
+    def replacement(self: Any, optimizer: Any) -> None:
+        swap_where_they_are(self, optimizer)
+        slots = _slots_of(optimizer)
+        if slots is not None:
+            slots.share(optimizer._trainable_variables)
     return replacement
