@@ -116,9 +116,7 @@ class Torch(AnyLibrary):
 
         def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
             with torch.cuda.stream(stream):
-                made = torch.empty(shape, dtype=dtype, device=where)
-                seen, event = device.imported(made)
-            return GpuArray(device.seen(seen).address, shape, seen.dtype, made), event
+                return as_result(torch.empty(shape, dtype=dtype, device=where), device)
 
         return gpu_input(device.seen(array), device, ready, allocate)
 
@@ -200,6 +198,12 @@ def make_device(number: int) -> Any:
     except ImportError as error:
         raise MissingDependencyError("tensors on a GPU need cupy (pip install 'mpistrat[gpu]').") from error
     return Device(number)
+
+
+def as_result(made: Any, device: Any) -> tuple[GpuArray, Any]:
+    """A library's uninitialised tensor as the memory of a result, and an event after that memory's former use."""
+    seen, event = device.imported(made)
+    return GpuArray(device.seen(seen).address, tuple(made.shape), seen.dtype, made), event
 
 
 def gpu_input(array: GpuArray, device: Any, ready: Any, allocate: Any) -> GpuInput:

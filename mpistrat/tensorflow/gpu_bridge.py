@@ -14,7 +14,7 @@ import tensorflow as tf
 from .. import runtime
 from ..gpu.arrays import GpuArray, GpuInput
 from ..messages import DEVICE_GPU, Request
-from ..tensor_kinds import AnyLibrary, gpu_input, this_ranks_gpu
+from ..tensor_kinds import AnyLibrary, as_result, gpu_input, this_ranks_gpu
 
 
 class TensorFlow(AnyLibrary):
@@ -26,14 +26,9 @@ class TensorFlow(AnyLibrary):
 
         def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
             with tf.device(where):
-                return _as_result(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False), device)
+                return as_result(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False), device)
 
         return gpu_input(device.seen(array), device, ready, allocate)
-
-
-def _as_result(made: tf.Tensor, device: Any) -> tuple[GpuArray, Any]:
-    seen, event = device.imported(made)
-    return GpuArray(device.seen(seen).address, tuple(made.shape), seen.dtype, made), event
 
 
 _LIBRARY = TensorFlow()
@@ -75,7 +70,7 @@ def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> 
     with device.current():
         for tensor, result in zip(tensors, results, strict=True):
             array, ready = device.imported(tensor)
-            made = _as_result(result, device)
+            made = as_result(result, device)
             arrays.append(gpu_input(device.seen(array), device, ready, lambda _, made=made: made))
     return arrays
 
