@@ -13,9 +13,9 @@ import time
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import mpistrat.keras as hvd
+from mpistrat.tensorflow import pin_gpu
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=12)
@@ -46,10 +46,8 @@ def load_data() -> tuple[np.ndarray, ...]:
 
 
 hvd.init()
+pin_gpu()
 chief = hvd.rank() == 0
-gpus = tf.config.list_physical_devices("GPU")
-if gpus:
-    tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
 
 # Each rank trains on its own shard. All shards have the same length, so that all ranks take the same number of steps.
 x_train, y_train, x_test, y_test = load_data()

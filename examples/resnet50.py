@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 import mpistrat.keras as hvd
+from mpistrat.tensorflow import pin_gpu
 
 TRAINING_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 MEAN_OF_IMAGENET, DEVIATION_OF_IMAGENET = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
@@ -38,10 +39,8 @@ parser.add_argument("--checkpoint", metavar="PATH", help="save the model here af
 args = parser.parse_args()
 
 hvd.init()
+pin_gpu()
 chief = hvd.rank() == 0
-gpus = tf.config.list_physical_devices("GPU")
-if gpus:
-    tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
 if args.mixed_precision:
     keras.mixed_precision.set_global_policy(f"mixed_{args.mixed_precision}")
 keras.utils.set_random_seed(1 + hvd.rank())
