@@ -3,7 +3,6 @@
 The result is of the kind of the input: numpy's for numbers, sequences and tensors of unknown libraries on the CPU,
 cupy's for those on a GPU, and otherwise that of numpy, cupy, torch or jax.
 
-
 Every function is collective. Calls of different ranks meet by `name`. Without a name a blocking call uses the name of
 its operation, and an asynchronous one a number counted up in the order of calls, which must then be the same on all
 ranks.
