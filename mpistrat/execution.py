@@ -1,6 +1,6 @@
 """Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
+        self._prepared: tuple[_Work, Callable[[], None]] | None = None
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
@@ -60,14 +61,20 @@ class Executor:
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
-        works = []
-        for entry in entries:
+        first, self._prepared = self._prepared, None
+        if first is not None and len(entries) == 1 and first[0].entry is entries[0]:
+            works = [first[0]]
+        else:
             # All memory is taken before the first collective, so that a rank short of it fails before the others wait
             # for it there.
-            fused = entry.arrays if entry.request.kind in FUSED else ()
-            works.append(_Work(entry, [self._pool.take(a.shape, a.dtype) for a in fused], len(fused)))
+            first, works = None, [self._work_for(entry) for entry in entries]
         for bucket in self._plans.plan(entries, self._fusion_bytes):
-            self._run_bucket(bucket, works)
+            if first is not None:
+                first[1]()
+                first = None
+            else:
+                self._run_bucket(bucket, works)
+            self._count_off(bucket, works)
         for entry in entries:
             if entry.request.kind is Kind.ALLGATHER:
                 entry.handle.complete(self._allgather(entry.arrays))
@@ -75,13 +82,32 @@ class Executor:
                 entry.handle.complete([])
         self._pool.next_turn()
 
+    def prepare(self, entry: Entry) -> None:
+        """Do what is local at the beginning of executing `entry`, which may be the next to be executed. Local."""
+        if entry.request.kind is not Kind.ALLREDUCE or entry.request.device == DEVICE_GPU or not entry.arrays:
+            return
+        work = self._work_for(entry)
+        bucket = self._plans.plan([entry], self._fusion_bytes)[0]
+        sources, targets = self._arrays_of(bucket, [work])
+        self._prepared = work, self._data.prepare(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
+
+    def _work_for(self, entry: Entry) -> _Work:
+        fused = entry.arrays if entry.request.kind in FUSED else ()
+        return _Work(entry, [self._pool.take(a.shape, a.dtype) for a in fused], len(fused))
+
+    def _arrays_of(self, bucket: Bucket, works: list[_Work]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return ([works[place].entry.arrays[i] for place, i in bucket.members],
+                [works[place].results[i] for place, i in bucket.members])
+
     def _run_bucket(self, bucket: Bucket, works: list[_Work]) -> None:
-        sources = [works[place].entry.arrays[i] for place, i in bucket.members]
-        targets = [works[place].results[i] for place, i in bucket.members]
+        sources, targets = self._arrays_of(bucket, works)
         if bucket.request.kind is Kind.ALLREDUCE:
             self._data.allreduce(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
         else:
             self._broadcast(sources, targets, bucket.request.root_rank)
+
+    def _count_off(self, bucket: Bucket, works: list[_Work]) -> None:
+        """Complete the entries that had nothing but this bucket to wait for."""
         for place, _ in bucket.members:
             work = works[place]
             work.missing -= 1

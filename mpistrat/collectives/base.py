@@ -5,7 +5,8 @@ calls it on all ranks in the same order, with arguments on which the ranks have 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,14 @@ class DataPlane(ABC):
         Every element is combined in the order of the ranks (`reduction.combine`), so the result is the same on all
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
         """
+
+    def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                scale: Scale) -> Callable[[], None]:
+        """Do what is local at the beginning of this all-reduce, and return what does the rest. Local, never waits.
+
+        What is returned may be dropped; to be called, it must be the next collective.
+        """
+        return partial(self.allreduce, sources, targets, op, prescale, scale)
 
     @abstractmethod
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:

@@ -68,6 +68,14 @@ class HostMemory:
                 self._await(other, counter, value)
         self.fence()
 
+    def have_all(self, counter: int, value: int) -> bool:
+        """Whether `await_all` would return at once; if so, it has."""
+        for other in self._others:
+            if self._words[other * _LINE + counter] < value:
+                return False
+        self.fence()
+        return True
+
     def counter_of(self, rank: int, counter: int) -> int:
         """The value of a counter of `rank`, as far as this rank can see it."""
         return self._words[self._line_of[rank] + counter]

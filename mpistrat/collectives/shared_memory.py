@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,10 @@ PACKED, CONSUMED, READY, UNPACKED = range(4)  # counters of chunks
 
 @dataclass
 class Work:
-    """One all-reduce under way: `chunks` chunks of `chunk` elements, the last one maybe shorter."""
+    """One all-reduce under way: `chunks` chunks of `chunk` elements, the last one maybe shorter.
+
+    The first `packed` of them are packed ahead, and the other ranks do not know it yet.
+    """
 
     ins: Stream
     outs: Stream
@@ -39,6 +43,7 @@ class Work:
     op: ReduceOp
     prescale: float
     scale: Scale
+    packed: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -107,12 +112,30 @@ class SharedMemoryData(DataPlane):
                   scale: Scale) -> None:
         if not self._is_used:
             self._others.allreduce(sources, targets, op, prescale, scale)
-            return
+        else:
+            self._finish(self._begin(sources, targets, op, prescale, scale))
+
+    def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                scale: Scale) -> Callable[[], None]:
+        if not self._is_used:
+            return self._others.prepare(sources, targets, op, prescale, scale)
+        work = self._begin(sources, targets, op, prescale, scale)
+        for k in range(min(work.chunks, self.slots)):
+            if not self._memory.have_all(CONSUMED, work.first + k - self.slots + 1):
+                break
+            self._copy_in(work, k)
+            work.packed += 1
+        return partial(self._finish, work)
+
+    def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+               scale: Scale) -> Work:
         dtype = sources[0].dtype
         target = targets[0].reshape(-1) if len(targets) == 1 else None
-        work = Work(Stream(sources), Stream(targets), target, self._slots(dtype),
-                    sum(source.size for source in sources), self._used_bytes // dtype.itemsize, self._chunks, op,
+        return Work(Stream(sources), Stream(targets), target, self._slots(dtype),
+                    sum([source.size for source in sources]), self._used_bytes // dtype.itemsize, self._chunks, op,
                     prescale, scale)
+
+    def _finish(self, work: Work) -> None:
         stages = self._stages_of(work)
         for turn in range(work.chunks + len(stages) - 1):
             for lag, stage in enumerate(stages):
@@ -142,9 +165,13 @@ class SharedMemoryData(DataPlane):
 
     def _pack(self, work: Work, k: int) -> None:
         number = work.first + k
-        self._memory.await_all(CONSUMED, number - self.slots + 1)
-        work.ins.copy_to(work.slot_of(k)[self._index][:work.size_of(k)], work.prescale)
+        if k >= work.packed:
+            self._memory.await_all(CONSUMED, number - self.slots + 1)
+            self._copy_in(work, k)
         self._memory.post(PACKED, number + 1)
+
+    def _copy_in(self, work: Work, k: int) -> None:
+        work.ins.copy_to(work.slot_of(k)[self._index][:work.size_of(k)], work.prescale)
 
     def _reduce(self, work: Work, k: int) -> None:
         number, size, slot = work.first + k, work.size_of(k), work.slot_of(k)

@@ -32,6 +32,7 @@ from ..errors import (
     MpistratError,
     NotInitializedError,
 )
+from ..memory import aligned_empty
 from ..messages import Request
 from ..tensor_queue import Handle
 from . import gpu_bridge
@@ -39,9 +40,10 @@ from .thread_state import keep_thread_state
 from .wakeups import WAKEUPS, awaited
 
 _PATIENCE_S = 2e-3
-_DONE = -1  # in place of a ticket
+_DONE = aligned_empty(8).view(np.int64).reshape(())  # in place of a ticket; TensorFlow need not copy it
+_DONE[...] = -1
 
-# Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit.
+# Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit; the same for the same shapes.
 MakeRequest = Callable[[list[Any]], Request]
 
 _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
@@ -59,7 +61,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
-        make_request: Called with the arrays when they are ready; eagerly now, in a graph at each execution.
+        make_request: Called with the arrays when they are ready; eagerly now, in a graph when their shapes are new.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
         patient: In a graph, wait in the submit for a moment: for the last collective of several, or a lone one.
@@ -89,8 +91,11 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
             return fetched(ticket)
         ticket, *results = tf.numpy_function(place.submit_and_wait, list(tensors), [tf.int64, *dtypes], stateful=True)
         ticket.set_shape([])
-        return list(tf.cond(ticket == _DONE, lambda: shaped([tf.identity(r) for r in results]),
-                            lambda: fetched(ticket)))
+        # What tf.cond becomes in the end; with it, a graph of many collectives takes seconds longer to be made.
+        is_late = ticket >= 0
+        late = fetched(tf.raw_ops.Switch(data=ticket, pred=is_late).output_true)
+        timely = [tf.raw_ops.Switch(data=result, pred=is_late).output_false for result in results]
+        return shaped([tf.raw_ops.Merge(inputs=pair).output for pair in zip(timely, late, strict=True)])
 
 
 def require_function() -> None:
@@ -122,8 +127,7 @@ class _Place:
     def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType]):
         self._make_request = make_request
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
-        self._latest: Request | None = None
-        self._latest_in_graph: Request | None = None
+        self._latest: tuple[list[tuple[int, ...]], Request] | None = None
         self.queues = WAKEUPS.queues_for(self)
         self._queue_count = int(self.queues.shape[0])
 
@@ -139,7 +143,7 @@ class _Place:
         prepared = [np.asarray(array) for array in arrays]
         handle = runtime.current().engine.run(self._request(prepared), prepared, _PATIENCE_S)
         if handle.done():
-            return [np.int64(_DONE), *handle.wait()]
+            return [_DONE, *handle.wait()]
         return [self._ticket_for(handle), *self._nothing]
 
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:
@@ -148,10 +152,11 @@ class _Place:
         return WAKEUPS.redeem(int(ticket)).wait()
 
     def _request(self, arrays: list[np.ndarray]) -> Request:
-        request = self._make_request(arrays)
-        if request is not self._latest or self._latest_in_graph is None:
-            self._latest, self._latest_in_graph = request, dataclasses.replace(request, in_graph=True)
-        return self._latest_in_graph
+        shapes = [array.shape for array in arrays]
+        latest = self._latest
+        if latest is None or latest[0] != shapes:
+            latest = self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)
+        return latest[1]
 
     def _ticket_for(self, handle: Handle) -> np.int64:
         return np.int64(WAKEUPS.ticket_for(handle, self._queue_count))

@@ -113,15 +113,11 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: Bucket, name: str, op: 
         handed.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
         shapes.append(handed[-1].shape)
     layout = bucket.layout
-    known: dict[tuple[TensorSpec, ...], Request] = {}
 
     def make_request(arrays: list[np.ndarray]) -> Request:
         # The specs speak of every tensor, joined or not, so that a disagreement is reported of the tensor itself.
         single_specs = specs_of(arrays[:len(bucket.single)])
-        if single_specs not in known:
-            known[single_specs] = allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels,
-                                                    layout, wire=wire)
-        return known[single_specs]
+        return allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels, layout, wire=wire)
 
     reduced = run(make_request, handed, shapes)
     results = list(zip(bucket.single, reduced, strict=False))
