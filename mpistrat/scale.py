@@ -35,6 +35,15 @@ class Scale:
 IDENTITY = Scale()
 
 
+def divided_before(divisor: int, dtype: np.dtype) -> bool:
+    """Whether to divide the values of each rank, which costs nothing while they are copied, gives the same average.
+
+    It does for floats and powers of two, where both are exact (but for sums below 1e-37, or too large for the dtype).
+    Half precision is not so wide, and is summed and divided in float32.
+    """
+    return divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype)
+
+
 def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
     """`target = source * scale`, computed in float32 for half precision, in float64 for integers (then truncated)."""
     if scale == 1.0:

@@ -18,18 +18,18 @@ class Stream:
     def copy_to(self, target: np.ndarray, scale: float = 1.0) -> None:
         """Fill 1-D `target` with the next elements, times `scale`."""
         if scale == 1.0:
-            for place, piece in self._pieces(target.size):
+            for place, piece in self.pieces(target.size):
                 target[place:place + piece.size] = piece
         else:
-            for place, piece in self._pieces(target.size):
+            for place, piece in self.pieces(target.size):
                 scaled_copy(piece, scale, target[place:place + piece.size])
 
     def copy_from(self, source: np.ndarray) -> None:
         """Overwrite the next elements with 1-D `source`."""
-        for place, piece in self._pieces(source.size):
+        for place, piece in self.pieces(source.size):
             piece[...] = source[place:place + piece.size]
 
-    def _pieces(self, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    def pieces(self, count: int) -> Iterator[tuple[int, np.ndarray]]:
         """The next `count` elements, as (place among them, view) for each array that they lie in."""
         place = 0
         while place < count:

@@ -81,12 +81,16 @@ class Voting:
         Raises:
             StallError: After `abort_s`.
         """
-        if self._entry is None or self._warning_s is None or now < self._next_report:
+        if self._entry is None:
             return
-        self._next_report = now + self._warning_s
-        text = (f"{self._entry.request.name}: rank {self._rank} has waited {now - self._since:.0f} s for ranks "
+        waited_s = now - self._since
+        is_too_long = self.abort_s is not None and waited_s >= self.abort_s
+        if not is_too_long and (self._warning_s is None or now < self._next_report):
+            return
+        text = (f"{self._entry.request.name}: rank {self._rank} has waited {waited_s:.0f} s for ranks "
                 f"{rank_list(self._ballot.missing())}, whose engines do not run: their processes are stopped, or "
                 "something in them keeps Python's global interpreter lock.")
-        if self.abort_s is not None and now - self._since >= self.abort_s:
+        if is_too_long:
             raise StallError(text)
+        self._next_report = now + (self._warning_s or 0.0)
         logger.warning("%s", text)

@@ -20,8 +20,10 @@ from .reduction import combine
 LARGEST_CHUNK, SMALLEST_CHUNK = 512 * 1024, 64 * 1024
 _CACHE_BYTES = 16 * 1024 * 1024
 # Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less. Two
-# ranks do so with a single tensor of any size: they read and write 5 times its bytes then, and 5.5 times by slices.
+# ranks always do so: they read and write 5 times the bytes then, and 5.5 times by slices.
 DIRECT_BYTES = 64 * 1024
+# Tensors of this size on average are reduced one by one to where the result goes; smaller ones as one, and then copied.
+_PIECE_BYTES = 32 * 1024
 
 PACKED, CONSUMED, READY, UNPACKED = range(4)  # counters of chunks
 
@@ -35,7 +37,7 @@ class Work:
 
     ins: Stream
     outs: Stream
-    target: np.ndarray | None  # where the result of a single tensor goes
+    is_of_large: bool  # tensors, _PIECE_BYTES each
     slots: list[list[np.ndarray]]
     elements: int
     chunk: int
@@ -130,10 +132,9 @@ class SharedMemoryData(DataPlane):
     def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                scale: Scale) -> Work:
         dtype = sources[0].dtype
-        target = targets[0].reshape(-1) if len(targets) == 1 else None
-        return Work(Stream(sources), Stream(targets), target, self._slots(dtype),
-                    sum([source.size for source in sources]), self._used_bytes // dtype.itemsize, self._chunks, op,
-                    prescale, scale)
+        elements = sum([source.size for source in sources])
+        return Work(Stream(sources), Stream(targets), elements * dtype.itemsize >= len(targets) * _PIECE_BYTES,
+                    self._slots(dtype), elements, self._used_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
 
     def _finish(self, work: Work) -> None:
         stages = self._stages_of(work)
@@ -158,8 +159,7 @@ class SharedMemoryData(DataPlane):
 
     def _stages_of(self, work: Work) -> Sequence[Stage]:
         """What is done to a chunk, one turn after the other."""
-        is_small = work.elements * work.itemsize * self._count <= DIRECT_BYTES
-        if is_small or (self._count == 2 and work.target is not None):
+        if self._count == 2 or work.elements * work.itemsize * self._count <= DIRECT_BYTES:
             return self._pack, self._reduce_directly
         return self._pack, self._reduce, self._unpack
 
@@ -190,11 +190,12 @@ class SharedMemoryData(DataPlane):
 
     def _reduce_directly(self, work: Work, k: int) -> None:
         """Every rank reduces all of the chunk, from the parts of all."""
-        number, size, start = work.first + k, work.size_of(k), k * work.chunk
+        number, size = work.first + k, work.size_of(k)
         self._memory.await_all(PACKED, number + 1)
         parts = [part[:size] for part in work.slot_of(k)[:-1]]
-        if work.target is not None:
-            combine(parts, work.op, work.target[start:start + size], work.scale)
+        if work.is_of_large:
+            for place, piece in work.outs.pieces(size):
+                combine([part[place:place + piece.size] for part in parts], work.op, piece, work.scale)
         else:
             result = self._scratch.view(size, parts[0].dtype)
             combine(parts, work.op, result, work.scale)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mpistrat.scale import Scale, scaled_copy
+from mpistrat.scale import Scale, divided_before, scaled_copy
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -80,6 +80,21 @@ def test_floats_are_multiplied_in_their_own_precision(dtype: type) -> None:
     result = scaled(values, Scale(1.0, 4))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result, values / 4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
+@pytest.mark.parametrize("ranks", [2, 8, 16384])
+def test_what_is_divided_before_has_the_same_average(dtype: type, ranks: int) -> None:
+    assert divided_before(ranks, np.dtype(dtype))
+    values = (np.random.default_rng(0).normal(size=(5, 100)) * 10.0 ** np.arange(-20, 30, 10)[:, None]).astype(dtype)
+    before = np.add.accumulate(scaled(values, Scale(1.0, ranks)))
+    np.testing.assert_array_equal(before, scaled(np.add.accumulate(values), Scale(1.0, ranks)))
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(3, "float32"), (2, "int32"), (2, "uint8"), (2, "float16"),
+                                             (2, "bfloat16")])
+def test_what_would_be_rounded_otherwise_is_not_divided_before(ranks: int, name: str) -> None:
+    assert not divided_before(ranks, dtype_named(name))
 
 
 def test_nan_and_infinities_stay() -> None:

@@ -200,6 +200,36 @@ def test_one_all_reduce_after_the_other_finds_its_chunks_free() -> None:
     assert on_all(3, work) == [True] * 3
 
 
+def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
+    sizes = np.random.default_rng(0).integers(1, 60_000, 150)
+    data = planes(3)
+
+    def work(index: int) -> bool:
+        chance, right = np.random.default_rng(index), []
+        for step, size in enumerate(sizes):
+            source, target = np.full(size, float(step + index)), np.empty(size)
+            arguments: tuple = [source], [target], ReduceOp.SUM, 1.0, IDENTITY
+            if chance.random() < 0.3:
+                data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:])  # and dropped
+            if chance.random() < 0.5:
+                data[index].prepare(*arguments)()
+            else:
+                data[index].allreduce(*arguments)
+            right.append(bool((target == 3 * step + 3).all()))
+        return all(right)
+
+    assert on_all(3, work) == [True] * 3
+
+
+def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
+    full = np.ones(SharedMemoryData.slots * CHUNK // 8)
+    blocked = planes(2)[0]
+    blocked._chunks = SharedMemoryData.slots  # as if rank 1 had not consumed the chunks before
+    before = blocked._bytes.copy()
+    blocked.prepare([full], [np.empty_like(full)], ReduceOp.SUM, 1.0, IDENTITY)
+    np.testing.assert_array_equal(blocked._bytes, before)
+
+
 def test_halves_are_summed_and_divided_in_float32() -> None:
     data = planes(2)
     large = np.full(50_000, 60000, np.float16)

@@ -2,16 +2,20 @@
 
 import dataclasses
 import logging
+import mmap
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadControl, ThreadGroup
 from mpistrat.collectives.shared_ballot import SharedBallot
+from mpistrat.collectives.shared_memory import SharedMemoryData
 from mpistrat.engine import Engine
 from mpistrat.errors import EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.requests import Average, Sum, allreduce_request, barrier_request, specs_of
@@ -178,6 +182,15 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
         first.check(601.0)
 
 
+@pytest.mark.parametrize("warning_s", [None, 60.0])
+def test_a_rank_whose_engine_does_not_run_ends_the_wait_in_time(warning_s: float | None) -> None:
+    first, _ = voters(warning_s, abort_s=5.0)
+    first.propose(entry("a"), 0.0)
+    first.check(4.9)
+    with pytest.raises(StallError, match=r"a: rank 0 has waited 5 s for ranks \[1\]"):
+        first.check(5.0)
+
+
 def test_without_stall_checks_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     first, _ = voters()
     first.propose(entry("a"), 0.0)
@@ -201,12 +214,14 @@ class CountingControl(ThreadControl):
 
 
 class Job:
-    """Engines of `size` ranks that are threads of this process."""
+    """Engines of `size` ranks that are threads of this process; `data(group)` are their data planes."""
 
-    def __init__(self, size: int, settings: Settings | None = None, start: bool = True):
+    def __init__(self, size: int, settings: Settings | None = None, start: bool = True,
+                 data: Callable[[ThreadGroup], Sequence[DataPlane]] | None = None):
         self.group = ThreadGroup(size, timeout_s=LONG_S)
         self.controls = [CountingControl(self.group, rank) for rank in range(size)]
-        self.engines = [Engine(rank, size, self.controls[rank], self.group.data(rank), settings or Settings(),
+        planes = data(self.group) if data else [self.group.data(rank) for rank in range(size)]
+        self.engines = [Engine(rank, size, self.controls[rank], planes[rank], settings or Settings(),
                                ballot=self.group.ballot(rank)) for rank in range(size)]
         for engine in self.engines if start else ():
             engine.start()
@@ -296,6 +311,42 @@ def test_ranks_may_wait_in_another_order_in_other_threads(job: Job) -> None:
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(one, range(3)))
     assert job.on_all(work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
+
+
+def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
+    chunk = 4096
+    nbytes = SharedMemoryData.memory_bytes(group.size, chunk)
+    block = mmap.mmap(-1, HostMemory.size_for(group.size, nbytes))
+    memories = [HostMemory(block, rank, range(group.size), LONG_S) for rank in range(group.size)]
+    return [SharedMemoryData(memory, chunk, group.data(memory.index)) for memory in memories]
+
+
+def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> None:
+    job = Job(3, data=shared_memory)
+
+    def work(rank: int, engine: Engine) -> list[object]:
+        results: list[object] = []
+        for step in range(60):
+            if step % 3 == rank:
+                time.sleep(0.001)  # The others wait, and pack.
+            rows = 7 if step % 10 == 9 and rank == 2 else 3000
+            if step % 7 == 6 and rank == 1:
+                extra = engine.submit(allreduce_request("b", specs_of([np.ones(5)]), Sum), [np.ones(5)])
+            try:
+                results.append(float(reduce(engine, "a", np.full(rows, float(step + rank))).wait(LONG_S)[0][-1]))
+            except MismatchError:
+                results.append("mismatch")
+            if step % 7 == 6:
+                handle = extra if rank == 1 else reduce(engine, "b", np.ones(5))
+                results.append(float(handle.wait(LONG_S)[0][0]))
+        return results
+    expected: list[object] = []
+    for step in range(60):
+        expected.append("mismatch" if step % 10 == 9 else 3.0 * step + 3)
+        if step % 7 == 6:
+            expected.append(3.0)
+    assert job.on_all(work) == [expected] * 3
+    job.on_all(lambda rank, engine: engine.end())
 
 
 def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCaptureFixture) -> None:
