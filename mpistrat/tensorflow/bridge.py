@@ -10,13 +10,15 @@ nodes, none of which holds a TensorFlow thread until other ranks are ready:
 3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
    put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
 
-After the last submit of a list there is nothing to submit: that callback may as well wait, for two milliseconds at
-most. A small list is complete by then, and its results leave by the same callback; the other two nodes stand in a
-branch that is not taken. (Each change of threads costs as much as reducing a megabyte.)
+After the last submit of a list, or of a graph, there is nothing to submit: that callback may as well wait, for two
+milliseconds at most. A small list is complete by then, and its results leave by the same callback; the other two nodes
+stand in a branch that is not taken. (Each change of threads costs as much as reducing a megabyte.)
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,8 @@ _PATIENCE_S = 2e-3
 _DONE = aligned_empty(8).view(np.int64).reshape(())  # in place of a ticket; TensorFlow need not copy it
 _DONE[...] = -1
 
+_MOST_BRANCHES = 8  # of collectives in one graph that wait if they are the last; each takes 10 ms when it is traced
+
 # Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit; the same for the same shapes.
 MakeRequest = Callable[[list[Any]], Request]
 
@@ -56,15 +60,33 @@ _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
 _merged: dict[type[MpistratError], type[Exception]] = {}
 
 
+class Wait(Enum):
+    """Whether the submit of a collective in a graph waits for a moment."""
+
+    NEVER = 0
+    IF_LAST = 1  # of the collectives in its graph, which when it is traced is not known
+    ALWAYS = 2
+
+
+class _Line:
+    """How many collectives stand in a graph, so far."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+
+_lines: "weakref.WeakKeyDictionary[tf.Graph, _Line]" = weakref.WeakKeyDictionary()
+
+
 def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        patient: bool = False) -> list[tf.Tensor]:
+        wait: Wait = Wait.NEVER) -> list[tf.Tensor]:
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
         make_request: Called with the arrays when they are ready; eagerly now, in a graph when their shapes are new.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
-        patient: In a graph, wait in the submit for a moment: for the last collective of several, or a lone one.
+        wait: In a graph, whether to wait in the submit for a moment.
 
     Raises:
         The classes of mpistrat.errors that are also the classes of tf.errors that Horovod raises. In a graph,
@@ -74,7 +96,8 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return _run_eagerly(make_request, tensors)
     require_function()
     dtypes = [t.dtype for t in tensors]
-    place = _Place(make_request, dtypes)
+    line = _lines.setdefault(tf.compat.v1.get_default_graph(), _Line())
+    place = _Place(make_request, dtypes, line, wait)
 
     def shaped(results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         for result, shape in zip(results, shapes, strict=True):
@@ -85,7 +108,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return shaped(tf.numpy_function(place.fetch, [awaited(ticket, place.queues)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
-        if not patient:
+        if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > _MOST_BRANCHES):
             ticket = tf.numpy_function(place.submit, list(tensors), tf.int64, stateful=True)
             ticket.set_shape([])
             return fetched(ticket)
@@ -121,8 +144,10 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> lis
 class _Place:
     """A place in a graph where a collective stands. It may be executed many times, also before earlier ones end."""
 
-    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType]):
-        self._make_request = make_request
+    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], line: _Line, wait: Wait):
+        self._make_request, self._line, self._wait = make_request, line, wait
+        line.length += 1
+        self._position = line.length
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: tuple[list[tuple[int, ...]], Request] | None = None
         self.queues = WAKEUPS.queues_for(self)
@@ -138,9 +163,13 @@ class _Place:
         """_DONE and the results, or a ticket and empty arrays."""
         keep_thread_state()
         prepared = [np.asarray(array) for array in arrays]
-        handle = runtime.current().engine.run(self._request(prepared), prepared, _PATIENCE_S)
-        if handle.done():
-            return [_DONE, *handle.wait()]
+        engine, request = runtime.current().engine, self._request(prepared)
+        if self._wait is Wait.ALWAYS or self._position == self._line.length:
+            handle = engine.run(request, prepared, _PATIENCE_S)
+            if handle.done():
+                return [_DONE, *handle.wait()]
+        else:
+            handle = engine.submit(request, prepared)
         return [self._ticket_for(handle), *self._nothing]
 
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ..messages import Request, TensorSpec
 from ..requests import ReduceOp, allreduce_request, specs_of
 from . import bridge, gpu_graph
+from .bridge import Wait
 
 # Handing over one more tensor costs about 10 us, joining and splitting 64 KiB in the graph about as much.
 SMALL_BYTES = 64 * 1024
@@ -78,7 +79,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         prescale: Multiplies every value before the reduction.
         postscale: Multiplies the result.
         labels: What users call the tensors, for error messages.
-        patient: See bridge.run; False when other collectives are likely to follow before the results are needed.
+        patient: The last bucket waits in its submit, if it is small; False: only if no other collective follows.
         bucket_bytes: The size of the buckets; the same on all ranks.
         wire: As in Request.
     """
@@ -94,8 +95,10 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
-        waits = patient and number == len(buckets) - 1 and bucket.nbytes <= PATIENT_BYTES
-        run = partial(bridge.run, patient=waits) if device is None else partial(gpu_graph.run, device, bucket_name)
+        wait = Wait.NEVER
+        if number == len(buckets) - 1 and bucket.nbytes <= PATIENT_BYTES:
+            wait = Wait.ALWAYS if patient else Wait.IF_LAST
+        run = partial(bridge.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name)
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire, run)
         for i, result in reduced:

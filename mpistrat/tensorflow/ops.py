@@ -153,7 +153,7 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
     """Root_rank's values of dense tensors, in one exchange. Collective."""
     size = runtime.current().topology.size
     return bridge.run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
-                      [t.shape for t in tensors], patient=len(tensors) > 1)
+                      [t.shape for t in tensors], bridge.Wait.ALWAYS if len(tensors) > 1 else bridge.Wait.IF_LAST)
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: Any, prescale: float, postscale: float,
