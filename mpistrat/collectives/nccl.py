@@ -32,6 +32,7 @@ class NcclData(GpuPlane):
     """
 
     name = "nccl"
+    ends_on_abandon = True
 
     def __init__(self, device: Any, rank: int, communicators: Sequence[Any], buffers: Sequence[Sequence[Any]],
                  buffer_bytes: int):

@@ -36,11 +36,16 @@ class Pipeline:
         """Begin what follows after `event`."""
         self._device.wait(self._copies, event)
 
+    def mark(self) -> Any:
+        """An event after all that was enqueued, and all that it waits for."""
+        self._deliver()
+        return self._device.record(self._copies)
+
     def finish(self) -> Completion:
         """See GpuPlane.finish."""
-        self._deliver()
+        events = [self.mark()]
         kept, self._kept = self._kept, []
-        return Completion([self._device.record(self._copies)], kept)
+        return Completion(events, kept)
 
     def _next_buffer(self) -> int:
         """The address of the buffer that is free: what it held two turns ago is unpacked before it is written to."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import runtime, tensor_kinds
+from mpistrat import mpi_setup, runtime, tensor_kinds
 from mpistrat.collectives.mpi import MpiData
 from mpistrat.gpu.connection import Hosts
 from tests import gpu_stand_in
@@ -90,8 +90,8 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
 
 
 @pytest.fixture(scope="module", params=[
-    "stand-in nccl", "stand-in staged", "stand-in hierarchical", pytest.param("cupy auto", marks=on_gpu),
-    pytest.param("cupy staged", marks=on_gpu)])
+    "stand-in nccl", "stand-in mpi", "stand-in staged", "stand-in hierarchical",
+    pytest.param("cupy auto", marks=on_gpu), pytest.param("cupy staged", marks=on_gpu)])
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
     kind, operations = request.param.split()
@@ -104,6 +104,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     if kind == "stand-in":
         patch.setattr(tensor_kinds, "make_device", lambda number: found.device)
         patch.setitem(tensor_kinds.KINDS, "tests", tensor_kinds.Cupy())
+        # Its memory is the host's, which every MPI library takes.
+        patch.setattr(mpi_setup, "takes_gpu_memory", lambda mpi, environ: "the stand-in")
         if operations == "hierarchical":
             patch.setattr(runtime, "_hosts", pretended_hosts)
     mpistrat.init()
@@ -219,6 +221,17 @@ def test_steps_of_random_sizes_leave_no_wrong_value(library: Any, rank: int, siz
         del kept[:-10]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_goes_by_the_host_or_by_mpi_is_summed_to_the_bits_of_cpu_tensors(dtype: str, library: Any, rank: int,
+                                                                             size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] not in ("mpi", "staged"):
+        pytest.skip("NCCL sums in an order of its own")
+    values = [np.random.default_rng(rank).normal(size=count).astype(dtype) for count in (1, 1000, 200_001)]
+    on_gpu = mpistrat.grouped_allreduce([library.array(value) for value in values], op=mpistrat.Sum)
+    for result, on_cpu in zip(on_gpu, mpistrat.grouped_allreduce(values, op=mpistrat.Sum)):
+        np.testing.assert_array_equal(library.values(result), on_cpu)
+
+
 def test_ranks_that_disagree_on_the_device_are_told(library: Any, rank: int, size: int) -> None:
     value = np.ones(3)
     with pytest.raises(mpistrat.MismatchError, match=r"odd device: the ranks disagree on device: cpu on ranks "
@@ -251,5 +264,5 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
             mpistrat.allreduce(library.array(np.ones(2)))
     lines = [line for line in caplog.messages if line.startswith("GPU tensors are")]
     assert len(lines) == (mpistrat.rank() == 0)
-    if lines and wanted == "staged":
-        assert lines[0].endswith(": MPISTRAT_GPU_OPERATIONS=staged")
+    if lines and wanted in ("mpi", "staged"):
+        assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")
