@@ -64,7 +64,8 @@ class Array:
     def __init__(self, device: "Device", shape: tuple[int, ...], dtype: np.dtype):
         self.memory = device.allocate(max(int(np.prod(shape)) * dtype.itemsize, 1))
         self.shape, self.dtype, self.device = shape, dtype, device
-        weakref.finalize(self, self.memory.fill, _POISON)
+        device.used_bytes += self.memory.nbytes
+        weakref.finalize(self, device.free, self.memory)
 
     def __dlpack__(self, **_: Any) -> Any:
         raise BufferError("on the stand-in")
@@ -92,10 +93,14 @@ class Device:
         number: Of the GPU.
         seed: Of the order in which streams run.
         free_bytes: For scratch memory; what would take more is refused.
+
+    Attributes:
+        used_bytes: Of tensors.
     """
 
     def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
         self.number, self.identity, self.free_bytes = number, f"stand-in-{seed}", free_bytes
+        self.used_bytes = 0
         self.log: list[tuple[Any, ...]] = []
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
@@ -150,6 +155,11 @@ class Device:
         self._all_memory.append(np.full(nbytes + 64, _POISON, np.uint8))
         start = -self._all_memory[-1].ctypes.data % 64
         return self._all_memory[-1][start:start + nbytes]
+
+    def free(self, memory: np.ndarray) -> None:
+        """Poison a tensor's memory."""
+        memory.fill(_POISON)
+        self.used_bytes -= memory.nbytes
 
     def scratch(self, nbytes: int) -> GpuArray | None:
         if nbytes > self.free_bytes:

@@ -28,14 +28,27 @@ COMPLEX = [np.dtype("complex64"), np.dtype("complex128")]
 class StandIn:
     """Arrays of the stand-in."""
 
+    STEPS = 200
+
     def __init__(self, rank: int):
         self.device = gpu_stand_in.Device(seed=rank)
+        self._elsewhere = self.device.stream()
 
     def array(self, values: np.ndarray) -> Any:
         return self.device.tensor(values)
 
     def values(self, array: Any) -> np.ndarray:
         return np.asarray(array.view().copy())
+
+    def values_elsewhere(self, array: Any) -> np.ndarray:
+        read: list[np.ndarray] = []
+        self.device.enqueue(self._elsewhere, lambda: read.append(self.values(array)))
+        while not read:
+            self.device.run_a_little()
+        return read[0]
+
+    def used_bytes(self) -> int:
+        return self.device.used_bytes
 
     def is_own(self, array: Any) -> bool:
         return isinstance(array, gpu_stand_in.Array)
@@ -47,11 +60,14 @@ class StandIn:
 class Cupy:
     """Arrays of cupy."""
 
+    STEPS = 1000
+
     def __init__(self) -> None:
         import cupy
         self._cupy = cupy
         cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
         cupy.cuda.Stream(non_blocking=True).use()
+        self._elsewhere = cupy.cuda.Stream(non_blocking=True)
 
     def array(self, values: np.ndarray) -> Any:
         # As bytes, since cupy has no kernels for some dtypes. The second array takes the memory of the first.
@@ -61,6 +77,14 @@ class Cupy:
 
     def values(self, array: Any) -> np.ndarray:
         return np.asarray(self._cupy.asnumpy(array))
+
+    def values_elsewhere(self, array: Any) -> np.ndarray:
+        """The values, as a stream sees them that has waited for nothing."""
+        return np.asarray(array.get(stream=self._elsewhere))
+
+    def used_bytes(self) -> int:
+        """Of arrays, and of what the engine holds."""
+        return int(self._cupy.get_default_memory_pool().used_bytes())
 
     def is_own(self, array: Any) -> bool:
         return isinstance(array, self._cupy.ndarray)
@@ -207,18 +231,25 @@ def test_cpu_and_gpu_tensors_of_one_step_each_go_their_way(library: Any, rank: i
             np.testing.assert_array_equal(values, np.full(50 + i, total + size * step))
 
 
-def test_steps_of_random_sizes_leave_no_wrong_value(library: Any, rank: int, size: int) -> None:
+def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, rank: int, size: int) -> None:
+    """Results are read on a stream that waits for nothing; memory that is free is poisoned, or soon another tensor."""
     random = np.random.default_rng(7)
     kept: list[tuple[Any, int]] = []
-    for step in range(40):
+    used = []
+    for step in range(library.STEPS + 1):
         counts = random.integers(1, 3000, random.integers(1, 6))
         results = mpistrat.grouped_allreduce(
             [library.array(np.full(count, rank + step, np.float32)) for count in counts], op=mpistrat.Sum,
             name=f"churn.{step % 3}")
         kept += [(result, size * step + size * (size - 1) // 2) for result in results]
-        for result, value in kept[-10:]:
-            assert (library.values(result) == value).all()
+        for result, value in kept[-3:]:
+            assert (library.values_elsewhere(result) == value).all()
+        if step % (library.STEPS // 2) == 0:
+            kept.clear()
+            del results, result
+            used.append(library.used_bytes())
         del kept[:-10]
+    assert used[1] == used[2] <= used[0] + 2**16
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
