@@ -14,7 +14,7 @@ import tensorflow as tf
 from .. import runtime
 from ..gpu.arrays import GpuArray, GpuInput
 from ..messages import DEVICE_GPU, Request
-from ..tensor_kinds import AnyLibrary, as_result, gpu_input, this_ranks_gpu
+from ..tensor_kinds import AnyLibrary, as_result, go_by_host, gpu_input, this_ranks_gpu
 
 
 class TensorFlow(AnyLibrary):
@@ -37,9 +37,11 @@ _LIBRARY = TensorFlow()
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
     """Whether the memory of all these eager tensors is a GPU's; one on the host takes the others along to the host.
 
-    TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU.
+    TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU. False too where all are
+    to be taken to the host.
     """
-    return has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+    return (has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+            and not go_by_host())
 
 
 def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

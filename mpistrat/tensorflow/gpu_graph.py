@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from .. import runtime
 from ..messages import DEVICE_GPU
+from ..tensor_kinds import go_by_host
 from ..tensor_queue import Handle
 from . import gpu_bridge
 from .bridge import MakeRequest, require_function
@@ -46,7 +47,7 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
     They stay where there is a GPU, and none of them is said to be on the CPU, or of a kind that TensorFlow has no
     kernels for on GPUs or keeps on the host: that is, gradients do. One that turns out to be on the host is copied.
     """
-    if tf.executing_eagerly() or not gpu_bridge.has_gpu() or not _has_cupy():
+    if tf.executing_eagerly() or not gpu_bridge.has_gpu() or not _has_cupy() or go_by_host():
         return None
     if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
         return None

@@ -114,11 +114,14 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
 
 
 @pytest.fixture(scope="module", params=[
-    "stand-in nccl", "stand-in mpi", "stand-in staged", "stand-in hierarchical",
-    pytest.param("cupy auto", marks=on_gpu), pytest.param("cupy staged", marks=on_gpu)])
+    "stand-in nccl", "stand-in mpi", "stand-in staged", "stand-in hierarchical", "stand-in host",
+    *(pytest.param(f"cupy {operations}", marks=on_gpu) for operations in ("auto", "mpi", "staged", "host"))])
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
     kind, operations = request.param.split()
+    if kind == "cupy" and operations == "mpi" and not all(mpistrat.allgather_object(
+            mpi_setup.takes_gpu_memory(mpi_setup.load_mpi(), os.environ))):
+        pytest.skip("the MPI library does not say that it takes memory of GPUs")
     rank = mpistrat.rank()
     found = StandIn(rank) if kind == "stand-in" else Cupy()
     mpistrat.shutdown()
@@ -255,7 +258,7 @@ def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_what_goes_by_the_host_or_by_mpi_is_summed_to_the_bits_of_cpu_tensors(dtype: str, library: Any, rank: int,
                                                                              size: int) -> None:
-    if os.environ["MPISTRAT_GPU_OPERATIONS"] not in ("mpi", "staged"):
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] not in ("mpi", "staged", "host"):
         pytest.skip("NCCL sums in an order of its own")
     values = [np.random.default_rng(rank).normal(size=count).astype(dtype) for count in (1, 1000, 200_001)]
     on_gpu = mpistrat.grouped_allreduce([library.array(value) for value in values], op=mpistrat.Sum)
@@ -264,6 +267,8 @@ def test_what_goes_by_the_host_or_by_mpi_is_summed_to_the_bits_of_cpu_tensors(dt
 
 
 def test_ranks_that_disagree_on_the_device_are_told(library: Any, rank: int, size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] == "host":
+        pytest.skip("they do not disagree then")
     value = np.ones(3)
     with pytest.raises(mpistrat.MismatchError, match=r"odd device: the ranks disagree on device: cpu on ranks "
                                                      r"\[.*\]; gpu on ranks"):
@@ -271,7 +276,19 @@ def test_ranks_that_disagree_on_the_device_are_told(library: Any, rank: int, siz
     np.testing.assert_array_equal(library.values(mpistrat.allreduce(library.array(value))), value)
 
 
+def test_ranks_without_a_gpu_take_part_when_all_go_by_the_host(library: Any, rank: int, size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] != "host":
+        pytest.skip("the ranks disagree on the device otherwise")
+    value = np.arange(3.0) + rank
+    result = mpistrat.allreduce(library.array(value) if rank == size - 1 else value, op=mpistrat.Sum)
+    assert library.is_own(result) == (rank == size - 1)
+    values = library.values(result) if rank == size - 1 else result
+    np.testing.assert_array_equal(values, np.arange(3) * size + size * (size - 1) // 2)
+
+
 def test_a_group_is_on_one_device(library: Any) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] == "host":
+        pytest.skip("all are on the host then")
     with pytest.raises(mpistrat.InvalidRequestError, match="on the CPU or on the GPU as a whole"):
         mpistrat.grouped_allreduce([library.array(np.ones(2)), np.ones(2)])
 
@@ -295,5 +312,5 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
             mpistrat.allreduce(library.array(np.ones(2)))
     lines = [line for line in caplog.messages if line.startswith("GPU tensors are")]
     assert len(lines) == (mpistrat.rank() == 0)
-    if lines and wanted in ("mpi", "staged"):
+    if lines and wanted in ("mpi", "staged", "host"):
         assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")

@@ -24,7 +24,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "introduction", "autotune", "cost_model", "tf_config", "lifelines",
         "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),
     2: ("coordinator", "tensor_queue", "voting", "bucket_plans", "collectives.base", "collectives.reduction",
-        "gpu.plane", "gpu.pipeline"),
+        "gpu.plane", "gpu.pipeline", "gpu.host_copies"),
     3: ("collectives", "execution", "engine", "gpu.communicators", "gpu.connection", "gpu.device", "gpu.execution",
         "gpu.watchdog"),
     4: ("mpi_setup", "runtime"),
