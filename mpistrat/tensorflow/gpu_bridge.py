@@ -26,12 +26,13 @@ class TensorFlow(AnyLibrary):
 
         def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
             with tf.device(where):
-                return as_result(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False), device)
+                return as_result(uninitialised(shape, dtype), device)
 
         return gpu_input(device.seen(array), device, ready, allocate)
 
 
 _LIBRARY = TensorFlow()
+_PLAIN = (tf.float16, tf.float32, tf.float64)
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
@@ -60,6 +61,17 @@ def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tenso
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
     results = runtime.current().engine.run(request, arrays).wait()
     return [result.owner for result in results]
+
+
+def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """A tensor on the current device, whose contents are to be written. Eager only.
+
+    On a GPU TensorFlow has the operation for that for few dtypes; others are filled with zeros, for one on the host
+    would be of no use.
+    """
+    if dtype in _PLAIN:
+        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
+    return tf.zeros(shape, dtype)
 
 
 def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[GpuInput]:
