@@ -28,7 +28,7 @@ from .collectives.base import Ballot, ControlPlane, DataPlane
 from .coordinator import Coordinator
 from .errors import EngineError, MismatchError, ShutdownError, StallError
 from .execution import Executor
-from .gpu.connection import Hosts
+from .gpu.connection import NO_WAYS, Ways
 from .gpu.execution import GpuExecutor
 from .messages import Decision, End, Request
 from .settings import Settings
@@ -60,13 +60,13 @@ class Engine:
         settings: The same on all ranks.
         clock: Seconds, from any origin.
         tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
-        hosts: As for GpuExecutor.
+        gpu_ways: As for GpuExecutor.
         ballot: How the ranks vote, where they can; see voting.
     """
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
                  clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
-                 hosts: Hosts | None = None, ballot: Ballot | None = None):
+                 gpu_ways: Ways = NO_WAYS, ballot: Ballot | None = None):
         self._rank, self._size = rank, size
         self._control, self._data, self._clock = control, data, clock
         check = not settings.stall_check_disable
@@ -74,7 +74,7 @@ class Engine:
         abort_s = (settings.stall_abort_s or None) if check else None
         self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
         self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
-        self._gpu = GpuExecutor(rank, size, data, settings, hosts, clock)
+        self._gpu = GpuExecutor(rank, size, data, settings, gpu_ways, clock)
         self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
         self._tuned = tuned
         self._tuner = Autotuner(self._executor.knobs()) if tuned is not None and rank == 0 else None

@@ -1,8 +1,10 @@
 """Finding a usable MPI: the library, the thread level, the communicator; and what ends the job on an exception."""
 
+import ctypes
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError
@@ -30,6 +32,21 @@ def require_thread_level(mpi: Any) -> None:
         raise MpistratError(
             f"MPI was initialised with THREAD_{names[level]}, but mpistrat calls it from a thread of its own and needs "
             "SERIALIZED or more. Set mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI.")
+
+
+def takes_gpu_memory(mpi: Any, environ: Mapping[str, str]) -> str:
+    """What says that MPI calls may be given addresses of a GPU's memory ("CUDA-aware"); "" if nothing does.
+
+    Open MPI and MPICH are asked; Cray MPICH has a variable for it. After MPI_Init.
+    """
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and "CRAY MPICH" in mpi.Get_library_version().upper():
+        return "MPICH_GPU_SUPPORT_ENABLED=1"
+    try:
+        # A symbol is also looked for in what mpi4py's module is linked to: that is the MPI library, and it is loaded.
+        ask = ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return ""
+    return "MPIX_Query_cuda_support" if ask() == 1 else ""
 
 
 def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:

@@ -15,8 +15,9 @@ from .collectives.base import Ballot, ControlPlane, DataPlane, Mail
 from .collectives.local import ThreadGroup
 from .engine import Engine
 from .errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
-from .gpu.connection import Hosts
+from .gpu.connection import NO_WAYS, Hosts, Ways
 from .launch_environment import launched_size
+from .mismatch import rank_list
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
 from .tree import edges_among, neighbours_of
@@ -39,11 +40,11 @@ class Runtime:
     """Everything that lives between init() and shutdown()."""
 
     def __init__(self, settings: Settings, topology: Topology, control: ControlPlane, data: DataPlane, comm: Any,
-                 hosts: Hosts | None = None, ballot: Ballot | None = None):
+                 ways: Ways = NO_WAYS, ballot: Ballot | None = None):
         self.settings, self.topology, self.comm = settings, topology, comm
-        self._control, self._data, self._hosts = control, data, hosts
+        self._control, self._data, self._ways = control, data, ways
         self.engine = Engine(topology.rank, topology.size, control, data, settings,
-                             tuned=self._keep_log if settings.autotune else None, hosts=hosts, ballot=ballot)
+                             tuned=self._keep_log if settings.autotune else None, gpu_ways=ways, ballot=ballot)
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -81,8 +82,7 @@ class Runtime:
         if self.engine.error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
         self.engine.close()
-        if self._hosts is not None:
-            self._hosts.across.close()
+        self._ways.close()
         self._data.close()
         self._control.close()
         if self.comm is not None:
@@ -198,7 +198,7 @@ def _init_alone() -> Runtime:
     _configure(settings, chief=True)
     group = ThreadGroup(1)
     return Runtime(settings, Topology(0, (platform.node(),)), group.control(0), group.data(0), None,
-                   Hosts([0], group.data(0)))
+                   Ways(Hosts([0], group.data(0))))
 
 
 def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
@@ -224,7 +224,8 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
             logger.warning("%s", sentence)
     token = own.bcast(os.urandom(8).hex() if rank == 0 else None)
     control, data, ballot = _planes(own, topology, settings[rank], token)
-    return Runtime(settings[rank], topology, control, data, own, _hosts(own, topology, settings[rank]), ballot)
+    return Runtime(settings[rank], topology, control, data, own, _ways(mpi, own, topology, settings[rank]),
+                   ballot)
 
 
 def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
@@ -262,6 +263,20 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
                 memory, chunk, data, counterparts(comm, topology), min(topology.local_sizes), settings.stall_abort_s)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
     return control, data, ballot
+
+
+def _ways(mpi: Any, comm: Any, topology: Topology, settings: Settings) -> Ways:
+    """What GPU tensors can go by besides NCCL and `_planes`. Collective."""
+    hosts = _hosts(comm, topology, settings)
+    if settings.gpu_operations not in ("auto", "mpi"):
+        return Ways(hosts)
+    from .collectives.device_mpi import DeviceMpi
+    told = comm.allgather(mpi_setup.takes_gpu_memory(mpi, os.environ))
+    silent = [rank for rank, text in enumerate(told) if not text]
+    if silent:
+        return Ways(hosts, why_not_mpi=f"the MPI library of ranks {rank_list(silent)} does not say that it takes "
+                                       "memory of GPUs")
+    return Ways(hosts, DeviceMpi(comm.Dup()), told[0])
 
 
 def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:

@@ -51,9 +51,11 @@ class Settings:
         "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
         "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
     gpu_operations: str = _setting(
-        "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; staged, by way of host memory and what reduces CPU "
-        "tensors; auto, the first of these that can; or hierarchical, nccl within hosts and mpi between them.",
-        choices=("auto", "nccl", "staged", "hierarchical"))
+        "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; mpi, where the MPI library takes memory of GPUs "
+        "(CUDA-aware MPI); staged, by way of host memory and what reduces CPU tensors; auto, the first of these that "
+        "can; hierarchical, nccl within hosts and mpi between them; or host, as CPU tensors, together with those of "
+        "ranks without a GPU.",
+        choices=("auto", "nccl", "mpi", "staged", "hierarchical", "host"))
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "NCCL communicators, each with streams of its own, which take turns in reducing "
         "buckets of GPU tensors.", low=1, high=16)

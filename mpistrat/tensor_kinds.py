@@ -4,22 +4,28 @@ No library is imported here but cupy, and that only for a tensor on a GPU: who h
 library.
 """
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from . import runtime
 from .errors import InvalidRequestError, MissingDependencyError
 from .gpu.arrays import GpuArray, GpuInput
+from .gpu.host_copies import HostCopies
 from .messages import DEVICE_CPU, DEVICE_GPU
+
+logger = logging.getLogger(__name__)
 
 _CUDA = 2  # DLPack's number of a kind of device
 
 _devices: WeakKeyDictionary[runtime.Runtime, Any] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[Any, HostCopies] = WeakKeyDictionary()
+_told: WeakSet[runtime.Runtime] = WeakSet()
 _lock = threading.Lock()
 
 
@@ -152,7 +158,11 @@ def tensor_of(value: Any) -> Tensor:
     if number is not None:
         device = this_ranks_gpu(number)
         with device.current():
-            return Tensor(_guarded(value, lambda: kind.to_gpu(value, device)), kind.from_gpu)
+            on_gpu = _guarded(value, lambda: kind.to_gpu(value, device))
+        if go_by_host():
+            copies = _copies_of(device)
+            return Tensor(copies.fetched(on_gpu), lambda result: kind.from_gpu(copies.returned(result, on_gpu)))
+        return Tensor(on_gpu, kind.from_gpu)
     array = np.asarray(_guarded(value, lambda: kind.to_numpy(value)), order="C")
     return Tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")), kind.from_numpy)
 
@@ -189,6 +199,27 @@ def this_ranks_gpu(number: int) -> Any:
         raise InvalidRequestError(f"the tensor is on GPU {number}, but this rank's tensors are on GPU {device.number}; "
                                   "a rank uses one GPU.")
     return device
+
+
+def go_by_host() -> bool:
+    """Whether GPU tensors take part as CPU tensors, by the user's wish. Said once, on rank 0."""
+    current = runtime.current()
+    if current.settings.gpu_operations != "host":
+        return False
+    with _lock:
+        if current not in _told and current.topology.rank == 0:
+            logger.info("GPU tensors are copied to the host and reduced as CPU tensors by %s: "
+                        "MPISTRAT_GPU_OPERATIONS=host", current.data_name)
+        _told.add(current)
+    return True
+
+
+def _copies_of(device: Any) -> HostCopies:
+    settings = runtime.current().settings
+    with _lock:
+        if device not in _copies:
+            _copies[device] = HostCopies(device, 0.0 if settings.stall_check_disable else settings.stall_abort_s)
+        return _copies[device]
 
 
 def make_device(number: int) -> Any:

@@ -18,6 +18,8 @@ import numpy as np
 
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.copy_plan import CopyJob
+from mpistrat.gpu.nccl_types import OPERATIONS
+from mpistrat.messages import ReduceOp
 from tests import copy_model
 
 _DTYPES = [np.dtype(name) for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32",
@@ -62,7 +64,8 @@ class Array:
     def __init__(self, device: "Device", shape: tuple[int, ...], dtype: np.dtype):
         self.memory = device.allocate(max(int(np.prod(shape)) * dtype.itemsize, 1))
         self.shape, self.dtype, self.device = shape, dtype, device
-        weakref.finalize(self, self.memory.fill, _POISON)
+        device.used_bytes += self.memory.nbytes
+        weakref.finalize(self, device.free, self.memory)
 
     def __dlpack__(self, **_: Any) -> Any:
         raise BufferError("on the stand-in")
@@ -90,10 +93,14 @@ class Device:
         number: Of the GPU.
         seed: Of the order in which streams run.
         free_bytes: For scratch memory; what would take more is refused.
+
+    Attributes:
+        used_bytes: Of tensors.
     """
 
     def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
         self.number, self.identity, self.free_bytes = number, f"stand-in-{seed}", free_bytes
+        self.used_bytes = 0
         self.log: list[tuple[Any, ...]] = []
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
@@ -149,6 +156,11 @@ class Device:
         start = -self._all_memory[-1].ctypes.data % 64
         return self._all_memory[-1][start:start + nbytes]
 
+    def free(self, memory: np.ndarray) -> None:
+        """Poison a tensor's memory."""
+        memory.fill(_POISON)
+        self.used_bytes -= memory.nbytes
+
     def scratch(self, nbytes: int) -> GpuArray | None:
         if nbytes > self.free_bytes:
             return None
@@ -172,6 +184,15 @@ class Device:
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> Any:
         self.log.append(("batched_copy", len(table), job, stream.ptr))
         self.enqueue(stream, lambda: copy_model.batched_copy(table, job))
+
+    def combine(self, parts: int, rows: int, count: int, dtype: np.dtype, op: ReduceOp, target: int,
+                stream: Stream) -> None:
+        def work() -> None:
+            table = copy_model.memory_at(parts, rows * count, dtype).reshape(rows, count)
+            copy_model.memory_at(target, count, dtype)[:] = _combined(table, OPERATIONS[op])
+
+        self.log.append(("combine", rows, count, dtype.name, op))
+        self.enqueue(stream, work)
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,10 @@ class StandIn(gpu_stand_in.Device):
     """Takes TensorFlow's memory on the host for the GPU's."""
 
     def imported(self, tensor: Any) -> tuple[Any, Any]:
-        return np.asarray(memoryview(tensor)) if tensor.shape.num_elements() else tensor.numpy(), self.record()
+        # The bits of a bfloat16, which Python's buffers do not know, are in the same memory.
+        bits = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
+        array = np.asarray(memoryview(bits)) if tensor.shape.num_elements() else tensor.numpy()
+        return array.view(tensor.dtype.as_numpy_dtype), self.record()
 
     def seen(self, array: Any) -> Any:
         return gpu_stand_in.GpuArray(array.ctypes.data, array.shape, array.dtype, array)

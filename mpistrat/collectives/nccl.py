@@ -11,10 +11,11 @@ import numpy as np
 from ..gpu.arrays import GpuArray
 from ..gpu.copy_plan import fused_offsets
 from ..gpu.nccl_types import Wire, narrowest, storage, wire_of
+from ..gpu.pipeline import pieces
 from ..gpu.plane import Completion, GpuPlane
 from ..messages import ReduceOp
 from ..scale import Scale
-from .nccl_lane import Lane, pieces
+from .nccl_lane import Lane
 
 
 class NcclData(GpuPlane):
@@ -31,6 +32,7 @@ class NcclData(GpuPlane):
     """
 
     name = "nccl"
+    ends_on_abandon = True
 
     def __init__(self, device: Any, rank: int, communicators: Sequence[Any], buffers: Sequence[Sequence[Any]],
                  buffer_bytes: int):

@@ -1,38 +1,24 @@
-"""One communicator of NCCL with its streams and fusion buffers: what is enqueued, where, and after what.
+"""One communicator of NCCL with its pipeline: which of NCCL's calls a collective is, between which copies."""
 
-Bucket after bucket is packed and unpacked on the first stream, and reduced on the second, with events in between. Of
-two fusion buffers one is packed while the other is reduced.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..gpu.arrays import GpuArray
-from ..gpu.copy_plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
+from ..gpu.copy_plan import CopyJob, fused_offsets
 from ..gpu.nccl_types import DTYPES, OPERATIONS, UINT8, Wire, narrowest, storage
-from ..gpu.plane import Completion
+from ..gpu.pipeline import Pipeline
 from ..messages import ReduceOp
 from ..scale import Scale
 
-_BUFFERS = 2
 
+class Lane(Pipeline):
+    """A communicator, and a pipeline that nobody else uses."""
 
-class Lane:
-    """A communicator with its streams and fusion buffers."""
-
-    def __init__(self, device: Any, communicator: Any, buffers: Sequence[Any]):
+    def __init__(self, device: Any, communicator: Any, buffers: Sequence[GpuArray]):
+        super().__init__(device, buffers)
         self.communicator = communicator
-        self._device, self._buffers = device, buffers
-        self._copies, self._reductions = device.stream(), device.stream()
-        self._late: tuple[Any, Callable[[], None]] | None = None
-        self._kept: list[Any] = []
-        self._turn = 0
-
-    def wait_for(self, event: Any) -> None:
-        """Begin what follows after `event`."""
-        self._device.wait(self._copies, event)
 
     def reduce_directly(self, source: GpuArray, target: GpuArray, wire: Wire, op: ReduceOp, prescale: float,
                         scale: Scale) -> None:
@@ -154,47 +140,6 @@ class Lane:
         buffer = self._next_buffer()
         self._run(_nothing, lambda: self.communicator.allReduce(
             buffer, buffer, 1, UINT8, OPERATIONS[ReduceOp.MAX], self._reductions.ptr), _nothing)
-
-    def finish(self) -> Completion:
-        """See GpuPlane.finish."""
-        self._deliver()
-        kept, self._kept = self._kept, []
-        return Completion([self._device.record(self._copies)], kept)
-
-    def _next_buffer(self) -> int:
-        """The address of the buffer that is free: what it held two turns ago is unpacked before it is written to."""
-        self._turn += 1
-        return int(self._buffers[self._turn % _BUFFERS].address)
-
-    def _run(self, prepare: Callable[[], None], reduce: Callable[[], None], deliver: Callable[[], None]) -> None:
-        prepare()
-        self._device.wait(self._reductions, self._device.record(self._copies))
-        reduce()
-        reduced = self._device.record(self._reductions)
-        # Only now, so that the copies of the bucket before did not keep this one from being packed meanwhile.
-        self._deliver()
-        self._late = reduced, deliver
-
-    def _deliver(self) -> None:
-        if self._late is not None:
-            (reduced, deliver), self._late = self._late, None
-            self._device.wait(self._copies, reduced)
-            deliver()
-
-    def _copy(self, sources: Sequence[int], targets: Sequence[int], counts: Sequence[int], job: CopyJob) -> None:
-        table = copy_table(sources, targets, counts)
-        if len(table):
-            self._kept.append(self._device.batched_copy(table, block_count(table), job, self._copies))
-
-
-def pieces(source: GpuArray, target: GpuArray, wire: Wire, nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
-    """A tensor and its result, cut so that each piece fits into a buffer of `nbytes`."""
-    number_bytes = np.dtype(storage(wire.dtype)).itemsize
-    step = nbytes // (number_bytes * ALIGNMENT) * ALIGNMENT // wire.parts
-    for start in range(0, source.size, step):
-        count, first = min(step, source.size - start), start * source.dtype.itemsize
-        yield (GpuArray(source.address + first, (count,), source.dtype),
-               GpuArray(target.address + first, (count,), target.dtype))
 
 
 def _nothing() -> None:

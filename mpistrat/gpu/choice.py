@@ -39,8 +39,8 @@ def why_not_nccl(ranks: Sequence[Found], wanted: str, hosts: str = "") -> str:
     Raises:
         EngineError: NCCL is wanted, and cannot serve.
     """
-    if wanted == "staged":
-        return "MPISTRAT_GPU_OPERATIONS=staged"
+    if wanted in ("mpi", "staged"):
+        return f"MPISTRAT_GPU_OPERATIONS={wanted}"
     reason = hosts or _obstacle(ranks)
     if reason and wanted != "auto":
         raise EngineError(f"MPISTRAT_GPU_OPERATIONS={wanted}: {reason}")

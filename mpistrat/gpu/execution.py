@@ -22,7 +22,7 @@ from ..messages import Kind
 from ..settings import Settings
 from ..tensor_queue import Entry
 from .arrays import GpuArray
-from .connection import Hosts, connect, exchange_over
+from .connection import NO_WAYS, Ways, connect, exchange_over
 from .plane import Completion, GpuPlane
 from .watchdog import Watchdog
 
@@ -53,17 +53,17 @@ class GpuExecutor:
         size: How many ranks there are.
         host: Reduces CPU tensors of the same ranks.
         settings: The same on all ranks.
-        hosts: For the hierarchical way, where that is possible.
+        ways: What GPU tensors can go by besides NCCL and the paths for CPU tensors.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings, hosts: Hosts | None = None,
+    def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings, ways: Ways = NO_WAYS,
                  clock: Callable[[], float] = time.monotonic):
         self._rank, self._size, self._host, self._settings, self._clock = rank, size, host, settings, clock
         self._limit_s = 0.0 if settings.stall_check_disable else settings.stall_abort_s
-        self._hosts = hosts
+        self._ways = ways
         self._device: Any = None
-        self._nccl: GpuPlane | None = None
+        self._first: GpuPlane | None = None  # what reduces where it can; None: `_staged`
         self._staged: GpuPlane | None = None
         self._plans = BucketPlans(size)
         self._fusion_bytes = 0
@@ -167,21 +167,21 @@ class GpuExecutor:
             self._exchange(None)  # No rank takes its communicator down while another one still uses it.
             for plane in self._planes():
                 plane.close()
-        self._nccl = self._staged = None
+        self._first = self._staged = None
 
     # -- how it is done -----------------------------------------------------------------------------------------------
 
     def _connect(self, device: Any) -> None:
         self._device = device
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._nccl, self._fusion_bytes = connect(
-            device, self._rank, self._size, self._exchange, self._settings, self._limit_s, self._staged, self._hosts)
-        if self._nccl is not None:
+        self._first, self._fusion_bytes = connect(
+            device, self._rank, self._size, self._exchange, self._settings, self._limit_s, self._staged, self._ways)
+        if self._first is not None and self._first.ends_on_abandon:
             self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._rank} waiting for "
                                       f"{self._limit_s:g} s; another rank may have died, or never begun")
 
     def _planes(self) -> list[GpuPlane]:
-        return [plane for plane in (self._nccl, self._staged) if plane is not None]
+        return [plane for plane in (self._first, self._staged) if plane is not None]
 
     def _wait_for(self, events: Iterable[Any]) -> None:
         for plane in self._planes():
@@ -190,7 +190,7 @@ class GpuExecutor:
     def _run_bucket(self, bucket: Bucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
         sources = [works[place][0].arrays[i] for place, i in bucket.members]
         targets = [works[place][1][i] for place, i in bucket.members]
-        plane, request = self._nccl or self._staged, bucket.request
+        plane, request = self._first or self._staged, bucket.request
         assert plane is not None
         if request.kind is Kind.BROADCAST:
             plane.broadcast(sources, targets, request.root_rank)
@@ -203,7 +203,7 @@ class GpuExecutor:
         plane.allreduce(sources, targets, bucket.op, bucket.prescale, bucket.scale, request.wire)
 
     def _allgather(self, arrays: Sequence[Any]) -> list[GpuArray]:
-        plane = self._nccl or self._staged
+        plane = self._first or self._staged
         assert plane is not None
         rows = self._exchange([array.shape[0] for array in arrays])
         results = []

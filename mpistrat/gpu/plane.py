@@ -49,9 +49,13 @@ class GpuPlane(ABC):
 
     Every method but `finish`, `check` and `abandon` is collective. What they enqueue runs in the order of the calls,
     and is complete when the Completion of the next `finish` is done.
+
+    Attributes:
+        ends_on_abandon: Whether `abandon`, by another thread, ends a call that waits for other ranks.
     """
 
     name: str
+    ends_on_abandon = False
 
     @property
     @abstractmethod

@@ -14,7 +14,7 @@ import tensorflow as tf
 from .. import runtime
 from ..gpu.arrays import GpuArray, GpuInput
 from ..messages import DEVICE_GPU, Request
-from ..tensor_kinds import AnyLibrary, as_result, gpu_input, this_ranks_gpu
+from ..tensor_kinds import AnyLibrary, as_result, go_by_host, gpu_input, this_ranks_gpu
 
 
 class TensorFlow(AnyLibrary):
@@ -26,20 +26,23 @@ class TensorFlow(AnyLibrary):
 
         def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
             with tf.device(where):
-                return as_result(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False), device)
+                return as_result(uninitialised(shape, dtype), device)
 
         return gpu_input(device.seen(array), device, ready, allocate)
 
 
 _LIBRARY = TensorFlow()
+_PLAIN = (tf.float16, tf.float32, tf.float64)
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
     """Whether the memory of all these eager tensors is a GPU's; one on the host takes the others along to the host.
 
-    TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU.
+    TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU. False too where all are
+    to be taken to the host.
     """
-    return has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+    return (has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+            and not go_by_host())
 
 
 def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -58,6 +61,17 @@ def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tenso
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
     results = runtime.current().engine.run(request, arrays).wait()
     return [result.owner for result in results]
+
+
+def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """A tensor on the current device, whose contents are to be written. Eager only.
+
+    On a GPU TensorFlow has the operation for that for few dtypes; others are filled with zeros, for one on the host
+    would be of no use.
+    """
+    if dtype in _PLAIN:
+        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
+    return tf.zeros(shape, dtype)
 
 
 def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[GpuInput]:

@@ -1,4 +1,4 @@
-"""All-reduces of tensors on a GPU inside a tf.function: they stay on the GPU.
+"""Collectives on tensors on a GPU inside a tf.function: they stay on the GPU.
 
 A collective is the three nodes that it is in `bridge`, with the work divided otherwise:
 
@@ -12,7 +12,8 @@ A collective is the three nodes that it is in `bridge`, with the work divided ot
    to another device follows, which would then begin too early.)
 
 The ticket comes out of the submit as the shape of a tensor without elements: shapes are on the host, and everything
-else that this node returns is on the GPU, to be read only when the GPU has done all that it was given before.
+else that this node returns is on the GPU, to be read only when the GPU has done all that it was given before. In the
+same way it learns how many rows the ranks gather: as the first dimensions of tensors without elements.
 
 Where a tensor will be is decided by TensorFlow's placer once the function is traced, and a graph cannot be another one
 then. So it is decided here by what is known while it is traced, see `device_of`.
@@ -30,10 +31,12 @@ import numpy as np
 import tensorflow as tf
 
 from .. import runtime
-from ..messages import DEVICE_GPU
+from ..messages import DEVICE_GPU, Request
+from ..requests import allgather_request, specs_of
+from ..tensor_kinds import go_by_host
 from ..tensor_queue import Handle
-from . import gpu_bridge
-from .bridge import MakeRequest, require_function
+from . import bridge, gpu_bridge
+from .bridge import MakeRequest
 from .thread_state import keep_thread_state
 from .wakeups import WAKEUPS, awaited
 
@@ -46,7 +49,7 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
     They stay where there is a GPU, and none of them is said to be on the CPU, or of a kind that TensorFlow has no
     kernels for on GPUs or keeps on the host: that is, gradients do. One that turns out to be on the host is copied.
     """
-    if tf.executing_eagerly() or not gpu_bridge.has_gpu() or not _has_cupy():
+    if tf.executing_eagerly() or not gpu_bridge.has_gpu() or not _has_cupy() or go_by_host():
         return None
     if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
         return None
@@ -67,8 +70,8 @@ def _has_cupy() -> bool:
 
 
 def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-        shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
-    """Run one all-reduce in a graph, as `bridge.run`; the results are on the same device. Collective.
+        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """Run one collective in a graph, as `bridge.run`; the results are on the same device. Collective.
 
     Args:
         device: As `device_of` gives it.
@@ -76,11 +79,16 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
+        rows: The first dimension of each result, int64 on the host; without it results are as large as the tensors.
     """
-    require_function()
-    place = _Place(name, make_request)
+    bridge.require_function()
+    place = _Place(name, make_request, len(tensors))
+    with tf.device("CPU:0"):
+        shapes_of_carriers = [tf.stack([count, 0]) for count in rows]
     with tf.device(device):
-        marker, *made = tf.py_function(place.submit, list(tensors), [tf.float32, *(t.dtype for t in tensors)])
+        carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
+        marker, *made = tf.py_function(place.submit, [*tensors, *carriers],
+                                       [tf.float32, *(t.dtype for t in tensors)])
         marker.set_shape([None, 0])
         ticket = tf.shape(marker, tf.int64)
     with tf.device("CPU:0"):
@@ -95,21 +103,46 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     return results
 
 
+def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+           shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+    """As `run`, for an all-gather. There must be memory for the results, so the ranks first gather how many rows.
+
+    Args:
+        tensors: Of one dimension or more.
+    """
+    def rows_of(arrays: list[np.ndarray]) -> Request:
+        # Under the name that ranks whose tensors are on the host use, so that they and this one hear of it.
+        return allgather_request(name, specs_of(arrays))
+
+    with tf.device("CPU:0"):
+        own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+        rows, = bridge.run(rows_of, [own[tf.newaxis]], [tf.TensorShape([None, len(tensors)])])
+        totals = tf.unstack(tf.reduce_sum(rows, axis=0))
+    another = f"{name}/on GPUs"
+    return run(device, another, lambda arrays: dataclasses.replace(make_request(arrays), name=another), tensors,
+               shapes, totals)
+
+
 class _Place:
     """A place in a graph where a collective on GPU tensors stands; see bridge._Place."""
 
-    def __init__(self, name: str, make_request: MakeRequest):
-        self._name, self._make_request = name, make_request
+    def __init__(self, name: str, make_request: MakeRequest, tensors: int):
+        self._name, self._make_request, self._tensors = name, make_request, tensors
         self.queues = WAKEUPS.queues_for(self)
         self._queue_count = int(self.queues.shape[0])
 
-    def submit(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    def submit(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
         """The ticket as the first dimension of a tensor, and a tensor for each result."""
         keep_thread_state()
         handle = Handle(self._name)
+        tensors, carriers = inputs[:self._tensors], inputs[self._tensors:]
+        shapes = [tensor.shape.as_list() for tensor in tensors]
+        for shape, carrier in zip(shapes, carriers, strict=False):
+            shape[0] = carrier.shape[0]
         with tf.device(tensors[0].device):
-            nothing, *results = [tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False) for shape, dtype in [
-                ([0], tf.float32), *((tensor.shape.as_list(), tensor.dtype) for tensor in tensors)]]
+            nothing = gpu_bridge.uninitialised([0], tf.float32)
+            results = [gpu_bridge.uninitialised(shape, tensor.dtype)
+                       for shape, tensor in zip(shapes, tensors, strict=True)]
         ticket = WAKEUPS.ticket_for(handle, self._queue_count)
         with tf.device("CPU:0"):
             # On the GPU it would have to come back from there, after all that the GPU has been given.

@@ -6,6 +6,7 @@ of the tensor's, as in Horovod.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..requests import (
     resolve_op,
     specs_of,
 )
-from . import bridge
+from . import bridge, gpu_graph
 from .buckets import reduce_list
 from .compression import Compressed, Compression
 
@@ -151,9 +152,11 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
                    labels: tuple[str, ...] = ()) -> list[tf.Tensor]:
     """Root_rank's values of dense tensors, in one exchange. Collective."""
-    size = runtime.current().topology.size
-    return bridge.run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
-                      [t.shape for t in tensors], bridge.Wait.ALWAYS if len(tensors) > 1 else bridge.Wait.IF_LAST)
+    size, device = runtime.current().topology.size, gpu_graph.device_of(tensors)
+    wait = bridge.Wait.ALWAYS if len(tensors) > 1 else bridge.Wait.IF_LAST
+    run = partial(bridge.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
+    return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
+               [t.shape for t in tensors])
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: Any, prescale: float, postscale: float,
@@ -216,8 +219,11 @@ def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
     """The ranks' tensors, each joined along the first dimension, in one exchange. Collective; not differentiable."""
-    return bridge.run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
-                      [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
+    device = gpu_graph.device_of(tensors)
+    has_rows = all(t.shape.rank for t in tensors)
+    run = bridge.run if device is None or not has_rows else partial(gpu_graph.gather, device, name)
+    return run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
+               [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -1,5 +1,6 @@
-"""Door C on CPU tensors of torch and jax: handed over by DLPack, and the result is of the same kind."""
+"""Door C on tensors of torch and jax: handed over by DLPack, and the result is of the same kind and on its device."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,15 +11,24 @@ import mpistrat
 class TestTorch:
     """torch's tensors."""
 
-    @pytest.fixture
-    def torch(self) -> Any:
-        return pytest.importorskip("torch", reason="torch is not installed")
+    @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def torch(self, request: pytest.FixtureRequest) -> Iterator[Any]:
+        """The library; tensors are made on a CPU, or on a GPU."""
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        device = request.param
+        if device == "cuda":
+            if not torch.cuda.is_available():
+                pytest.skip("torch sees no GPU")
+            device = f"cuda:{mpistrat.local_rank() % torch.cuda.device_count()}"
+        torch.set_default_device(device)
+        yield torch
+        torch.set_default_device("cpu")
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"])
     def test_a_sum_is_a_tensor_of_the_same_dtype(self, dtype: str, torch: Any, rank: int, size: int) -> None:
         tensor = (torch.arange(6).reshape(2, 3) + rank).to(getattr(torch, dtype))
         result = mpistrat.allreduce(tensor, op=mpistrat.Sum)
-        assert isinstance(result, torch.Tensor)
+        assert isinstance(result, torch.Tensor) and result.device == tensor.device
         expected = (torch.arange(6).reshape(2, 3) * size + size * (size - 1) // 2).to(tensor.dtype)
         assert result.dtype == tensor.dtype and torch.equal(result, expected)
 
@@ -54,16 +64,22 @@ class TestTorch:
 class TestJax:
     """jax's arrays."""
 
-    @pytest.fixture
-    def numpy(self) -> Any:
-        return pytest.importorskip("jax.numpy", reason="jax is not installed")
+    @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+    def numpy(self, request: pytest.FixtureRequest) -> Iterator[Any]:
+        """jax's numpy; arrays are made on a CPU, or on a GPU."""
+        jax = pytest.importorskip("jax", reason="jax is not installed")
+        devices = [device for device in jax.local_devices() if device.platform == request.param]
+        if not devices and request.param == "gpu":
+            pytest.skip("jax sees no GPU")
+        with jax.default_device(devices[mpistrat.local_rank() % len(devices)] if devices else None):
+            yield jax.numpy
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "uint8"])
     def test_a_sum_is_an_array_of_the_same_dtype(self, dtype: str, numpy: Any, rank: int, size: int) -> None:
         import jax
         array = numpy.arange(6, dtype=dtype) + rank
         result = mpistrat.allreduce(array, op=mpistrat.Sum)
-        assert isinstance(result, jax.Array) and result.dtype == array.dtype
+        assert isinstance(result, jax.Array) and result.dtype == array.dtype and result.device == array.device
         assert result.tolist() == [i * size + size * (size - 1) // 2 for i in range(6)]
 
     def test_a_result_is_not_changed_later(self, numpy: Any, size: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import runtime, tensor_kinds
+from mpistrat import mpi_setup, runtime, tensor_kinds
 from mpistrat.collectives.mpi import MpiData
 from mpistrat.gpu.connection import Hosts
 from tests import gpu_stand_in
@@ -28,14 +28,27 @@ COMPLEX = [np.dtype("complex64"), np.dtype("complex128")]
 class StandIn:
     """Arrays of the stand-in."""
 
+    STEPS = 200
+
     def __init__(self, rank: int):
         self.device = gpu_stand_in.Device(seed=rank)
+        self._elsewhere = self.device.stream()
 
     def array(self, values: np.ndarray) -> Any:
         return self.device.tensor(values)
 
     def values(self, array: Any) -> np.ndarray:
         return np.asarray(array.view().copy())
+
+    def values_elsewhere(self, array: Any) -> np.ndarray:
+        read: list[np.ndarray] = []
+        self.device.enqueue(self._elsewhere, lambda: read.append(self.values(array)))
+        while not read:
+            self.device.run_a_little()
+        return read[0]
+
+    def used_bytes(self) -> int:
+        return self.device.used_bytes
 
     def is_own(self, array: Any) -> bool:
         return isinstance(array, gpu_stand_in.Array)
@@ -47,11 +60,14 @@ class StandIn:
 class Cupy:
     """Arrays of cupy."""
 
+    STEPS = 1000
+
     def __init__(self) -> None:
         import cupy
         self._cupy = cupy
         cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
         cupy.cuda.Stream(non_blocking=True).use()
+        self._elsewhere = cupy.cuda.Stream(non_blocking=True)
 
     def array(self, values: np.ndarray) -> Any:
         # As bytes, since cupy has no kernels for some dtypes. The second array takes the memory of the first.
@@ -61,6 +77,14 @@ class Cupy:
 
     def values(self, array: Any) -> np.ndarray:
         return np.asarray(self._cupy.asnumpy(array))
+
+    def values_elsewhere(self, array: Any) -> np.ndarray:
+        """The values, as a stream sees them that has waited for nothing."""
+        return np.asarray(array.get(stream=self._elsewhere))
+
+    def used_bytes(self) -> int:
+        """Of arrays, and of what the engine holds."""
+        return int(self._cupy.get_default_memory_pool().used_bytes())
 
     def is_own(self, array: Any) -> bool:
         return isinstance(array, self._cupy.ndarray)
@@ -90,11 +114,14 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
 
 
 @pytest.fixture(scope="module", params=[
-    "stand-in nccl", "stand-in staged", "stand-in hierarchical", pytest.param("cupy auto", marks=on_gpu),
-    pytest.param("cupy staged", marks=on_gpu)])
+    "stand-in nccl", "stand-in mpi", "stand-in staged", "stand-in hierarchical", "stand-in host",
+    *(pytest.param(f"cupy {operations}", marks=on_gpu) for operations in ("auto", "mpi", "staged", "host"))])
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
     kind, operations = request.param.split()
+    if kind == "cupy" and operations == "mpi" and not all(mpistrat.allgather_object(
+            mpi_setup.takes_gpu_memory(mpi_setup.load_mpi(), os.environ))):
+        pytest.skip("the MPI library does not say that it takes memory of GPUs")
     rank = mpistrat.rank()
     found = StandIn(rank) if kind == "stand-in" else Cupy()
     mpistrat.shutdown()
@@ -104,6 +131,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     if kind == "stand-in":
         patch.setattr(tensor_kinds, "make_device", lambda number: found.device)
         patch.setitem(tensor_kinds.KINDS, "tests", tensor_kinds.Cupy())
+        # Its memory is the host's, which every MPI library takes.
+        patch.setattr(mpi_setup, "takes_gpu_memory", lambda mpi, environ: "the stand-in")
         if operations == "hierarchical":
             patch.setattr(runtime, "_hosts", pretended_hosts)
     mpistrat.init()
@@ -205,21 +234,41 @@ def test_cpu_and_gpu_tensors_of_one_step_each_go_their_way(library: Any, rank: i
             np.testing.assert_array_equal(values, np.full(50 + i, total + size * step))
 
 
-def test_steps_of_random_sizes_leave_no_wrong_value(library: Any, rank: int, size: int) -> None:
+def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, rank: int, size: int) -> None:
+    """Results are read on a stream that waits for nothing; memory that is free is poisoned, or soon another tensor."""
     random = np.random.default_rng(7)
     kept: list[tuple[Any, int]] = []
-    for step in range(40):
+    used = []
+    for step in range(library.STEPS + 1):
         counts = random.integers(1, 3000, random.integers(1, 6))
         results = mpistrat.grouped_allreduce(
             [library.array(np.full(count, rank + step, np.float32)) for count in counts], op=mpistrat.Sum,
             name=f"churn.{step % 3}")
         kept += [(result, size * step + size * (size - 1) // 2) for result in results]
-        for result, value in kept[-10:]:
-            assert (library.values(result) == value).all()
+        for result, value in kept[-3:]:
+            assert (library.values_elsewhere(result) == value).all()
+        if step % (library.STEPS // 2) == 0:
+            kept.clear()
+            del results, result
+            used.append(library.used_bytes())
         del kept[:-10]
+    assert used[1] == used[2] <= used[0] + 2**16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_goes_by_the_host_or_by_mpi_is_summed_to_the_bits_of_cpu_tensors(dtype: str, library: Any, rank: int,
+                                                                             size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] not in ("mpi", "staged", "host"):
+        pytest.skip("NCCL sums in an order of its own")
+    values = [np.random.default_rng(rank).normal(size=count).astype(dtype) for count in (1, 1000, 200_001)]
+    on_gpu = mpistrat.grouped_allreduce([library.array(value) for value in values], op=mpistrat.Sum)
+    for result, on_cpu in zip(on_gpu, mpistrat.grouped_allreduce(values, op=mpistrat.Sum)):
+        np.testing.assert_array_equal(library.values(result), on_cpu)
 
 
 def test_ranks_that_disagree_on_the_device_are_told(library: Any, rank: int, size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] == "host":
+        pytest.skip("they do not disagree then")
     value = np.ones(3)
     with pytest.raises(mpistrat.MismatchError, match=r"odd device: the ranks disagree on device: cpu on ranks "
                                                      r"\[.*\]; gpu on ranks"):
@@ -227,7 +276,19 @@ def test_ranks_that_disagree_on_the_device_are_told(library: Any, rank: int, siz
     np.testing.assert_array_equal(library.values(mpistrat.allreduce(library.array(value))), value)
 
 
+def test_ranks_without_a_gpu_take_part_when_all_go_by_the_host(library: Any, rank: int, size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] != "host":
+        pytest.skip("the ranks disagree on the device otherwise")
+    value = np.arange(3.0) + rank
+    result = mpistrat.allreduce(library.array(value) if rank == size - 1 else value, op=mpistrat.Sum)
+    assert library.is_own(result) == (rank == size - 1)
+    values = library.values(result) if rank == size - 1 else result
+    np.testing.assert_array_equal(values, np.arange(3) * size + size * (size - 1) // 2)
+
+
 def test_a_group_is_on_one_device(library: Any) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] == "host":
+        pytest.skip("all are on the host then")
     with pytest.raises(mpistrat.InvalidRequestError, match="on the CPU or on the GPU as a whole"):
         mpistrat.grouped_allreduce([library.array(np.ones(2)), np.ones(2)])
 
@@ -251,5 +312,5 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
             mpistrat.allreduce(library.array(np.ones(2)))
     lines = [line for line in caplog.messages if line.startswith("GPU tensors are")]
     assert len(lines) == (mpistrat.rank() == 0)
-    if lines and wanted == "staged":
-        assert lines[0].endswith(": MPISTRAT_GPU_OPERATIONS=staged")
+    if lines and wanted in ("mpi", "staged", "host"):
+        assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")

@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from mpistrat.collectives.mpi import MpiData
 from mpistrat.errors import EngineError
-from mpistrat.gpu.connection import exchange_over, make_communicators
+from mpistrat.gpu.communicators import make_communicators
+from mpistrat.gpu.connection import exchange_over
 
 
 class AnyDevice:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.collectives.cuda_aware import CudaAwareData
+from mpistrat.collectives.device_mpi import DeviceMpi
 from mpistrat.collectives.mpi import MpiData
 from mpistrat.collectives.nccl import NcclData
 from mpistrat.collectives.staged import StagedData
@@ -28,9 +30,15 @@ class Job:
     def __init__(self, name: str, rank: int, size: int):
         self.device = Device(seed=rank)
         self.host = MpiData(MPI.COMM_WORLD.Dup())
-        self.plane: GpuPlane = StagedData(self.device, rank, self.host, 60.0) if name == "staged" else NcclData(
-            self.device, rank, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
-            [[self.device.scratch(2**16)] * 2] * 2, 2**16)
+        self.over_mpi = DeviceMpi(MPI.COMM_WORLD.Dup())
+        staged = StagedData(self.device, rank, self.host, 60.0)
+        buffers = [self.device.scratch(2**16) for _ in range(4)]
+        self.plane: GpuPlane = {
+            "staged": lambda: staged,
+            "mpi": lambda: CudaAwareData(self.device, self.over_mpi, buffers[:3], 2**16, 60.0, staged),
+            "nccl": lambda: NcclData(
+                self.device, rank, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
+                [buffers[:2], buffers[2:]], 2**16)}[name]()
 
     def array(self, values: np.ndarray) -> GpuArray:
         """The values, which come late."""
@@ -48,12 +56,13 @@ class Job:
         self.plane.wait_for([self.device.record()])
 
 
-@pytest.fixture(params=["nccl", "staged"])
+@pytest.fixture(params=["nccl", "mpi", "staged"])
 def job(request: pytest.FixtureRequest, rank: int, size: int) -> Iterator[Job]:
     """A plane of each kind."""
     made = Job(request.param, rank, size)
     yield made
     made.plane.close()
+    made.over_mpi.close()
     made.host.close()
 
 

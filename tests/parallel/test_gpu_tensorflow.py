@@ -31,7 +31,7 @@ def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: i
     mpistrat.init()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64"])
 def test_a_sum_is_a_tensor_on_the_same_device(dtype: str, hvd: Any, rank: int, size: int) -> None:
     tensor = tf.cast(tf.range(6.0) + float(rank), dtype)
     result = hvd.allreduce(tensor, op=hvd.Sum)
@@ -148,6 +148,50 @@ def test_a_loop_in_a_graph(hvd: Any, rank: int, size: int) -> None:
     np.testing.assert_array_equal(steps().numpy(), np.full(4, size * (size - 1) / 2 * size ** 4))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_gathered_in_a_graph(dtype: str, hvd: Any, rank: int, size: int) -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], dtype)])
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return 2 * hvd.allgather(tensor, name="rows")
+
+    for number in range(3):
+        result = step(tf.cast(tf.fill([rank + number, 2], rank), dtype))
+        assert tf.cast(result, tf.float32).numpy().tolist() == [[2 * r, 2 * r] for r in range(size)
+                                                                for _ in range(r + number)]
+
+
+def test_slices_of_a_variable_are_gathered_in_a_graph(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step(values: tf.Tensor) -> tf.IndexedSlices:
+        slices = tf.IndexedSlices(values, tf.range(tf.shape(values, tf.int64)[0]), tf.constant([9, 3], tf.int64))
+        return hvd.allreduce(slices, name="slices")
+
+    result = step(tf.fill([rank + 1, 3], float(rank)))
+    assert result.indices.numpy().tolist() == [i for r in range(size) for i in range(r + 1)]
+    np.testing.assert_allclose(result.values.numpy(), [[r / size] * 3 for r in range(size) for _ in range(r + 1)])
+
+
+def test_broadcast_in_a_graph(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return hvd.broadcast(tensor + 1, size - 1, name="weights") + 1
+
+    for number in range(3):
+        np.testing.assert_array_equal(step(tf.fill([2, 3], float(rank + number))).numpy(),
+                                      np.full((2, 3), size + 1 + number))
+
+
+def test_the_gradient_of_gathered_rows_is_this_ranks_part(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def gradient(values: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = tf.reduce_sum(hvd.allgather(values, name="differentiated rows") * (rank + 1.0))
+        return tape.gradient(result, values)
+
+    np.testing.assert_array_equal(gradient(tf.ones([rank + 1, 2])).numpy(), np.full((rank + 1, 2), (size + 1) / 2))
+
+
 def test_a_gradient_passes_through(hvd: Any, rank: int, size: int) -> None:
     @tf.function
     def gradient(values: tf.Tensor) -> tf.Tensor:
@@ -175,4 +219,19 @@ def test_a_disagreement_in_a_graph_is_an_error_on_every_rank(hvd: Any, rank: int
         return hvd.allreduce(tf.zeros([2 + (rank == size - 1)]), name="odd")
 
     with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on shape"):
+        step()
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "allgather"])
+def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd: Any, rank: int, size: int,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow import gpu_graph
+    if rank == size - 1:
+        monkeypatch.setattr(gpu_graph, "device_of", lambda tensors: None)
+
+    @tf.function
+    def step() -> tf.Tensor:
+        return getattr(hvd, operation)(tf.zeros([2]), name="odd")
+
+    with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on"):
         step()

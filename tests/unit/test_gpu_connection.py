@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mpistrat.errors import EngineError
-from mpistrat.gpu.connection import make_communicators
+from mpistrat.gpu.communicators import make_communicators
 
 
 class AnyDevice:

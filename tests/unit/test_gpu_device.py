@@ -1,5 +1,8 @@
 """What can be said of the module that touches cupy without a GPU; skipped where cupy is not installed."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from mpistrat.errors import EngineError
@@ -30,3 +33,11 @@ def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest
     text = str(raised.value)
     assert text.startswith("NCCL has failed (check_async_error on rank 1): NCCL_ERROR_")
     assert text.endswith(". socketProgress: Connection closed by remote peer.")
+
+
+def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_or_the_device() -> None:
+    from mpistrat.gpu import device
+    package = Path(device.__file__).parent.parent
+    names = {node.attr for folder in ("gpu", "collectives", "tensorflow") for path in (package / folder).rglob("*.py")
+             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert "wait_event" in names and not [name for name in names if "ynchronize" in name]

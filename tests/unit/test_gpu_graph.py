@@ -1,15 +1,17 @@
 """Where tensors of a graph go: by way of the host, or not; decided while it is traced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 
 @pytest.fixture
-def device_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
     from mpistrat.tensorflow import gpu_bridge, gpu_graph
     monkeypatch.setattr(gpu_bridge, "has_gpu", lambda: True)
@@ -18,7 +20,10 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def choose(make: Callable[[], list[Any]]) -> Any:
         with tf.Graph().as_default():
             return gpu_graph.device_of(make())
-    return choose
+
+    mpistrat.init()
+    yield choose
+    mpistrat.shutdown()
 
 
 def placed(device: str, dtype: Any = None) -> Any:
@@ -41,6 +46,13 @@ def test_they_stay_on_the_gpu_that_is_named(device_of: Callable) -> None:
     lambda: [placed("GPU:0"), placed("GPU:1")]], ids=["integers", "one on the CPU", "two GPUs"])
 def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device_of: Callable) -> None:
     assert device_of(make) is None
+
+
+def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "host")
+    mpistrat.shutdown()
+    mpistrat.init()
+    assert device_of(lambda: [placed("GPU:0")]) is None
 
 
 def test_eager_tensors_are_asked_where_they_are_instead() -> None:

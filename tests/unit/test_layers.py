@@ -24,8 +24,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "introduction", "autotune", "cost_model", "tf_config", "lifelines",
         "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),
     2: ("coordinator", "tensor_queue", "voting", "bucket_plans", "collectives.base", "collectives.reduction",
-        "gpu.plane"),
-    3: ("collectives", "execution", "engine", "gpu.connection", "gpu.device", "gpu.execution",
+        "gpu.plane", "gpu.pipeline", "gpu.host_copies"),
+    3: ("collectives", "execution", "engine", "gpu.communicators", "gpu.connection", "gpu.device", "gpu.execution",
         "gpu.watchdog"),
     4: ("mpi_setup", "runtime"),
     5: ("", "basics", "array_ops", "tensor_kinds", "process_sets", "cluster", "rendezvous"),
@@ -38,6 +38,7 @@ PACKAGES: dict[str, set[str]] = {
     "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
     # Each of these wraps one package for all others.
     "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
+    "collectives.device_mpi": {"mpi4py"},
     "collectives.nccl_hosts": {"numpy", "ml_dtypes"},
     "gpu.device": {"numpy", "cupy", "cupyx"}, "tensor_kinds": {"numpy", "ml_dtypes"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.

@@ -61,7 +61,7 @@ class Config:
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with two GPUs that nobody has, in a job of one rank."""
-    module = pytest.importorskip("mpistrat.tensorflow.pinning")
+    module = pytest.importorskip("mpistrat.tensorflow.pinning", exc_type=ImportError)
     monkeypatch.setattr(module, "_pinned", None)
     monkeypatch.setattr(module.tf, "config", Config())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -85,19 +85,19 @@ def test_too_late_a_call_says_so(pinning: Any) -> None:
 
 
 def test_a_strategy_pins_its_gpu(pinning: Any) -> None:
-    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy")
+    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
     assert strategy._default_device() == "/device:GPU:0"
     assert pinning.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:0", True)]
 
 
 def test_a_strategy_that_is_made_too_late_for_pinning_warns(pinning: Any, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy")
+    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
     pinning.tf.config.error = "Visible devices cannot be modified after being initialized."
     assert strategy._default_device() == "/device:GPU:0"
     assert "may take memory on all of its GPUs: pin_gpu() comes too late" in caplog.text
 
 
 def test_it_needs_init() -> None:
-    module = pytest.importorskip("mpistrat.tensorflow.pinning")
+    module = pytest.importorskip("mpistrat.tensorflow.pinning", exc_type=ImportError)
     with pytest.raises(mpistrat.NotInitializedError):
         module.pin_gpu()

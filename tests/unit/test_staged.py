@@ -1,5 +1,7 @@
 """GPU tensors by way of the host, chunk by chunk, on a stand-in."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,24 @@ def test_many_chunks_go_through_few_slots(seed: int) -> None:
             pass
         for target, value in zip(targets, values):
             np.testing.assert_array_equal(target.owner.view(), value / 2)
+
+
+def test_the_next_chunk_is_on_its_way_while_one_is_reduced() -> None:
+    device, host, done = Device(), ThreadGroup(1).data(0), []
+    plane = StagedData(device, 0, host, 10.0, chunk_bytes=64)
+    source, target = on_gpu(device, np.ones(32), np.zeros(32))
+    allreduce, copy = host.allreduce, device.copy
+    host.allreduce = lambda *arguments: (done.append("reduce"), allreduce(*arguments))  # type: ignore[assignment]
+
+    def copy_of(into: int, out_of: int, nbytes: int, stream: Any) -> None:
+        done.append("to host" if stream is plane._to_host else "to GPU")
+        copy(into, out_of, nbytes, stream)
+
+    device.copy = copy_of  # type: ignore[method-assign]
+    plane.wait_for([device.record()])
+    plane.allreduce([source], [target], ReduceOp.SUM, 1.0, Scale())
+    assert done == ["to host", "to host", "reduce", "to GPU", "to host", "reduce", "to GPU", "to host", "reduce",
+                    "to GPU", "reduce", "to GPU"]
 
 
 def test_rows_and_broadcasts_come_back() -> None:

@@ -1,0 +1,45 @@
+"""GPU tensors as CPU tensors: for jobs in which some ranks have GPUs and some have none, and all reduce on the host."""
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import GpuArray, GpuInput
+from .plane import await_on_host
+
+
+class HostCopies:
+    """Copies between this rank's GPU and pinned memory. Any thread may use it.
+
+    Args:
+        device: This rank's GPU.
+        limit_s: How long a copy may take; 0: for ever.
+    """
+
+    def __init__(self, device: Any, limit_s: float):
+        self._device, self._limit_s = device, limit_s
+        with device.current():
+            self._stream = device.stream()
+
+    def fetched(self, tensor: GpuInput) -> np.ndarray:
+        """The contents, in host memory. Waits for the GPU."""
+        with self._device.current():
+            memory: np.ndarray = self._device.pinned(tensor.nbytes)
+            self._device.wait(self._stream, tensor.ready)
+            self._copy(memory.ctypes.data, tensor.address, tensor.nbytes)
+        return memory.view(tensor.dtype).reshape(tensor.shape)
+
+    def returned(self, result: np.ndarray, tensor: GpuInput) -> GpuArray:
+        """The result in memory of the library that `tensor` is of. Waits for the GPU."""
+        assert tensor.allocate is not None
+        with self._device.current():
+            made, event = tensor.allocate(result.shape)
+            memory: np.ndarray = self._device.pinned(result.nbytes)
+            memory.view(result.dtype)[:] = result.reshape(-1)
+            self._device.wait(self._stream, event)
+            self._copy(made.address, memory.ctypes.data, result.nbytes)
+        return made
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        self._device.copy(target, source, nbytes, self._stream)
+        await_on_host(self._device.record(self._stream), self._limit_s)

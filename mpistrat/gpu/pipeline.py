@@ -1,0 +1,83 @@
+"""Buckets on their way through fusion buffers: what is packed, reduced and unpacked when, on two streams.
+
+Bucket after bucket is packed and unpacked on the first stream, and reduced on the second, with events in between. Of
+two fusion buffers one is packed while the other is reduced.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import GpuArray
+from .copy_plan import ALIGNMENT, CopyJob, block_count, copy_table
+from .nccl_types import Wire, storage
+from .plane import Completion
+
+BUFFERS = 2
+
+
+class Pipeline:
+    """Two streams and two fusion buffers.
+
+    Args:
+        device: This rank's GPU.
+        buffers: The fusion buffers.
+    """
+
+    def __init__(self, device: Any, buffers: Sequence[GpuArray]):
+        self._device, self._buffers = device, buffers
+        self._copies, self._reductions = device.stream(), device.stream()
+        self._late: tuple[Any, Callable[[], None]] | None = None
+        self._kept: list[Any] = []
+        self._turn = 0
+
+    def wait_for(self, event: Any) -> None:
+        """Begin what follows after `event`."""
+        self._device.wait(self._copies, event)
+
+    def mark(self) -> Any:
+        """An event after all that was enqueued, and all that it waits for."""
+        self._deliver()
+        return self._device.record(self._copies)
+
+    def finish(self) -> Completion:
+        """See GpuPlane.finish."""
+        events = [self.mark()]
+        kept, self._kept = self._kept, []
+        return Completion(events, kept)
+
+    def _next_buffer(self) -> int:
+        """The address of the buffer that is free: what it held two turns ago is unpacked before it is written to."""
+        self._turn += 1
+        return int(self._buffers[self._turn % BUFFERS].address)
+
+    def _run(self, prepare: Callable[[], None], reduce: Callable[[], None], deliver: Callable[[], None]) -> None:
+        prepare()
+        self._device.wait(self._reductions, self._device.record(self._copies))
+        reduce()
+        reduced = self._device.record(self._reductions)
+        # Only now, so that the copies of the bucket before did not keep this one from being packed meanwhile.
+        self._deliver()
+        self._late = reduced, deliver
+
+    def _deliver(self) -> None:
+        if self._late is not None:
+            (reduced, deliver), self._late = self._late, None
+            self._device.wait(self._copies, reduced)
+            deliver()
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], counts: Sequence[int], job: CopyJob) -> None:
+        table = copy_table(sources, targets, counts)
+        if len(table):
+            self._kept.append(self._device.batched_copy(table, block_count(table), job, self._copies))
+
+
+def pieces(source: GpuArray, target: GpuArray, wire: Wire, nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
+    """A tensor and its result, cut so that each piece fits into a buffer of `nbytes`."""
+    number_bytes = np.dtype(storage(wire.dtype)).itemsize
+    step = nbytes // (number_bytes * ALIGNMENT) * ALIGNMENT // wire.parts
+    for start in range(0, source.size, step):
+        count, first = min(step, source.size - start), start * source.dtype.itemsize
+        yield (GpuArray(source.address + first, (count,), source.dtype),
+               GpuArray(target.address + first, (count,), target.dtype))

@@ -1,0 +1,179 @@
+"""What the path for GPU tensors takes on a GPU, as rows for the README; every rank runs it. See gpu.md.
+
+    mpistrat run -np 2 -- python tests/gpu_figures.py
+    python tests/gpu_figures.py
+
+With --stand-in it runs where there is no GPU, on memory of the host, and its figures say nothing.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mpistrat
+from mpistrat import tensor_kinds
+from mpistrat.cli.bench_cases import bert_base
+from mpistrat.gpu.arrays import GpuArray
+from mpistrat.gpu.copy_plan import CopyJob, block_count, copy_table, fused_offsets
+from mpistrat.gpu.nccl_types import FLOAT32
+from mpistrat.gpu.plane import await_on_host
+
+LIMIT_S = 60.0
+
+
+class Gpu:
+    """This rank's GPU, with what cupy knows of it."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        from mpistrat.gpu.device import Device
+        self.device: Any = Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount())
+        cupy.cuda.Device(self.device.number).use()
+        self.name = cupy.cuda.runtime.getDeviceProperties(self.device.number)["name"].decode()
+        self._cupy = cupy
+
+    def array(self, elements: int) -> Any:
+        """A float32 array."""
+        return self._cupy.ones(elements, np.float32)
+
+
+class StandIn:
+    """In place of a GPU."""
+
+    def __init__(self) -> None:
+        from tests import gpu_stand_in
+        self.device: Any = gpu_stand_in.Device(seed=mpistrat.rank())
+        self.name = "stand-in, no GPU"
+        tensor_kinds.make_device = lambda number: self.device
+        tensor_kinds.KINDS["tests"] = tensor_kinds.Cupy()
+
+    def array(self, elements: int) -> Any:
+        """A float32 array."""
+        return self.device.tensor(np.ones(elements, np.float32))
+
+
+def seconds_of(device: Any, enqueue: Callable[[Any], Any], repeats: int) -> float:
+    """Of one of several that are enqueued together, which leaves the time of enqueuing out; the median of five."""
+    stream, took = device.stream(), []
+    for _ in range(6):
+        kept = []
+        began = time.perf_counter()
+        for _ in range(repeats):
+            kept.append(enqueue(stream))
+        await_on_host(device.record(stream), LIMIT_S)
+        took.append((time.perf_counter() - began) / repeats)
+    return statistics.median(took[1:])
+
+
+def scratch(device: Any, nbytes: int) -> GpuArray:
+    """Memory that must be there."""
+    made: GpuArray | None = device.scratch(nbytes)
+    assert made is not None, f"no {nbytes} bytes of GPU memory are left"
+    return made
+
+
+def pack_and_unpack(gpu: Any, counts: list[int], repeats: int) -> str:
+    """A bucket packed and unpacked, against two copies of its bytes within the GPU."""
+    device, nbytes = gpu.device, 4 * sum(counts)
+    offsets, total = fused_offsets(counts, 4)
+    tensors, buffer = [scratch(device, 4 * count) for count in counts], scratch(device, 4 * total)
+    addresses, places = [tensor.address for tensor in tensors], [buffer.address + 4 * offset for offset in offsets]
+    job, tables = CopyJob("float32", "float32"), (copy_table(addresses, places, counts),
+                                                  copy_table(places, addresses, counts))
+
+    def both(stream: Any) -> list[Any]:
+        return [device.batched_copy(table, block_count(table), job, stream) for table in tables]
+
+    by_kernel = seconds_of(device, both, repeats)
+    other = scratch(device, 4 * total)
+
+    def copies(stream: Any) -> None:
+        device.copy(other.address, buffer.address, nbytes, stream)
+        device.copy(buffer.address, other.address, nbytes, stream)
+
+    by_copies = seconds_of(device, copies, repeats)
+    return (f"pack + unpack of {len(counts)} gradients, {nbytes / 1e6:.0f} MB: {by_kernel * 1e6:.0f} us, "
+            f"{2 * nbytes / by_kernel / 1e9:.0f} GB/s, {by_kernel / by_copies:.2f} times as long as two copies "
+            "(wanted: at most 1.3)")
+
+
+def overhead_of_a_step(gpu: Any, elements: int, steps: int) -> str:
+    """A step of the engine against the one call of NCCL that it is, waited for in the same way."""
+    device, array = gpu.device, gpu.array(elements)
+    if mpistrat.size() > 1:
+        return "overhead of a step above raw NCCL: run it with one rank"
+    target, stream = scratch(device, 4 * elements), device.stream()
+    communicator = device.communicator(1, device.unique_id(), 0)
+    address = device.seen(array).address
+    took: dict[str, list[float]] = {"engine": [], "raw": []}
+    for _ in range(steps):
+        began = time.perf_counter()
+        mpistrat.allreduce(array, op=mpistrat.Sum, name="step")
+        took["engine"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        communicator.allReduce(address, target.address, elements, FLOAT32, 0, stream.ptr)
+        await_on_host(device.record(stream), LIMIT_S)
+        took["raw"].append(time.perf_counter() - began)
+    communicator.destroy()
+    engine, raw = (statistics.median(took[name][steps // 10:]) for name in ("engine", "raw"))
+    return (f"a step of {4 * elements} bytes: {engine * 1e6:.0f} us, {(engine - raw) * 1e6:.0f} us above the raw call "
+            "of NCCL (wanted: less than 150)")
+
+
+def staged(gpu: Any, elements: int, steps: int) -> str:
+    """An all-reduce by way of the host, against the copies there and back, which overlap too."""
+    device, nbytes, array = gpu.device, 4 * elements, gpu.array(elements)
+    took = []
+    for _ in range(steps + 1):
+        mpistrat.barrier()
+        began = time.perf_counter()
+        mpistrat.allreduce(array, op=mpistrat.Sum, name="staged")
+        took.append(time.perf_counter() - began)
+    seconds = statistics.median(took[1:])
+    there, back = device.pinned(nbytes), device.pinned(nbytes)
+    other, stream_back = scratch(device, nbytes), device.stream()
+    mpistrat.barrier()
+
+    def copies(stream: Any) -> None:
+        device.copy(there.ctypes.data, device.seen(array).address, nbytes, stream)
+        device.copy(other.address, back.ctypes.data, nbytes, stream_back)
+        device.wait(stream, device.record(stream_back))
+
+    by_copies = seconds_of(device, copies, 1)
+    return (f"staged all-reduce of {nbytes / 1e6:.0f} MB: {seconds * 1e3:.1f} ms, {nbytes / seconds / 1e9:.1f} GB/s, "
+            f"{by_copies / seconds:.0%} of the bandwidth of the copies (wanted: at least 70 %)")
+
+
+def main() -> None:
+    """Measure, and print on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stand-in", action="store_true", help="without a GPU; the figures say nothing")
+    arguments = parser.parse_args()
+    os.environ["MPISTRAT_LOG_LEVEL"] = "info"  # which says the way that tensors go
+    mpistrat.init()
+    gpu: Any = StandIn() if arguments.stand_in else Gpu()
+    # The stand-in does what a GPU does a thousand times as fast.
+    shapes, repeats, steps = ([(3, 5)] * 199, 1, 10) if arguments.stand_in else (bert_base(), 10, 2000)
+    counts = [math.prod(shape) for shape in shapes]
+    with gpu.device.current():
+        figures = [pack_and_unpack(gpu, counts, repeats), overhead_of_a_step(gpu, 1000, steps)]
+        mpistrat.shutdown()
+        os.environ["MPISTRAT_GPU_OPERATIONS"] = "staged"
+        mpistrat.init()
+        figures.append(staged(gpu, sum(counts), 5))
+    if mpistrat.rank() == 0:
+        print(f"{gpu.name}, {mpistrat.size()} ranks, NCCL {gpu.device.nccl_version()}")
+        for figure in figures:
+            print(f"| {figure} |")
+    mpistrat.shutdown()
+
+
+if __name__ == "__main__":
+    main()
