@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .fusion import plan_buckets
 from .messages import Kind, ReduceOp, Request
-from .scale import Scale, divided_before
+from .scale import Scale
 from .tensor_queue import Entry
 
 FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
@@ -14,15 +14,11 @@ _KEPT_PLANS = 1024
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it).
-
-    `op`, `prescale` and `scale` are those of DataPlane.allreduce.
-    """
+    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it)."""
 
     request: Request
     members: tuple[tuple[int, int], ...]
     op: ReduceOp
-    prescale: float
     scale: Scale
 
 
@@ -64,13 +60,9 @@ class BucketPlans:
                 members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
         for indices in plan_buckets(members, self._limit):
-            place, i = places[indices[0]]
-            request, dtype = entries[place].request, entries[place].arrays[i].dtype
-            op, prescale, divisor = request.reduce_op, request.prescale, 1
-            if op is ReduceOp.AVERAGE:
-                op, divisor = ReduceOp.SUM, self._size
-                if not request.wire and divided_before(divisor, dtype):
-                    prescale, divisor = prescale / divisor, 1
-            buckets.append(Bucket(request, tuple(places[i] for i in indices), op, prescale,
-                                  Scale(request.postscale, divisor)))
+            request = entries[places[indices[0]][0]].request
+            average = request.reduce_op is ReduceOp.AVERAGE
+            buckets.append(Bucket(request, tuple(places[i] for i in indices),
+                                   ReduceOp.SUM if average else request.reduce_op,
+                                   Scale(request.postscale, self._size if average else 1)))
         return buckets

@@ -90,7 +90,7 @@ class Executor:
         work = self._work_for(entry)
         bucket = self._plans.plan([entry], self._fusion_bytes)[0]
         sources, targets = self._arrays_of(bucket, [work])
-        self._prepared = work, self._data.prepare(sources, targets, bucket.op, bucket.prescale, bucket.scale)
+        self._prepared = work, self._data.prepare(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
 
     def _work_for(self, entry: Entry) -> _Work:
         fused = entry.arrays if entry.request.kind in FUSED else ()
@@ -103,7 +103,7 @@ class Executor:
     def _run_bucket(self, bucket: Bucket, works: list[_Work]) -> None:
         sources, targets = self._arrays_of(bucket, works)
         if bucket.request.kind is Kind.ALLREDUCE:
-            self._data.allreduce(sources, targets, bucket.op, bucket.prescale, bucket.scale)
+            self._data.allreduce(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
         else:
             self._broadcast(sources, targets, bucket.request.root_rank)
 

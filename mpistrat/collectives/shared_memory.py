@@ -9,7 +9,7 @@ import numpy as np
 
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
-from ..scale import Scale
+from ..scale import Scale, divided_before
 from ..stream import Stream
 from .base import DataPlane
 from .host_memory import HostMemory
@@ -133,6 +133,8 @@ class SharedMemoryData(DataPlane):
                scale: Scale) -> Work:
         dtype = sources[0].dtype
         elements = sum([source.size for source in sources])
+        if scale.divisor != 1 and divided_before(scale.divisor, dtype):
+            prescale, scale = prescale / scale.divisor, Scale(scale.factor)
         return Work(Stream(sources), Stream(targets), elements * dtype.itemsize >= len(targets) * _PIECE_BYTES,
                     self._slots(dtype), elements, self._used_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
 

@@ -200,7 +200,7 @@ class GpuExecutor:
             assert self._staged is not None
             plane = self._staged
             self._say(f"some GPU tensors are staged through host memory: {reason}")
-        plane.allreduce(sources, targets, bucket.op, bucket.prescale, bucket.scale, request.wire)
+        plane.allreduce(sources, targets, bucket.op, request.prescale, bucket.scale, request.wire)
 
     def _allgather(self, arrays: Sequence[Any]) -> list[GpuArray]:
         plane = self._first or self._staged

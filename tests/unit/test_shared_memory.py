@@ -176,6 +176,20 @@ def test_a_list_is_reduced_as_if_it_were_one_array() -> None:
             np.testing.assert_array_equal(result[i], expected)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.float16])
+def test_an_average_is_that_of_the_sum(count: int, dtype: type) -> None:
+    inputs = [(1000 * np.random.default_rng(rank).normal(size=5000)).astype(dtype) for rank in range(count)]
+    data = planes(count)
+    wide = np.float32 if dtype == np.float16 else dtype
+    total = inputs[0].astype(wide)
+    for other in inputs[1:]:
+        total = total + other.astype(wide)
+    expected = np.trunc(total / count).astype(dtype) if dtype == np.int32 else (total / wide(count)).astype(dtype)
+    for result, in on_all(count, lambda index: allreduced(data[index], [inputs[index]], scale=Scale(1.0, count))):
+        np.testing.assert_array_equal(result, expected)
+
+
 @pytest.mark.parametrize("size", [100, 100_000])
 def test_the_result_may_replace_the_input(size: int) -> None:
     data = planes(2)
