@@ -9,7 +9,7 @@ MPI knows nothing of streams: the host asks for an event until the GPU is done w
 at a bucket the GPU packs the next one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..dtypes import HALVES
 from ..gpu.arrays import GpuArray
-from ..gpu.copy_plan import CopyJob, fused_offsets
+from ..gpu.copy_plan import fused_offsets
 from ..gpu.nccl_types import Wire, narrowest, wire_of
 from ..gpu.pipeline import BUFFERS, Pipeline, pieces
 from ..gpu.plane import Completion, GpuPlane, await_on_host
@@ -159,24 +159,16 @@ class _MpiPipeline(Pipeline):
     def reduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
                prescale: float, scale: Scale) -> None:
         """Reduce tensors that fit into a buffer together."""
-        buffer, dtype = self._next_buffer(), np.dtype(wire.dtype)
-        counts = [source.size * wire.parts for source in sources]
-        offsets, total = fused_offsets(counts, narrowest(wire))
-        places = [buffer + offset * dtype.itemsize for offset in offsets]
-        packed: list[Any] = []
+        def reduce(buffer: int, total: int) -> Callable[[], None]:
+            packed = self._device.record(self._reductions)
 
-        def prepare() -> None:
-            self._copy([source.address for source in sources], places, counts,
-                       CopyJob.between(wire.memory, wire.dtype, Scale(prescale)))
+            def exchange() -> None:
+                await_on_host(packed, self._limit_s)
+                self._combine(buffer, total, np.dtype(wire.dtype), op)
 
-        def deliver() -> None:
-            await_on_host(packed[0], self._limit_s)
-            self._combine(buffer, total, dtype, op)
-            self._copy(places, [target.address for target in targets], counts,
-                       CopyJob.between(wire.dtype, wire.memory, scale))
+            return exchange
 
-        if total:
-            self._run(prepare, lambda: packed.append(self._device.record(self._reductions)), deliver)
+        self._run_packed(sources, targets, wire, prescale, scale, reduce)
 
     def _combine(self, buffer: int, total: int, dtype: np.dtype, op: ReduceOp) -> None:
         """Reduce `total` elements at `buffer` over all ranks, in place. Waits until it is done."""

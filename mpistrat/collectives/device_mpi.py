@@ -9,8 +9,7 @@ from itertools import accumulate
 
 from mpi4py import MPI
 
-# MPI counts are C ints; above this, memory is broadcast piece by piece.
-LARGE_BYTES = 2**30
+from .mpi import LARGE_BYTES
 
 
 class DeviceMpi:

@@ -5,13 +5,13 @@ same one on the other hosts, by way of pinned memory; and the ranks of a host ga
 between hosts the GPU packs and reduces the next one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..gpu.arrays import GpuArray
-from ..gpu.copy_plan import ALIGNMENT, CopyJob, fused_offsets
+from ..gpu.copy_plan import ALIGNMENT, fused_offsets
 from ..gpu.nccl_types import DTYPES, OPERATIONS, Wire, narrowest
 from ..gpu.plane import GpuPlane, await_on_host
 from ..messages import ReduceOp
@@ -45,38 +45,27 @@ class HostsLane(Lane):
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
                       prescale: float, scale: Scale) -> None:
         """Reduce tensors that fit into a buffer together."""
-        counts = [source.size * wire.parts for source in sources]
-        offsets, total = fused_offsets(counts, narrowest(wire))
-        if not total:
-            return
-        dtype = _in_numpy(wire.dtype)
-        # What is beyond the tensors is reduced too, whatever it is, so that slices are alike.
-        count = fused_offsets([-(-total // self._local_size)], narrowest(wire))[1]
-        buffer = self._next_buffer()
-        on_host = self._slices[self._turn % len(self._slices)][:count * dtype.itemsize]
-        mine = buffer + self._local_rank * on_host.nbytes
-        places = [buffer + offset * dtype.itemsize for offset in offsets]
-        number, stream, arrived = DTYPES[wire.dtype], self._reductions.ptr, []
+        dtype, number, stream = _in_numpy(wire.dtype), DTYPES[wire.dtype], self._reductions.ptr
 
-        def prepare() -> None:
-            self._copy([source.address for source in sources], places, counts,
-                       CopyJob.between(wire.memory, wire.dtype, Scale(prescale)))
-
-        def scatter() -> None:
+        def scatter(buffer: int, total: int) -> Callable[[], None]:
+            # What is beyond the tensors is reduced too, whatever it is, so that slices are alike.
+            count = fused_offsets([-(-total // self._local_size)], narrowest(wire))[1]
+            on_host = self._slices[self._turn % len(self._slices)][:count * dtype.itemsize]
+            mine = buffer + self._local_rank * on_host.nbytes
             self.communicator.reduceScatter(buffer, mine, count, number, OPERATIONS[op], stream)
             self._device.copy(on_host.ctypes.data, mine, on_host.nbytes, self._reductions)
-            arrived.append(self._device.record(self._reductions))
+            arrived = self._device.record(self._reductions)
 
-        def deliver() -> None:
-            await_on_host(arrived[0], self._limit_s)
-            self._across.allreduce([on_host.view(dtype)], [on_host.view(dtype)], op, 1.0, IDENTITY)
-            self._device.copy(mine, on_host.ctypes.data, on_host.nbytes, self._reductions)
-            self.communicator.allGather(mine, buffer, count, number, stream)
-            self._device.wait(self._copies, self._device.record(self._reductions))
-            self._copy(places, [target.address for target in targets], counts,
-                       CopyJob.between(wire.dtype, wire.memory, scale))
+            def gather() -> None:
+                await_on_host(arrived, self._limit_s)
+                self._across.allreduce([on_host.view(dtype)], [on_host.view(dtype)], op, 1.0, IDENTITY)
+                self._device.copy(mine, on_host.ctypes.data, on_host.nbytes, self._reductions)
+                self.communicator.allGather(mine, buffer, count, number, stream)
+                self._device.wait(self._copies, self._device.record(self._reductions))
 
-        self._run(prepare, scatter, deliver)
+            return gather
+
+        self._run_packed(sources, targets, wire, prescale, scale, scatter)
 
 
 def _in_numpy(name: str) -> np.dtype:

@@ -1,13 +1,13 @@
 """One communicator of NCCL with its pipeline: which of NCCL's calls a collective is, between which copies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..gpu.arrays import GpuArray
-from ..gpu.copy_plan import CopyJob, fused_offsets
-from ..gpu.nccl_types import DTYPES, OPERATIONS, UINT8, Wire, narrowest, storage
+from ..gpu.copy_plan import CopyJob
+from ..gpu.nccl_types import DTYPES, OPERATIONS, UINT8, Wire, storage
 from ..gpu.pipeline import Pipeline
 from ..messages import ReduceOp
 from ..scale import Scale
@@ -43,19 +43,12 @@ class Lane(Pipeline):
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, op: ReduceOp,
                       prescale: float, scale: Scale) -> None:
         """Reduce tensors by way of a fusion buffer."""
-        buffer = self._next_buffer()
-        counts = [source.size * wire.parts for source in sources]
-        offsets, total = fused_offsets(counts, narrowest(wire))
-        itemsize = np.dtype(storage(wire.dtype)).itemsize
-        places = [buffer + offset * itemsize for offset in offsets]
-        if total:
-            self._run(
-                lambda: self._copy([source.address for source in sources], places, counts,
-                                   CopyJob.between(wire.memory, wire.dtype, Scale(prescale))),
-                lambda: self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], OPERATIONS[op],
-                                                    self._reductions.ptr),
-                lambda: self._copy(places, [target.address for target in targets], counts,
-                                   CopyJob.between(wire.dtype, wire.memory, scale)))
+        def reduce(buffer: int, total: int) -> Callable[[], None]:
+            self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], OPERATIONS[op],
+                                        self._reductions.ptr)
+            return _nothing
+
+        self._run_packed(sources, targets, wire, prescale, scale, reduce)
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
         """Concatenate `sizes[r]` bytes of each rank r at `target`."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ..scale import Scale
 from .arrays import GpuArray
-from .copy_plan import ALIGNMENT, CopyJob, block_count, copy_table
-from .nccl_types import Wire, storage
+from .copy_plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
+from .nccl_types import Wire, narrowest, storage
 from .plane import Completion
 
 BUFFERS = 2
@@ -60,6 +61,30 @@ class Pipeline:
         # Only now, so that the copies of the bucket before did not keep this one from being packed meanwhile.
         self._deliver()
         self._late = reduced, deliver
+
+    def _run_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, prescale: float,
+                    scale: Scale, reduce: Callable[[int, int], Callable[[], None]]) -> None:
+        """Reduce tensors that fit into a fusion buffer together by way of one; nothing is done for none of elements.
+
+        `reduce(address, elements)` enqueues the reduction of what is packed in the buffer, elements of the wire's
+        dtype, and returns what is left to do of it before they are unpacked.
+        """
+        counts = [source.size * wire.parts for source in sources]
+        offsets, total = fused_offsets(counts, narrowest(wire))
+        if not total:
+            return
+        buffer, itemsize = self._next_buffer(), np.dtype(storage(wire.dtype)).itemsize
+        places = [buffer + offset * itemsize for offset in offsets]
+        complete: list[Callable[[], None]] = []
+
+        def deliver() -> None:
+            complete[0]()
+            self._copy(places, [target.address for target in targets], counts,
+                       CopyJob.between(wire.dtype, wire.memory, scale))
+
+        self._run(lambda: self._copy([source.address for source in sources], places, counts,
+                                     CopyJob.between(wire.memory, wire.dtype, Scale(prescale))),
+                  lambda: complete.append(reduce(buffer, total)), deliver)
 
     def _deliver(self) -> None:
         if self._late is not None:
