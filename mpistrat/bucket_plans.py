@@ -14,10 +14,14 @@ _KEPT_PLANS = 1024
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it)."""
+    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it).
+
+    `whole` is the place of an entry that is all there is in it, or None.
+    """
 
     request: Request
     members: tuple[tuple[int, int], ...]
+    whole: int | None
     op: ReduceOp
     scale: Scale
 
@@ -40,7 +44,7 @@ class BucketPlans:
             self._plans.clear()
             self._limit = limit
         # The arrays follow from the requests, and with hundreds of them a plan takes longer than a small reduction.
-        key = tuple(entry.request for entry in entries)
+        key = tuple([entry.request for entry in entries])
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _KEPT_PLANS:
@@ -60,9 +64,11 @@ class BucketPlans:
                 members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
         for indices in plan_buckets(members, self._limit):
-            request = entries[places[indices[0]][0]].request
+            place = places[indices[0]][0]
+            request, arrays = entries[place].request, entries[place].arrays
+            chosen = tuple(places[i] for i in indices)
+            whole = place if chosen == tuple((place, i) for i in range(len(arrays))) else None
             average = request.reduce_op is ReduceOp.AVERAGE
-            buckets.append(Bucket(request, tuple(places[i] for i in indices),
-                                   ReduceOp.SUM if average else request.reduce_op,
+            buckets.append(Bucket(request, chosen, whole, ReduceOp.SUM if average else request.reduce_op,
                                    Scale(request.postscale, self._size if average else 1)))
         return buckets

@@ -213,10 +213,8 @@ class Engine:
         try:
             # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
             with np.errstate(all="ignore"):
-                if handle is not None:
-                    self._propose()
-                    if handle.done():
-                        return
+                if handle is not None and self._propose(handle):
+                    return
                 while not self._ended.is_set():
                     busy = self.step()
                     # Asked for even if nothing happened: another driver may have been quicker with this handle.
@@ -246,24 +244,28 @@ class Engine:
         longest_s = self._coordinator.patience(now)
         return min(longest_s, 1.0) if self._voting is not None and self._voting.is_waiting else longest_s
 
-    def _propose(self) -> None:
-        """Vote for what a caller waits for, if that is all there is to do."""
+    def _propose(self, handle: Handle) -> bool:
+        """Vote for what a caller waits for, if that is all there is to do. Returns whether the handle is done."""
         if self._voting is None or self._outstanding or not self._voting.is_free or not self._is_willing:
-            return
+            return False
         entry = self._queue.take_only()
-        if entry is not None:
-            self._outstanding += 1
-            now = self._clock()
-            self._voting.propose(entry, now)
+        if entry is None:
+            return False
+        self._outstanding += 1
+        now = self._clock()
+        self._voting.propose(entry, now)
+        if not self._settle(now):
+            self._executor.prepare(entry)
             if not self._settle(now):
-                self._executor.prepare(entry)
+                # What others have to say of other operations can wait for so long.
+                self._control.wait(_SPIN_S, spin_s=_SPIN_S)
                 self._settle(now)
+        return handle.done()
 
     @property
     def _is_willing(self) -> bool:
         """Whether this rank may agree to something by vote: nothing is to be said that only a decision can say."""
-        return not (self._end_requested or self._ended.is_set() or self._tuner is not None
-                    or self._coordinator.has_choice)
+        return not (self._end_requested or self._tuner is not None or self._coordinator.has_choice)
 
     def _settle(self, now: float) -> bool:
         """Execute what all ranks have voted for. Returns whether a round was complete that this rank waited for."""
@@ -341,19 +343,20 @@ class Engine:
 
     def _run_all(self, entries: list[Entry]) -> None:
         self._executing = entries
-        began = self._clock()
-        self._executor.execute(entries)
+        if self._tuner is None:
+            self._executor.execute(entries)
+        else:
+            began = self._clock()
+            self._executor.execute(entries)
+            self._tune(self._tuner, entries, self._clock() - began)
         self._executing = []
-        if self._tuner is not None:
-            self._tune(entries, self._clock() - began)
 
-    def _tune(self, entries: Sequence[Entry], seconds: float) -> None:
-        assert self._tuner is not None
-        choice = self._tuner.record(sum(array.nbytes for entry in entries for array in entry.arrays), seconds)
+    def _tune(self, tuner: Autotuner, entries: Sequence[Entry], seconds: float) -> None:
+        choice = tuner.record(sum(array.nbytes for entry in entries for array in entry.arrays), seconds)
         if choice is not None:
             self._coordinator.adopt(choice)
-        if self._tuner.is_done:
-            tuner, self._tuner = self._tuner, None
+        if tuner.is_done:
+            self._tuner = None
             if self._tuned is not None:
                 self._tuned(tuner)
 

@@ -96,7 +96,10 @@ class Executor:
         fused = entry.arrays if entry.request.kind in FUSED else ()
         return _Work(entry, [self._pool.take(a.shape, a.dtype) for a in fused], len(fused))
 
-    def _arrays_of(self, bucket: Bucket, works: list[_Work]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _arrays_of(self, bucket: Bucket, works: list[_Work]) -> tuple[Sequence[np.ndarray], list[np.ndarray]]:
+        if bucket.whole is not None:
+            work = works[bucket.whole]
+            return work.entry.arrays, work.results
         return ([works[place].entry.arrays[i] for place, i in bucket.members],
                 [works[place].results[i] for place, i in bucket.members])
 
@@ -109,13 +112,16 @@ class Executor:
 
     def _count_off(self, bucket: Bucket, works: list[_Work]) -> None:
         """Complete the entries that had nothing but this bucket to wait for."""
+        if bucket.whole is not None:
+            works[bucket.whole].entry.handle.complete(works[bucket.whole].results)
+            return
         for place, _ in bucket.members:
             work = works[place]
             work.missing -= 1
             if work.missing == 0:
                 work.entry.handle.complete(work.results)
 
-    def _broadcast(self, sources: list[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
+    def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:
             np.copyto(targets[0], sources[0])
             self._data.broadcast(targets[0].reshape(-1), root_rank)

@@ -35,7 +35,18 @@ class ResultPool:
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialised, aligned, C-contiguous array that nobody else uses."""
-        return self._free_block(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._last_use[nbytes] = self._turn
+        blocks = self._blocks.get(nbytes)
+        if blocks is None:
+            blocks = self._blocks[nbytes] = []
+        for block in blocks:
+            if sys.getrefcount(block.base) == _IDLE_REFERENCES:
+                break
+        else:
+            block = aligned_empty(nbytes)
+            blocks.append(block)
+        return block.view(dtype).reshape(shape)
 
     def next_turn(self) -> None:
         """Mark the end of a round of work; sizes not asked for in the last 64 rounds lose their free blocks."""
@@ -46,12 +57,3 @@ class ResultPool:
             self._blocks[nbytes] = [b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > _IDLE_REFERENCES]
             if not self._blocks[nbytes]:
                 del self._blocks[nbytes], self._last_use[nbytes]
-
-    def _free_block(self, nbytes: int) -> np.ndarray:
-        self._last_use[nbytes] = self._turn
-        blocks = self._blocks.setdefault(nbytes, [])
-        for block in blocks:
-            if sys.getrefcount(block.base) == _IDLE_REFERENCES:
-                return block
-        blocks.append(aligned_empty(nbytes))
-        return blocks[-1]

@@ -1,5 +1,7 @@
 """Factors on the way in and out of a reduction: scaled_copy, and Scale, the one place that makes averages of sums."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from .dtypes import is_half
@@ -35,13 +37,17 @@ class Scale:
 IDENTITY = Scale()
 
 
-def divided_before(divisor: int, dtype: np.dtype) -> bool:
-    """Whether to divide the values of each rank, which costs nothing while they are copied, gives the same average.
+@lru_cache
+def divided_before(scale: Scale, dtype: np.dtype) -> tuple[float, Scale]:
+    """By what to multiply the values of each rank, which costs nothing while they are copied, and what is left to do.
 
-    It does for floats and powers of two, where both are exact (but for sums below 1e-37, or too large for the dtype).
-    Half precision is not so wide, and is summed and divided in float32.
+    Floats are divided before by powers of two, where the average is the same: both are exact (but for sums below 1e-37,
+    or too large for the dtype). Half precision is not so wide, and is summed and divided in float32.
     """
-    return divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype)
+    divisor = scale.divisor
+    if divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype):
+        return 1 / divisor, Scale(scale.factor)
+    return 1.0, scale
 
 
 def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:

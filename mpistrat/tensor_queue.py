@@ -13,16 +13,19 @@ from .messages import Request
 logger = logging.getLogger(__name__)
 
 
+_handles_lock = threading.Lock()  # held for a moment when a handle changes; one for all, since few are ever waited for
+
+
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it."""
 
+    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_pending", "name")
+
     def __init__(self, name: str):
         self.name = name
-        self._lock = threading.Lock()
-        # Held until the handle is done: a lock is made and waited for in a third of the time that an Event takes.
-        self._pending = threading.Lock()
-        self._pending.acquire()
         self._is_done = False
+        # Once a thread waits, a lock that is held until the handle is done: that takes a third as long as an Event.
+        self._pending: threading.Lock | None = None
         self._arrays: list[Any] = []
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -46,13 +49,20 @@ class Handle:
 
     def await_done(self, timeout_s: float) -> bool:
         """Block until it is complete, for at most `timeout_s` (-1: for ever). Returns whether it is."""
-        if not self._is_done and self._pending.acquire(timeout=timeout_s):
-            self._pending.release()  # For the next thread that waits.
+        if self._is_done:
+            return True
+        with _handles_lock:
+            if self._pending is None and not self._is_done:
+                self._pending = threading.Lock()
+                self._pending.acquire()
+            pending = self._pending
+        if pending is not None and pending.acquire(timeout=timeout_s):
+            pending.release()  # For the next thread that waits.
         return self._is_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback()` on completion, in the engine's thread, or now if it is complete. It must not block."""
-        with self._lock:
+        with _handles_lock:
             if not self._is_done:
                 self._callbacks.append(callback)
                 return
@@ -69,10 +79,11 @@ class Handle:
         self._finish()
 
     def _finish(self) -> None:
-        with self._lock:
+        with _handles_lock:
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
-        self._pending.release()
+        if self._pending is not None:
+            self._pending.release()
         for callback in callbacks:
             try:
                 callback()

@@ -110,18 +110,16 @@ class ControlPlane(ABC):
 class Ballot(Protocol):
     """Rounds in each of which every rank casts one vote, a number. Used by the engine's thread alone."""
 
+    has_voted: bool  # whether this rank has voted in this round
+
     def cast(self, number: int) -> None:
-        """Vote for `number`, 64 bits, or with 0 against all. Once in a round. Ranks that sleep are woken."""
+        """Vote for `number`, 62 bits, or with 0 against all. Once in a round. Ranks that sleep are woken."""
 
     def outcome(self) -> bool | None:
         """Whether all ranks have voted for the same number; None: not all have voted, this rank among them or not.
 
         An answer ends the round, and is the same on all ranks.
         """
-
-    @property
-    def has_voted(self) -> bool:
-        """Whether this rank has voted in this round."""
 
     @property
     def is_awaited(self) -> bool:

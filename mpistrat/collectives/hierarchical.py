@@ -13,9 +13,9 @@ from ..fusion import FusionBuffer
 from ..scale import IDENTITY
 from ..topology import Topology
 from .base import DataPlane
-from .host_memory import HostMemory
+from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
-from .shared_memory import CONSUMED, PACKED, READY, UNPACKED, SharedMemoryData, Stage, Work
+from .shared_memory import SharedMemoryData, Stage, Work
 
 # One exchange of whole slices is quicker than a scatter and a gather up to about this many bytes from all hosts.
 _SMALL_BYTES = 32 * 1024
@@ -66,6 +66,9 @@ class HierarchicalData(SharedMemoryData):
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[MPI.Request, Any]] = {}
 
+    def _is_direct(self, nbytes: int) -> bool:
+        return False
+
     def _stages_of(self, work: Work) -> Sequence[Stage]:
         return self._pack, self._send, self._combine, self._publish, self._unpack
 
@@ -87,7 +90,7 @@ class HierarchicalData(SharedMemoryData):
             partial = self._partial[slot].view(parts[0].size, parts[0].dtype)
             combine(parts, work.op, partial, IDENTITY)
             self._underway[k] = self._exchange(partial, self._rows[slot])
-        self._memory.post(CONSUMED, number + 1)
+        self._memory.post(number + 1, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[MPI.Request, np.ndarray]:
         hosts, sent = self._hosts, partial.view(np.uint8)
@@ -127,7 +130,7 @@ class HierarchicalData(SharedMemoryData):
         """Let the host's ranks see the result."""
         if k in self._underway:
             self._await(self._underway.pop(k)[0])
-        self._memory.post(READY, work.first + k + 1)
+        self._memory.post(work.first + k + 1, READY)
 
     def _await(self, request: MPI.Request) -> None:
         began = time.monotonic()

@@ -15,6 +15,11 @@ from collections.abc import Sequence
 
 from ..errors import EngineError
 
+# The counters of a rank, each used by one class only.
+PACKED, CONSUMED, READY, UNPACKED = range(4)  # chunks; SharedMemoryData
+EVEN_VOTE, ODD_VOTE = 4, 5  # SharedBallot
+ASLEEP = 6  # SharedMail
+
 _LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
 _ABANDONED = _LINE - 1
 _SPINS = 50
@@ -43,18 +48,22 @@ class HostMemory:
         self._line_of = {rank: i * _LINE for i, rank in enumerate(ranks)}
         self.data = view[header:]
         self._others = [i for i in range(len(ranks)) if i != index]
-        self._fence_lock = threading.Lock()
-        self._fence_lock.acquire()
+        fence = threading.Lock()
+        fence.acquire()
+        # A release of a lock followed by its acquisition is what Python has for a full memory barrier. It takes 0.1 us.
+        self._release, self._acquire = fence.release, fence.acquire
 
     @staticmethod
     def size_for(count: int, data_bytes: int) -> int:
         """Bytes to ask for when `count` ranks shall have `data_bytes` of data."""
         return -(-count * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE + data_bytes
 
-    def post(self, counter: int, value: int) -> None:
-        """Set one of this rank's counters (0 to 14), after all that this rank has written before."""
-        self.fence()
-        self._words[self._mine + counter] = value
+    def post(self, value: int, *counters: int) -> None:
+        """Set some of this rank's counters (0 to 14), after all that this rank has read and written before."""
+        self._release()
+        self._acquire()
+        for counter in counters:
+            self._words[self._mine + counter] = value
 
     def await_all(self, counter: int, value: int) -> None:
         """Return when that counter of every rank is at least `value`; what they wrote before can then be read.
@@ -66,7 +75,8 @@ class HostMemory:
         for other in self._others:
             if words[other * _LINE + counter] < value:
                 self._await(other, counter, value)
-        self.fence()
+        self._release()
+        self._acquire()
 
     def have_all(self, counter: int, value: int) -> bool:
         """Whether `await_all` would return at once; if so, it has."""
@@ -104,9 +114,8 @@ class HostMemory:
 
     def fence(self) -> None:
         """All that this thread has read and written before comes before all that it reads and writes after."""
-        # A release of a lock followed by its acquisition is what Python has for a full memory barrier. It takes 0.1 us.
-        self._fence_lock.release()
-        self._fence_lock.acquire()
+        self._release()
+        self._acquire()
 
 
 class HandOver:

@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .host_mail import HostMail
-from .host_memory import HostMemory
+from .host_memory import ASLEEP, HostMemory
 
-ASLEEP = 8  # the counter that says so; SharedMemoryData has the lower ones
 _RING_BYTES = 8 * 1024
 _HEADER_BYTES = 256  # two counters, each with two cache lines of its own
 _READ = 16  # words from the first counter, of bytes written, to the second, of bytes read
@@ -160,14 +159,14 @@ class SharedMail:
                     break
                 self._mail.look()
                 os.sched_yield()
-        self._memory.post(ASLEEP, 1)
+        self._memory.post(1, ASLEEP)
         self._memory.fence()
         try:
             if self._has_come():
                 return True
             is_called = self._mail.wait(timeout_s)
         finally:
-            self._memory.post(ASLEEP, 0)
+            self._memory.post(0, ASLEEP)
         if is_called:
             self._mail.receive()  # which takes the call away
         return is_called or self._has_come()

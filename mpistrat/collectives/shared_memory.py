@@ -12,7 +12,8 @@ from ..messages import ReduceOp
 from ..scale import Scale, divided_before
 from ..stream import Stream
 from .base import DataPlane
-from .host_memory import HostMemory
+from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .one_chunk import PIECE_BYTES, OneChunk
 from .reduction import combine
 
 # Chunks of half a megabyte are quickest (102 MB on 2 ranks: 23 ms; with 64 KiB 34 ms, with 4 MiB 43 ms), as long as
@@ -22,10 +23,6 @@ _CACHE_BYTES = 16 * 1024 * 1024
 # Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less. Two
 # ranks always do so: they read and write 5 times the bytes then, and 5.5 times by slices.
 DIRECT_BYTES = 64 * 1024
-# Tensors of this size on average are reduced one by one to where the result goes; smaller ones as one, and then copied.
-_PIECE_BYTES = 32 * 1024
-
-PACKED, CONSUMED, READY, UNPACKED = range(4)  # counters of chunks
 
 
 @dataclass
@@ -37,7 +34,7 @@ class Work:
 
     ins: Stream
     outs: Stream
-    is_of_large: bool  # tensors, _PIECE_BYTES each
+    is_of_large: bool  # tensors, PIECE_BYTES each
     slots: list[list[np.ndarray]]
     elements: int
     chunk: int
@@ -79,7 +76,7 @@ class SharedMemoryData(DataPlane):
     themselves stays in the processor's cache.
 
     Args:
-        memory: Has `memory_bytes` of data at least; nobody else uses those, or the counters 0 to 3.
+        memory: Has `memory_bytes` of data at least; nobody else uses those.
         chunk: Bytes of a chunk, as chunk_bytes has it.
         others: Serves what is not an all-reduce.
     """
@@ -114,14 +111,21 @@ class SharedMemoryData(DataPlane):
                   scale: Scale) -> None:
         if not self._is_used:
             self._others.allreduce(sources, targets, op, prescale, scale)
+            return
+        work = self._begin(sources, targets, op, prescale, scale)
+        if isinstance(work, OneChunk):
+            self._finish_one(work)
         else:
-            self._finish(self._begin(sources, targets, op, prescale, scale))
+            self._finish(work)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                 scale: Scale) -> Callable[[], None]:
         if not self._is_used:
             return self._others.prepare(sources, targets, op, prescale, scale)
         work = self._begin(sources, targets, op, prescale, scale)
+        if isinstance(work, OneChunk):
+            work.pack_ahead()
+            return partial(self._finish_one, work)
         for k in range(min(work.chunks, self.slots)):
             if not self._memory.have_all(CONSUMED, work.first + k - self.slots + 1):
                 break
@@ -130,13 +134,26 @@ class SharedMemoryData(DataPlane):
         return partial(self._finish, work)
 
     def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-               scale: Scale) -> Work:
+               scale: Scale) -> Work | OneChunk:
         dtype = sources[0].dtype
         elements = sum([source.size for source in sources])
-        if scale.divisor != 1 and divided_before(scale.divisor, dtype):
-            prescale, scale = prescale / scale.divisor, Scale(scale.factor)
-        return Work(Stream(sources), Stream(targets), elements * dtype.itemsize >= len(targets) * _PIECE_BYTES,
-                    self._slots(dtype), elements, self._used_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
+        nbytes, slots = elements * dtype.itemsize, self._slots(dtype)
+        if scale.divisor != 1:
+            before, scale = divided_before(scale, dtype)
+            prescale *= before
+        if nbytes <= self._used_bytes and self._is_direct(nbytes):
+            return OneChunk(self._memory, slots[self._chunks % self.slots], self._chunks, self.slots, sources, targets,
+                            elements, op, prescale, scale)
+        return Work(Stream(sources), Stream(targets), nbytes >= len(targets) * PIECE_BYTES, slots, elements,
+                    self._used_bytes // dtype.itemsize, self._chunks, op, prescale, scale)
+
+    def _is_direct(self, nbytes: int) -> bool:
+        """Whether every rank reduces all of it."""
+        return self._count == 2 or nbytes * self._count <= DIRECT_BYTES
+
+    def _finish_one(self, work: OneChunk) -> None:
+        work.finish(self._scratch)
+        self._chunks += 1
 
     def _finish(self, work: Work) -> None:
         stages = self._stages_of(work)
@@ -161,7 +178,7 @@ class SharedMemoryData(DataPlane):
 
     def _stages_of(self, work: Work) -> Sequence[Stage]:
         """What is done to a chunk, one turn after the other."""
-        if self._count == 2 or work.elements * work.itemsize * self._count <= DIRECT_BYTES:
+        if self._is_direct(work.elements * work.itemsize):
             return self._pack, self._reduce_directly
         return self._pack, self._reduce, self._unpack
 
@@ -170,7 +187,7 @@ class SharedMemoryData(DataPlane):
         if k >= work.packed:
             self._memory.await_all(CONSUMED, number - self.slots + 1)
             self._copy_in(work, k)
-        self._memory.post(PACKED, number + 1)
+        self._memory.post(number + 1, PACKED)
 
     def _copy_in(self, work: Work, k: int) -> None:
         work.ins.copy_to(work.slot_of(k)[self._index][:work.size_of(k)], work.prescale)
@@ -181,14 +198,13 @@ class SharedMemoryData(DataPlane):
         self._memory.await_all(PACKED, number + 1)
         self._memory.await_all(UNPACKED, number - self.slots + 1)
         combine([part[mine] for part in slot[:-1]], work.op, slot[-1][mine], work.scale)
-        self._memory.post(CONSUMED, number + 1)
-        self._memory.post(READY, number + 1)
+        self._memory.post(number + 1, CONSUMED, READY)
 
     def _unpack(self, work: Work, k: int) -> None:
         number = work.first + k
         self._memory.await_all(READY, number + 1)
         work.outs.copy_from(work.slot_of(k)[-1][:work.size_of(k)])
-        self._memory.post(UNPACKED, number + 1)
+        self._memory.post(number + 1, UNPACKED)
 
     def _reduce_directly(self, work: Work, k: int) -> None:
         """Every rank reduces all of the chunk, from the parts of all."""
@@ -202,8 +218,7 @@ class SharedMemoryData(DataPlane):
             result = self._scratch.view(size, parts[0].dtype)
             combine(parts, work.op, result, work.scale)
             work.outs.copy_from(result)
-        for counter in (CONSUMED, READY, UNPACKED):
-            self._memory.post(counter, number + 1)
+        self._memory.post(number + 1, CONSUMED, READY, UNPACKED)
 
     def _slots(self, dtype: np.dtype) -> list[list[np.ndarray]]:
         views = self._views.get(dtype)

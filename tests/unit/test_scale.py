@@ -85,16 +85,18 @@ def test_floats_are_multiplied_in_their_own_precision(dtype: type) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
 @pytest.mark.parametrize("ranks", [2, 8, 16384])
 def test_what_is_divided_before_has_the_same_average(dtype: type, ranks: int) -> None:
-    assert divided_before(ranks, np.dtype(dtype))
+    before, after = divided_before(Scale(3.0, ranks), np.dtype(dtype))
+    assert (before, after.factor, after.divisor) == (1 / ranks, 3.0, 1)
     values = (np.random.default_rng(0).normal(size=(5, 100)) * 10.0 ** np.arange(-20, 30, 10)[:, None]).astype(dtype)
-    before = np.add.accumulate(scaled(values, Scale(1.0, ranks)))
-    np.testing.assert_array_equal(before, scaled(np.add.accumulate(values), Scale(1.0, ranks)))
+    divided = np.add.accumulate(scaled(values, Scale(before)))
+    np.testing.assert_array_equal(divided, scaled(np.add.accumulate(values), Scale(1.0, ranks)))
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(3, "float32"), (2, "int32"), (2, "uint8"), (2, "float16"),
                                              (2, "bfloat16")])
 def test_what_would_be_rounded_otherwise_is_not_divided_before(ranks: int, name: str) -> None:
-    assert not divided_before(ranks, dtype_named(name))
+    scale = Scale(1.0, ranks)
+    assert divided_before(scale, dtype_named(name)) == (1.0, scale)
 
 
 def test_nan_and_infinities_stay() -> None:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mpistrat.collectives.host_mail import HostMail
-from mpistrat.collectives.host_memory import HostMemory
-from mpistrat.collectives.shared_mail import ASLEEP, SharedMail, mail_bytes
+from mpistrat.collectives.host_memory import ASLEEP, HostMemory
+from mpistrat.collectives.shared_mail import SharedMail, mail_bytes
 
 LONG_S = 20.0
 

@@ -56,7 +56,7 @@ def allreduced(data: SharedMemoryData, arrays: list[np.ndarray], op: ReduceOp = 
 
 def test_a_rank_waits_for_the_counters_of_all_others() -> None:
     first, second, third = memories(3)
-    second.post(2, 5)
+    second.post(5, 2)
     passed = threading.Event()
 
     def wait() -> None:
@@ -66,14 +66,14 @@ def test_a_rank_waits_for_the_counters_of_all_others() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     assert not passed.wait(0.05)
-    third.post(2, 4)
+    third.post(4, 2)
     thread.join(LIMIT_S)
     assert passed.is_set()
 
 
 def test_counters_are_a_ranks_own() -> None:
     first, second = memories(2)
-    first.post(3, 7)
+    first.post(7, 3)
     assert second.counter_of(10, 3) == 7
     assert second.counter_of(11, 3) == second.counter_of(10, 2) == 0
 
