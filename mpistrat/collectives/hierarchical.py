@@ -86,7 +86,7 @@ class HierarchicalData(SharedMemoryData):
         if mine is not None:
             self._memory.await_all(PACKED, number + 1)
             parts = [part[mine] for part in work.slot_of(k)[:-1]]
-            slot = number % self.slots
+            slot = k % self.slots
             partial = self._partial[slot].view(parts[0].size, parts[0].dtype)
             combine(parts, work.op, partial, IDENTITY)
             self._underway[k] = self._exchange(partial, self._rows[slot])
@@ -114,7 +114,7 @@ class HierarchicalData(SharedMemoryData):
             return
         request, rows = self._underway.pop(k)
         self._await(request)
-        self._memory.await_all(UNPACKED, work.first + k - self.slots + 1)
+        self._memory.await_all(UNPACKED, work.place_is_free_at(k))
         result = work.slot_of(k)[-1][self._slice(work, k)]
         if rows.shape[1] == result.size:
             combine(list(rows), work.op, result, work.scale)

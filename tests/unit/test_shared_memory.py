@@ -238,7 +238,7 @@ def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
 def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
     full = np.ones(SharedMemoryData.slots * CHUNK // 8)
     blocked = planes(2)[0]
-    blocked._chunks = SharedMemoryData.slots  # as if rank 1 had not consumed the chunks before
+    blocked._free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
     before = blocked._bytes.copy()
     blocked.prepare([full], [np.empty_like(full)], ReduceOp.SUM, 1.0, IDENTITY)
     np.testing.assert_array_equal(blocked._bytes, before)

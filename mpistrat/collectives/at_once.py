@@ -1,0 +1,83 @@
+"""An all-reduce through shared memory that is small enough to be done at once, and of which every rank reduces all.
+
+It does what SharedMemoryData does in chunks, in as few steps as it takes: the time of a small all-reduce is that of
+Python's calls, 0.8 us each when the processor has last run something else.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..fusion import FusionBuffer
+from ..messages import ReduceOp
+from ..scale import Scale, scaled_copy
+from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .reduction import combine
+
+# Tensors of this size on average are reduced one by one to where the result goes; smaller ones as one, and then copied.
+PIECE_BYTES = 32 * 1024
+
+
+class AtOnce:
+    """One such all-reduce. To the counters it is a chunk like any other.
+
+    Args:
+        memory: Has the counters.
+        parts: For each rank of the host, the memory that it packs into.
+        free_at: How many chunks must be consumed before that may be written to.
+        number: How many chunks there were before.
+        sources, targets, op, prescale, scale: As in DataPlane.allreduce.
+        elements: Of all sources.
+    """
+
+    __slots__ = ("_free_at", "_is_packed", "_memory", "_number", "_op", "_parts", "_prescale", "_scale", "_sources",
+                 "_targets")
+
+    def __init__(self, memory: HostMemory, parts: Sequence[np.ndarray], free_at: int, number: int,
+                 sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], elements: int, op: ReduceOp,
+                 prescale: float, scale: Scale):
+        self._memory, self._free_at, self._number = memory, free_at, number
+        self._parts = [part[:elements] for part in parts]
+        self._sources, self._targets, self._op, self._prescale, self._scale = sources, targets, op, prescale, scale
+        self._is_packed = False
+
+    def pack_ahead(self) -> None:
+        """Pack, if there is room. Local."""
+        if self._memory.have_all(CONSUMED, self._free_at):
+            self._pack()
+
+    def _pack(self) -> None:
+        mine, start = self._parts[self._memory.index], 0
+        for source in self._sources:
+            stop = start + source.size
+            scaled_copy(source.reshape(-1), self._prescale, mine[start:stop])
+            start = stop
+        self._is_packed = True
+
+    def finish(self, scratch: FusionBuffer) -> None:
+        """Do the rest. Collective."""
+        memory, number = self._memory, self._number + 1
+        if not self._is_packed:
+            memory.await_all(CONSUMED, self._free_at)
+            self._pack()
+        memory.post(number, PACKED)
+        memory.await_all(PACKED, number)
+        if len(self._targets) == 1:
+            combine(self._parts, self._op, self._targets[0].reshape(-1), self._scale)
+        else:
+            self._reduce_list(scratch)
+        memory.post(number, CONSUMED, READY, UNPACKED)
+
+    def _reduce_list(self, scratch: FusionBuffer) -> None:
+        parts, start = self._parts, 0
+        result = None
+        if parts[0].nbytes < len(self._targets) * PIECE_BYTES:
+            result = scratch.view(parts[0].size, parts[0].dtype)
+            combine(parts, self._op, result, self._scale)
+        for target in self._targets:
+            flat, stop = target.reshape(-1), start + target.size
+            if result is None:
+                combine([part[start:stop] for part in parts], self._op, flat, self._scale)
+            else:
+                flat[...] = result[start:stop]
+            start = stop
