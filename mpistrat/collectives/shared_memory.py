@@ -128,12 +128,8 @@ class SharedMemoryData(DataPlane):
                   scale: Scale) -> None:
         if not self._is_used:
             self._others.allreduce(sources, targets, op, prescale, scale)
-            return
-        work = self._begin(sources, targets, op, prescale, scale)
-        if isinstance(work, AtOnce):
-            self._finish_at_once(work)
         else:
-            self._finish(work)
+            self._finish(self._begin(sources, targets, op, prescale, scale))
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                 scale: Scale) -> Callable[[], None]:
@@ -142,12 +138,8 @@ class SharedMemoryData(DataPlane):
         work = self._begin(sources, targets, op, prescale, scale)
         if isinstance(work, AtOnce):
             work.pack_ahead()
-            return partial(self._finish_at_once, work)
-        for k in range(min(work.chunks, self.slots)):
-            if not self._memory.have_all(CONSUMED, work.place_is_free_at(k)):
-                break
-            self._copy_in(work, k)
-            work.packed += 1
+        else:
+            self._pack_ahead(work)
         return partial(self._finish, work)
 
     def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
@@ -168,12 +160,19 @@ class SharedMemoryData(DataPlane):
         """Whether every rank reduces all of it."""
         return self._count == 2 or nbytes * self._count <= DIRECT_BYTES
 
-    def _finish_at_once(self, work: AtOnce) -> None:
-        work.finish(self._scratch)
-        self._chunks += 1
-        self._free_at = [self._chunks] * self.slots
+    def _pack_ahead(self, work: Work) -> None:
+        for k in range(min(work.chunks, self.slots)):
+            if not self._memory.have_all(CONSUMED, work.place_is_free_at(k)):
+                break
+            self._copy_in(work, k)
+            work.packed += 1
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: Work | AtOnce) -> None:
+        if isinstance(work, AtOnce):
+            work.finish(self._scratch)
+            self._chunks += 1
+            self._free_at = [self._chunks] * self.slots
+            return
         stages = self._stages_of(work)
         for turn in range(work.chunks + len(stages) - 1):
             for lag, stage in enumerate(stages):

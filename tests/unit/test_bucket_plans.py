@@ -28,6 +28,15 @@ def test_a_list_seen_before_has_the_same_plan_until_the_limit_changes() -> None:
 
     entries = [Entry(request(f"{i}", array), [array], Handle(f"{i}")) for i, array in enumerate(arrays)]
     first = plans.plan(entries, 1000)
-    assert [bucket.members for bucket in first] == [((0, 0), (1, 0))]
+    assert [(bucket.members, bucket.whole) for bucket in first] == [(((0, 0), (1, 0)), None)]
     assert plans.plan(entries, 1000) is first
-    assert [bucket.members for bucket in plans.plan(entries, 10)] == [((0, 0),), ((1, 0),)]
+    assert [(bucket.members, bucket.whole) for bucket in plans.plan(entries, 10)] == [(((0, 0),), 0), (((1, 0),), 1)]
+
+
+def test_a_bucket_of_some_of_an_entrys_arrays_is_not_a_whole_entry() -> None:
+    arrays = [np.ones(5, np.float32), np.ones(5), np.ones(7, np.float32)]
+    mixed = Entry(allreduce_request("mixed", specs_of(arrays), Sum), arrays, Handle("mixed"))
+    same = Entry(allreduce_request("same", specs_of(arrays[::2]), Sum), arrays[::2], Handle("same"))
+    plan = BucketPlans(2).plan([mixed, same], 1000)
+    assert [(bucket.members, bucket.whole) for bucket in plan] == [(((0, 0), (0, 2), (1, 0), (1, 1)), None),
+                                                                   (((0, 1),), None)]

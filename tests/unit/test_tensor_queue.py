@@ -65,6 +65,21 @@ def test_every_waiting_thread_gets_the_result() -> None:
     assert all(result is arrays for result in got)
 
 
+def test_a_wait_that_begins_while_the_result_comes_gets_it() -> None:
+    handles = [Handle(f"{i}") for i in range(2000)]
+    reached = threading.Semaphore(0)
+
+    def complete() -> None:
+        for handle in handles:
+            reached.acquire()
+            handle.complete([handle.name])
+
+    threading.Thread(target=complete, daemon=True).start()
+    for handle in handles:
+        reached.release()
+        assert handle.wait(LONG_S) == [handle.name]
+
+
 @pytest.mark.parametrize("finish", [lambda h: h.complete([]), lambda h: h.fail(ValueError())], ids=["done", "failed"])
 def test_callbacks_are_called_once_in_order_when_the_result_is_there(finish) -> None:  # type: ignore[no-untyped-def]
     handle = Handle("a")
