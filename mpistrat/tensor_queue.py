@@ -13,7 +13,9 @@ from .messages import Request
 logger = logging.getLogger(__name__)
 
 
-_handles_lock = threading.Lock()  # held for a moment when a handle changes; one for all, since few are ever waited for
+# Held for a moment when a handle changes; one for all, since few are ever waited for. In that moment a signal, or the
+# garbage collector, may bring in code that uses another handle.
+_handles_lock = threading.RLock()
 
 
 class Handle:
