@@ -1,5 +1,6 @@
 """Datasets of MPIStrategy: no row is lost or seen twice, whatever does not divide evenly."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,21 @@ def test_a_replica_per_pipeline_is_refused(strategy: MPIStrategy) -> None:
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2), options)
     with pytest.raises(NotImplementedError, match="PER_REPLICA"):
         strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(4).batch(2), options)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_next_batches_are_read_ahead_by_a_plain_iterator(strategy: MPIStrategy, size: int) -> None:
+    enough = threading.Semaphore(0)
+
+    def read(number: Any) -> Any:
+        enough.release()
+        return number
+
+    def dataset_of(_: Any) -> Any:
+        return tf.data.Dataset.range(100).map(lambda n: tf.numpy_function(read, [n], tf.int64))
+    options = tf.distribute.InputOptions(experimental_per_replica_buffer_size=size)
+    iterator = iter(strategy.distribute_datasets_from_function(dataset_of, options))
+    assert int(strategy.experimental_local_results(next(iterator))[0]) == 0
+    assert all(enough.acquire(timeout=30) for _ in range(1 + size))
+    if not tf.config.list_logical_devices("GPU"):
+        assert type(iterator._iterators[0]._iterator).__name__ == "OwnedIterator", "TensorFlow's other one has crashed"
