@@ -11,11 +11,12 @@ import numpy as np
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale, scaled_copy
+from ..stream import Stream
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
 
 # Tensors of this size on average are reduced one by one to where the result goes; smaller ones as one, and then copied.
-PIECE_BYTES = 32 * 1024
+_PIECE_BYTES = 32 * 1024
 
 
 class AtOnce:
@@ -47,37 +48,42 @@ class AtOnce:
             self._pack()
 
     def _pack(self) -> None:
-        mine, start = self._parts[self._memory.index], 0
-        for source in self._sources:
-            stop = start + source.size
-            scaled_copy(source.reshape(-1), self._prescale, mine[start:stop])
-            start = stop
+        mine, sources = self._parts[self._memory.index], self._sources
+        if len(sources) == 1:
+            scaled_copy(sources[0].reshape(-1), self._prescale, mine)
+        else:
+            Stream(sources).copy_to(mine, self._prescale)
         self._is_packed = True
 
     def finish(self, scratch: FusionBuffer) -> None:
         """Do the rest. Collective."""
-        memory, number = self._memory, self._number + 1
+        memory, number, targets = self._memory, self._number + 1, self._targets
         if not self._is_packed:
             memory.await_all(CONSUMED, self._free_at)
             self._pack()
         memory.post(number, PACKED)
         memory.await_all(PACKED, number)
-        if len(self._targets) == 1:
-            combine(self._parts, self._op, self._targets[0].reshape(-1), self._scale)
+        if len(targets) == 1:
+            combine(self._parts, self._op, targets[0].reshape(-1), self._scale)
         else:
-            self._reduce_list(scratch)
+            reduce_onto(Stream(targets), are_large(self._parts[0].nbytes, targets), self._parts, self._op, self._scale,
+                        scratch)
         memory.post(number, CONSUMED, READY, UNPACKED)
 
-    def _reduce_list(self, scratch: FusionBuffer) -> None:
-        parts, start = self._parts, 0
-        result = None
-        if parts[0].nbytes < len(self._targets) * PIECE_BYTES:
-            result = scratch.view(parts[0].size, parts[0].dtype)
-            combine(parts, self._op, result, self._scale)
-        for target in self._targets:
-            flat, stop = target.reshape(-1), start + target.size
-            if result is None:
-                combine([part[start:stop] for part in parts], self._op, flat, self._scale)
-            else:
-                flat[...] = result[start:stop]
-            start = stop
+
+def are_large(nbytes: int, tensors: Sequence[np.ndarray]) -> bool:
+    """Whether tensors of `nbytes` together are better reduced one by one than as one."""
+    return nbytes >= len(tensors) * _PIECE_BYTES
+
+
+def reduce_onto(outs: Stream, is_of_large: bool, parts: Sequence[np.ndarray], op: ReduceOp, scale: Scale,
+                scratch: FusionBuffer) -> None:
+    """Reduce `parts`, one for each rank, to the next elements of `outs`, whose tensors `are_large` or not."""
+    size = parts[0].size
+    if is_of_large:
+        for place, piece in outs.pieces(size):
+            combine([part[place:place + piece.size] for part in parts], op, piece, scale)
+    else:
+        result = scratch.view(size, parts[0].dtype)
+        combine(parts, op, result, scale)
+        outs.copy_from(result)

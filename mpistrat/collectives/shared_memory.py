@@ -11,7 +11,7 @@ from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale, divided_before
 from ..stream import Stream
-from .at_once import PIECE_BYTES, AtOnce
+from .at_once import AtOnce, are_large, reduce_onto
 from .base import DataPlane
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
@@ -36,7 +36,7 @@ class Work:
 
     ins: Stream
     outs: Stream
-    is_of_large: bool  # tensors, PIECE_BYTES each
+    is_of_large: bool  # tensors; see are_large
     slots: list[list[np.ndarray]]  # for each of them an array for each rank of the host, and one for the result
     elements: int
     chunk: int
@@ -153,7 +153,7 @@ class SharedMemoryData(DataPlane):
         if nbytes <= self._at_once_bytes and self._is_direct(nbytes):
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
-        return Work(Stream(sources), Stream(targets), nbytes >= len(targets) * PIECE_BYTES, views.slots, elements,
+        return Work(Stream(sources), Stream(targets), are_large(nbytes, targets), views.slots, elements,
                     self._used_bytes // dtype.itemsize, self._chunks, self._free_at, op, prescale, scale)
 
     def _is_direct(self, nbytes: int) -> bool:
@@ -230,13 +230,7 @@ class SharedMemoryData(DataPlane):
         number, size = work.first + k, work.size_of(k)
         self._memory.await_all(PACKED, number + 1)
         parts = [part[:size] for part in work.slot_of(k)[:-1]]
-        if work.is_of_large:
-            for place, piece in work.outs.pieces(size):
-                combine([part[place:place + piece.size] for part in parts], work.op, piece, work.scale)
-        else:
-            result = self._scratch.view(size, parts[0].dtype)
-            combine(parts, work.op, result, work.scale)
-            work.outs.copy_from(result)
+        reduce_onto(work.outs, work.is_of_large, parts, work.op, work.scale, self._scratch)
         self._memory.post(number + 1, CONSUMED, READY, UNPACKED)
 
     def _views_of(self, dtype: np.dtype) -> _Views:

@@ -104,8 +104,7 @@ class Pipelines:
         return tf.distribute.InputContext(self._size, self._rank, self._size)
 
     def _workers(self, options: Any) -> InputWorkers:
-        fetch = options is None or options.experimental_fetch_to_device
-        return InputWorkers([("/device:CPU:0", (self._device if fetch else "/device:CPU:0",))])
+        return InputWorkers([("/device:CPU:0", ("/device:CPU:0" if self._reads_on_host(options) else self._device,))])
 
     def _reads_on_host(self, options: Any) -> bool:
         return "GPU" not in self._device or (options is not None and not options.experimental_fetch_to_device)
@@ -114,7 +113,8 @@ class Pipelines:
         """How TensorFlow iterates: on the host by a plain iterator.
 
         Its iterator for several devices is for GPUs. Without one it is a detour over two more threads for each epoch,
-        and a thread of TensorFlow 2.21 has crashed while one was deleted, twice in some thousands of epochs.
+        and twice in some thousands of epochs (TensorFlow 2.21) a thread that is not Python's crashed while Keras
+        dropped such an iterator.
         """
         if not self._reads_on_host(options):
             return options
