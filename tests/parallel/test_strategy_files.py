@@ -378,10 +378,13 @@ def test_a_manager_of_a_directory_of_the_rank(strategy: MPIStrategy, shared_dir:
     assert tf.train.latest_checkpoint(f"{shared_dir}/{rank}") == manager.latest_checkpoint
 
 
-def test_a_checkpoint_of_a_keras_model(strategy: MPIStrategy, shared_dir: str) -> None:
-    model, other = compiled(strategy), compiled(strategy)
+def test_a_checkpoint_of_a_keras_model(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
+    model, other = (compiled(strategy, keras.layers.BatchNormalization) for _ in range(2))
     fit(model)
-    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(f"{shared_dir}/ckpt")
+    written: list[str] = []
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(
+        f"{shared_dir}/ckpt", tf.train.CheckpointOptions(experimental_write_callbacks=[written.append]))
+    assert written == ([path] if rank == 0 else [])
     fit(other, epochs=1)
     tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_existing_objects_matched()
     assert_close(other.get_weights(), model.get_weights(), 0)

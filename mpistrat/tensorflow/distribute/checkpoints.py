@@ -47,8 +47,9 @@ def with_values_of(trackable: Any) -> Any:
 
 def _of_strategy(trackable: Any) -> Iterable[Any]:
     """The variables of an MPIStrategy that a checkpoint of `trackable` has, in the same order on all ranks."""
-    return (found for found in tf.train.TrackableView(trackable).descendants()
-            if isinstance(found, RankMirroredVariable | RankSyncOnReadVariable))
+    # A variable of Keras is no tf.Variable; it has one.
+    found = (getattr(node, "_value", node) for node in tf.train.TrackableView(trackable).descendants())
+    return (variable for variable in found if isinstance(variable, RankMirroredVariable | RankSyncOnReadVariable))
 
 
 def _is_of_strategy(checkpoint: Any) -> bool:
