@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .autotune import Autotuner, Choice
-from .collectives.base import Ballot, ControlPlane, DataPlane
+from .collectives.base import Ballot, ControlPlane, DataPlane, Outcome
 from .coordinator import Coordinator
 from .errors import EngineError, MismatchError, ShutdownError, StallError
 from .execution import Executor
@@ -111,28 +111,26 @@ class Engine:
             DuplicateNameError: The name is in flight.
             EngineError: The engine has ended.
         """
-        handle = self._put(request, arrays)
+        handle = Handle(request.name)
+        self._queue.put(Entry(request, arrays, handle))
         self._call_background()
         return handle
 
     def run(self, request: Request, arrays: Sequence[Any], limit_s: float = math.inf) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
-        handle = self._put(request, arrays)
         if not self._driving.acquire(blocking=False):
-            self._call_background()
+            handle = self.submit(request, arrays)
             handle.await_done(-1 if limit_s == math.inf else limit_s)
             return handle
         try:
-            self._drive(handle, self._clock() + limit_s)
+            handle = Handle(request.name)
+            entry, now = Entry(request, arrays, handle), self._clock()
+            is_taken = self._queue.put(entry, is_taken=self._may_vote)
+            self._drive(entry, now, now + limit_s, is_taken)
         finally:
             self._driving.release()
             if self._outstanding or self._gpu.is_busy:
                 self._attention.set()
-        return handle
-
-    def _put(self, request: Request, arrays: Sequence[Any]) -> Handle:
-        handle = Handle(request.name)
-        self._queue.put(Entry(request, arrays, handle))
         return handle
 
     def _call_background(self) -> None:
@@ -206,15 +204,25 @@ class Engine:
             self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
             self._attention.clear()
             with self._driving:
-                self._drive(None, math.inf)
+                self._drive(None, self._clock(), math.inf)
 
-    def _drive(self, handle: Handle | None, deadline: float) -> None:
-        """Step until `handle` is done or the deadline has passed; without a handle, until nothing is outstanding."""
+    def _drive(self, entry: Entry | None, now: float, deadline: float, is_taken: bool = False) -> None:
+        """Step until `entry` is done or the deadline has passed; without an entry, until nothing is outstanding.
+
+        Args:
+            entry: What the caller waits for.
+            now: The time.
+            deadline: Likewise.
+            is_taken: The entry is not in the queue, but to be voted for.
+        """
+        handle = None if entry is None else entry.handle
         try:
             # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
             with np.errstate(all="ignore"):
-                if handle is not None and self._propose(handle):
-                    return
+                if entry is not None and is_taken:
+                    self._propose(entry, now)
+                    if entry.handle.done():
+                        return
                 while not self._ended.is_set():
                     busy = self.step()
                     # Asked for even if nothing happened: another driver may have been quicker with this handle.
@@ -244,23 +252,22 @@ class Engine:
         longest_s = self._coordinator.patience(now)
         return min(longest_s, 1.0) if self._voting is not None and self._voting.is_waiting else longest_s
 
-    def _propose(self, handle: Handle) -> bool:
-        """Vote for what a caller waits for, if that is all there is to do. Returns whether the handle is done."""
-        if self._voting is None or self._outstanding or not self._voting.is_free or not self._is_willing:
-            return False
-        entry = self._queue.take_only()
-        if entry is None:
-            return False
+    @property
+    def _may_vote(self) -> bool:
+        """Whether this rank may vote for what a caller brings, if that is all there is to do."""
+        return self._voting is not None and not self._outstanding and self._voting.is_free and self._is_willing
+
+    def _propose(self, entry: Entry, now: float) -> None:
+        """Vote for what a caller waits for, and be there when all have voted."""
+        assert self._voting is not None
         self._outstanding += 1
-        now = self._clock()
-        self._voting.propose(entry, now)
+        self._voting.propose(entry, self._executor.prepare(entry), now)
         if not self._settle(now):
-            self._executor.prepare(entry)
+            self._executor.prepare_more()
             if not self._settle(now):
                 # What others have to say of other operations can wait for so long.
                 self._control.wait(_SPIN_S, spin_s=_SPIN_S)
                 self._settle(now)
-        return handle.done()
 
     @property
     def _is_willing(self) -> bool:
@@ -270,11 +277,14 @@ class Engine:
     def _settle(self, now: float) -> bool:
         """Execute what all ranks have voted for. Returns whether a round was complete that this rank waited for."""
         assert self._voting is not None
-        entry, is_agreed = self._voting.settle()
+        entry, outcome = self._voting.settle()
         if entry is None:
             return False
-        if is_agreed:
-            self._run_all([self._finish(entry.request.name)])
+        if outcome:
+            self._finish(entry.request.name)
+            self._executing = [entry]
+            self._executor.execute_prepared(entry, outcome is Outcome.ALL_READY)
+            self._executing = []
         else:
             self._coordinator.submit(entry.request, now)
         return True

@@ -1,13 +1,14 @@
 """Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .bucket_plans import FUSED, Bucket, BucketPlans
-from .collectives.base import DataPlane
+from .collectives.base import DataPlane, Prepared
+from .errors import EngineError
 from .fusion import FusionBuffer
 from .gpu.execution import GpuExecutor
 from .memory import ResultPool
@@ -42,7 +43,7 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
-        self._prepared: tuple[_Work, Callable[[], None]] | None = None
+        self._prepared: tuple[_Work, Prepared] | None = None
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
@@ -62,19 +63,12 @@ class Executor:
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
-        first, self._prepared = self._prepared, None
-        if first is not None and len(entries) == 1 and first[0].entry is entries[0]:
-            works = [first[0]]
-        else:
-            # All memory is taken before the first collective, so that a rank short of it fails before the others wait
-            # for it there.
-            first, works = None, [self._work_for(entry) for entry in entries]
+        self._prepared = None
+        # All memory is taken before the first collective, so that a rank short of it fails before the others wait for
+        # it there.
+        works = [self._work_for(entry) for entry in entries]
         for bucket in self._plans.plan(entries, self._fusion_bytes):
-            if first is not None:
-                first[1]()
-                first = None
-            else:
-                self._run_bucket(bucket, works)
+            self._run_bucket(bucket, works)
             self._count_off(bucket, works)
         for entry in entries:
             if entry.request.kind is Kind.ALLGATHER:
@@ -83,14 +77,49 @@ class Executor:
                 entry.handle.complete([])
         self._pool.next_turn()
 
-    def prepare(self, entry: Entry) -> None:
-        """Do what is local at the beginning of executing `entry`, which may be the next to be executed. Local."""
-        if entry.request.kind is not Kind.ALLREDUCE or entry.request.device == DEVICE_GPU or not entry.arrays:
-            return
+    def prepare(self, entry: Entry) -> bool:
+        """Begin to execute `entry`, which may be the next to be executed, as far as that is local and pays. Local.
+
+        Returns:
+            Whether the other ranks need nothing more from this one; `execute_prepared` tells what for.
+        """
+        request = entry.request
+        self._prepared = None
+        if request.kind is not Kind.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
+            return False
+        bucket, *more = self._plans.plan([entry], self._fusion_bytes)
+        if more:
+            return False
         work = self._work_for(entry)
-        bucket = self._plans.plan([entry], self._fusion_bytes)[0]
-        sources, targets = self._arrays_of(bucket, [work])
-        self._prepared = work, self._data.prepare(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
+        prepared = self._data.prepare(entry.arrays, work.results, bucket.op, request.prescale, bucket.scale)
+        self._prepared = work, prepared
+        return prepared.is_packed
+
+    def prepare_more(self) -> None:
+        """Do what else is local of what `prepare` has begun. Local."""
+        if self._prepared is not None:
+            self._data.pack_ahead(self._prepared[1])
+
+    def execute_prepared(self, entry: Entry, all_ready: bool) -> None:
+        """As `execute`, for the entry that `prepare` was last called with.
+
+        Args:
+            entry: The entry.
+            all_ready: Whether all ranks have agreed on it knowing that `prepare` has returned True on each of them.
+
+        Raises:
+            EngineError: The others rely on what is not there.
+        """
+        found, self._prepared = self._prepared, None
+        if found is not None and found[0].entry is entry:
+            work, prepared = found
+            self._data.finish(prepared, all_ready)
+            entry.handle.complete(work.results)
+            self._pool.next_turn()
+        elif all_ready:
+            raise EngineError(f"{entry.request.name} was ready when all ranks agreed on it, and is no longer.")
+        else:
+            self.execute([entry])
 
     def _work_for(self, entry: Entry) -> _Work:
         fused = entry.arrays if entry.request.kind in FUSED else ()

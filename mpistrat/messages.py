@@ -96,9 +96,9 @@ class Request:
 
     @cached_property
     def fingerprint(self) -> int:
-        """62 bits, never 0, that are the same for equal requests on all ranks, and for no others."""
+        """61 bits, never 0, that are the same for equal requests on all ranks, and for no others."""
         compared = repr(self.to_tuple()[:-2])  # without labels and in_graph
-        return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little") >> 2 or 1
+        return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little") >> 3 or 1
 
     def to_tuple(self) -> tuple:
         """The fields as plain values."""

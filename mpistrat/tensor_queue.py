@@ -114,8 +114,15 @@ class TensorQueue:
         self._in_flight: dict[str, Entry] = {}
         self._closed_by: Exception | None = None
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: Entry, is_taken: bool = False) -> bool:
         """Add an entry.
+
+        Args:
+            entry: The entry.
+            is_taken: If no other entry is new, this one is not either: the caller has taken it.
+
+        Returns:
+            Whether the caller has taken it.
 
         Raises:
             DuplicateNameError: One of this name is in flight.
@@ -130,7 +137,10 @@ class TensorQueue:
                     f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one that "
                     f"is currently being processed. Wait for the first, or give it another name=.")
             self._in_flight[name] = entry
+            if is_taken and not self._new:
+                return True
             self._new.append(entry)
+            return False
 
     def take_new(self) -> list[Entry]:
         """The entries put since the last call, in order. They stay in flight."""
@@ -140,11 +150,6 @@ class TensorQueue:
             entries = list(self._new)
             self._new.clear()
         return entries
-
-    def take_only(self) -> Entry | None:
-        """The entry put since the last call, if it is a single one; else None, and they stay new."""
-        with self._lock:
-            return self._new.popleft() if len(self._new) == 1 else None
 
     def finish(self, name: str) -> Entry | None:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again."""

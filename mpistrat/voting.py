@@ -14,7 +14,7 @@ disagree on is decided here, and no order of operations can make them wait for e
 
 import logging
 
-from .collectives.base import Ballot
+from .collectives.base import Ballot, Outcome
 from .errors import StallError
 from .mismatch import rank_list
 from .tensor_queue import Entry
@@ -51,17 +51,17 @@ class Voting:
         """Whether this rank may vote."""
         return not self._ballot.has_voted
 
-    def propose(self, entry: Entry, now: float) -> None:
+    def propose(self, entry: Entry, is_ready: bool, now: float) -> None:
         """Vote for an entry's operation; `is_free`."""
         self._entry, self._since, self._awaited_since = entry, now, None
         self._next_report = now + (self._warning_s or 0.0)
-        self._ballot.cast(entry.request.fingerprint)
+        self._ballot.cast(entry.request.fingerprint, is_ready)
 
-    def settle(self) -> tuple[Entry | None, bool]:
+    def settle(self) -> tuple[Entry | None, Outcome]:
         """The entry that this rank voted for, once all ranks have voted, and whether all of them voted for it."""
         outcome = self._ballot.outcome()
         if outcome is None:
-            return None, False
+            return None, Outcome.REFUSED
         entry, self._entry = self._entry, None
         return entry, outcome
 

@@ -1,7 +1,8 @@
 """An all-reduce through shared memory that is small enough to be done at once, and of which every rank reduces all.
 
 It does what SharedMemoryData does in chunks, in as few steps as it takes: the time of a small all-reduce is that of
-Python's calls, 0.8 us each when the processor has last run something else.
+Python's calls, 0.8 us each when the processor has last run something else. Where all ranks have packed before they
+agreed on it, nobody waits for anybody once they have.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale, scaled_copy
 from ..stream import Stream
+from .base import Prepared
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
 
@@ -19,7 +21,7 @@ from .reduction import combine
 _PIECE_BYTES = 32 * 1024
 
 
-class AtOnce:
+class AtOnce(Prepared):
     """One such all-reduce. To the counters it is a chunk like any other.
 
     Args:
@@ -31,16 +33,15 @@ class AtOnce:
         elements: Of all sources.
     """
 
-    __slots__ = ("_free_at", "_is_packed", "_memory", "_number", "_op", "_parts", "_prescale", "_scale", "_sources",
-                 "_targets")
+    __slots__ = ("_free_at", "_memory", "_number", "_parts")
 
     def __init__(self, memory: HostMemory, parts: Sequence[np.ndarray], free_at: int, number: int,
                  sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], elements: int, op: ReduceOp,
                  prescale: float, scale: Scale):
-        self._memory, self._free_at, self._number = memory, free_at, number
+        self.sources, self.targets, self.op, self.prescale, self.scale = sources, targets, op, prescale, scale
+        self.is_packed = False
+        self._memory, self._free_at, self._number = memory, free_at, number + 1
         self._parts = [part[:elements] for part in parts]
-        self._sources, self._targets, self._op, self._prescale, self._scale = sources, targets, op, prescale, scale
-        self._is_packed = False
 
     def pack_ahead(self) -> None:
         """Pack, if there is room. Local."""
@@ -48,27 +49,28 @@ class AtOnce:
             self._pack()
 
     def _pack(self) -> None:
-        mine, sources = self._parts[self._memory.index], self._sources
+        mine, sources = self._parts[self._memory.index], self.sources
         if len(sources) == 1:
-            scaled_copy(sources[0].reshape(-1), self._prescale, mine)
+            scaled_copy(sources[0].reshape(-1), self.prescale, mine)
         else:
-            Stream(sources).copy_to(mine, self._prescale)
-        self._is_packed = True
+            Stream(sources).copy_to(mine, self.prescale)
+        self.is_packed = True
 
-    def finish(self, scratch: FusionBuffer) -> None:
-        """Do the rest. Collective."""
-        memory, number, targets = self._memory, self._number + 1, self._targets
-        if not self._is_packed:
-            memory.await_all(CONSUMED, self._free_at)
-            self._pack()
-        memory.post(number, PACKED)
-        memory.await_all(PACKED, number)
+    def finish(self, all_packed: bool, scratch: FusionBuffer) -> None:
+        """Do the rest. Collective; `all_packed` as in DataPlane.finish."""
+        memory, targets = self._memory, self.targets
+        if not all_packed:
+            if not self.is_packed:
+                memory.await_all(CONSUMED, self._free_at)
+                self._pack()
+            memory.post(self._number, PACKED)
+            memory.await_all(PACKED, self._number)
         if len(targets) == 1:
-            combine(self._parts, self._op, targets[0].reshape(-1), self._scale)
+            combine(self._parts, self.op, targets[0].reshape(-1), self.scale)
         else:
-            reduce_onto(Stream(targets), are_large(self._parts[0].nbytes, targets), self._parts, self._op, self._scale,
+            reduce_onto(Stream(targets), are_large(self._parts[0].nbytes, targets), self._parts, self.op, self.scale,
                         scratch)
-        memory.post(number, CONSUMED, READY, UNPACKED)
+        memory.post(self._number, PACKED, CONSUMED, READY, UNPACKED)
 
 
 def are_large(nbytes: int, tensors: Sequence[np.ndarray]) -> bool:

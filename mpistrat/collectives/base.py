@@ -5,14 +5,29 @@ calls it on all ranks in the same order, with arguments on which the ranks have 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..messages import ReduceOp
 from ..scale import Scale
+
+
+class Prepared:
+    """An all-reduce that has been begun as far as that is local. The arguments are those of DataPlane.allreduce.
+
+    Attributes:
+        is_packed: Whether what the other ranks need of this one is where they find it, once they know that it is.
+    """
+
+    __slots__ = ("is_packed", "op", "prescale", "scale", "sources", "targets")
+
+    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                 scale: Scale):
+        self.sources, self.targets, self.op, self.prescale, self.scale = sources, targets, op, prescale, scale
+        self.is_packed = False
 
 
 class DataPlane(ABC):
@@ -33,12 +48,25 @@ class DataPlane(ABC):
         """
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                scale: Scale) -> Callable[[], None]:
-        """Do what is local at the beginning of this all-reduce, and return what does the rest. Local, never waits.
+                scale: Scale) -> Prepared:
+        """Begin an all-reduce, and do the little that is local and pays in any case. Local, never waits.
 
-        What is returned may be dropped; to be called, it must be the next collective.
+        What is returned may be dropped; for `finish`, it must be the next collective.
         """
-        return partial(self.allreduce, sources, targets, op, prescale, scale)
+        return Prepared(sources, targets, op, prescale, scale)
+
+    def pack_ahead(self, prepared: Prepared) -> None:
+        """Do what else is local, and is not to hold up other ranks. Never waits."""
+        return
+
+    def finish(self, prepared: Prepared, all_packed: bool) -> None:
+        """Do the rest of an all-reduce.
+
+        Args:
+            prepared: What `prepare` has returned.
+            all_packed: All ranks have agreed on it knowing that each of them `is_packed`.
+        """
+        self.allreduce(prepared.sources, prepared.targets, prepared.op, prepared.prescale, prepared.scale)
 
     @abstractmethod
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
@@ -107,15 +135,23 @@ class ControlPlane(ABC):
         """Deliver what was sent, and release what the backend holds. May be called twice."""
 
 
+class Outcome(IntEnum):
+    """Of a vote."""
+
+    REFUSED = 0
+    AGREED = 1  # all ranks have voted for the same
+    ALL_READY = 2  # likewise, and each of them is ready
+
+
 class Ballot(Protocol):
     """Rounds in each of which every rank casts one vote, a number. Used by the engine's thread alone."""
 
     has_voted: bool  # whether this rank has voted in this round
 
-    def cast(self, number: int) -> None:
-        """Vote for `number`, 62 bits, or with 0 against all. Once in a round. Ranks that sleep are woken."""
+    def cast(self, number: int, is_ready: bool = False) -> None:
+        """Vote for `number`, 61 bits, or with 0 against all. Once in a round. Ranks that sleep are woken."""
 
-    def outcome(self) -> bool | None:
+    def outcome(self) -> Outcome | None:
         """Whether all ranks have voted for the same number; None: not all have voted, this rank among them or not.
 
         An answer ends the round, and is the same on all ranks.

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+from .base import Outcome
 from .host_memory import EVEN_VOTE, ODD_VOTE, HostMemory
 
-_TAG = 3  # bits of a vote that are those of its round
+# The bits of a vote: which round it is of, whether its rank is ready, and the number.
+_TAG, _READY, _NUMBER = 3, 4, 8
 
 
 class SharedBallot:
@@ -25,9 +27,9 @@ class SharedBallot:
         self._round, self._counter, self._vote = 1, ODD_VOTE, 0
         self.has_voted = False  # see Ballot
 
-    def cast(self, number: int) -> None:
+    def cast(self, number: int, is_ready: bool = False) -> None:
         """See Ballot."""
-        self._vote = number << 2 | self._round & _TAG
+        self._vote = number * _NUMBER | (self._round & _TAG) | (_READY if is_ready else 0)
         self._memory.post(self._vote, self._counter)
         self.has_voted = True
         # A rank that goes to sleep says so, and then looks again; so one of the two sees what the other has written.
@@ -35,20 +37,23 @@ class SharedBallot:
         for other in self._others:
             self._rouse(other)
 
-    def outcome(self) -> bool | None:
+    def outcome(self) -> Outcome | None:
         """See Ballot."""
         if not self.has_voted:
             return None
-        is_unanimous = self._vote > _TAG
+        mine = in_all = in_any = self._vote
         for other in self._others:
             vote = self._memory.counter_of(other, self._counter)
-            if (vote ^ self._round) & _TAG:
+            if (vote ^ mine) & _TAG:
                 return None
-            is_unanimous = is_unanimous and vote == self._vote
+            in_all &= vote
+            in_any |= vote
         self._memory.fence()
         self._round, self.has_voted = self._round + 1, False
         self._counter = ODD_VOTE if self._round % 2 else EVEN_VOTE
-        return is_unanimous
+        if mine < _NUMBER or (in_all ^ in_any) >= _NUMBER:
+            return Outcome.REFUSED
+        return Outcome.ALL_READY if in_all & _READY else Outcome.AGREED
 
     @property
     def is_awaited(self) -> bool:

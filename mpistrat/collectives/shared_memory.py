@@ -1,8 +1,6 @@
 """Backend for the ranks of one host: an all-reduce through shared memory, in chunks that stay in the cache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +10,7 @@ from ..messages import ReduceOp
 from ..scale import Scale, divided_before
 from ..stream import Stream
 from .at_once import AtOnce, are_large, reduce_onto
-from .base import DataPlane
+from .base import DataPlane, Prepared
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
 
@@ -27,25 +25,28 @@ DIRECT_BYTES = 64 * 1024
 _AT_ONCE_BYTES = 1024 * 1024
 
 
-@dataclass
-class Work:
+class Work(Prepared):
     """One all-reduce under way: `chunks` chunks of `chunk` elements, the last one maybe shorter.
 
     The first `packed` of them are packed ahead, and the other ranks do not know it yet.
+
+    Args:
+        sources, targets, op, prescale, scale: As in DataPlane.allreduce.
+        slots: For each of them an array for each rank of the host, and one for the result.
+        elements: Of all sources.
+        chunk: How many of them a chunk has.
+        first: Number of its first chunk, counted over all all-reduces.
+        free_at: For each slot, how many chunks must be consumed, and unpacked, before it may be used.
     """
 
-    ins: Stream
-    outs: Stream
-    is_of_large: bool  # tensors; see are_large
-    slots: list[list[np.ndarray]]  # for each of them an array for each rank of the host, and one for the result
-    elements: int
-    chunk: int
-    first: int  # number of its first chunk, counted over all all-reduces
-    free_at: list[int]  # for each slot, how many chunks must be consumed, and unpacked, before it may be used
-    op: ReduceOp
-    prescale: float
-    scale: Scale
-    packed: int = 0
+    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                 scale: Scale, slots: list[list[np.ndarray]], elements: int, chunk: int, first: int,
+                 free_at: list[int]):
+        super().__init__(sources, targets, op, prescale, scale)
+        self.slots, self.elements, self.chunk, self.first, self.free_at = slots, elements, chunk, first, free_at
+        self.ins, self.outs = Stream(sources), Stream(targets)
+        self.is_of_large = are_large(elements * self.itemsize, targets)
+        self.packed = 0
 
     @property
     def itemsize(self) -> int:
@@ -129,50 +130,54 @@ class SharedMemoryData(DataPlane):
         if not self._is_used:
             self._others.allreduce(sources, targets, op, prescale, scale)
         else:
-            self._finish(self._begin(sources, targets, op, prescale, scale))
+            self.finish(self._begin(sources, targets, op, prescale, scale), all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                scale: Scale) -> Callable[[], None]:
+                scale: Scale) -> Prepared:
         if not self._is_used:
-            return self._others.prepare(sources, targets, op, prescale, scale)
-        work = self._begin(sources, targets, op, prescale, scale)
-        if isinstance(work, AtOnce):
-            work.pack_ahead()
-        else:
-            self._pack_ahead(work)
-        return partial(self._finish, work)
+            return super().prepare(sources, targets, op, prescale, scale)
+        prepared = self._begin(sources, targets, op, prescale, scale)
+        if isinstance(prepared, AtOnce):
+            prepared.pack_ahead()
+        return prepared
 
     def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                scale: Scale) -> Work | AtOnce:
         dtype = sources[0].dtype
-        elements = sum([source.size for source in sources])
-        nbytes, views = elements * dtype.itemsize, self._views_of(dtype)
+        elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
+        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
         if scale.divisor != 1:
             before, scale = divided_before(scale, dtype)
             prescale *= before
         if nbytes <= self._at_once_bytes and self._is_direct(nbytes):
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
-        return Work(Stream(sources), Stream(targets), are_large(nbytes, targets), views.slots, elements,
-                    self._used_bytes // dtype.itemsize, self._chunks, self._free_at, op, prescale, scale)
+        return Work(sources, targets, op, prescale, scale, views.slots, elements, self._used_bytes // dtype.itemsize,
+                    self._chunks, self._free_at)
 
     def _is_direct(self, nbytes: int) -> bool:
         """Whether every rank reduces all of it."""
         return self._count == 2 or nbytes * self._count <= DIRECT_BYTES
 
-    def _pack_ahead(self, work: Work) -> None:
-        for k in range(min(work.chunks, self.slots)):
-            if not self._memory.have_all(CONSUMED, work.place_is_free_at(k)):
-                break
-            self._copy_in(work, k)
-            work.packed += 1
+    def pack_ahead(self, prepared: Prepared) -> None:
+        if isinstance(prepared, Work):
+            for k in range(min(prepared.chunks, self.slots)):
+                if not self._memory.have_all(CONSUMED, prepared.place_is_free_at(k)):
+                    break
+                self._copy_in(prepared, k)
+                prepared.packed += 1
 
-    def _finish(self, work: Work | AtOnce) -> None:
-        if isinstance(work, AtOnce):
-            work.finish(self._scratch)
+    def finish(self, prepared: Prepared, all_packed: bool) -> None:
+        if isinstance(prepared, AtOnce):
+            prepared.finish(all_packed, self._scratch)
             self._chunks += 1
             self._free_at = [self._chunks] * self.slots
-            return
+        elif isinstance(prepared, Work):
+            self._run(prepared)
+        else:
+            super().finish(prepared, all_packed)
+
+    def _run(self, work: Work) -> None:
         stages = self._stages_of(work)
         for turn in range(work.chunks + len(stages) - 1):
             for lag, stage in enumerate(stages):
@@ -233,12 +238,10 @@ class SharedMemoryData(DataPlane):
         reduce_onto(work.outs, work.is_of_large, parts, work.op, work.scale, self._scratch)
         self._memory.post(number + 1, CONSUMED, READY, UNPACKED)
 
-    def _views_of(self, dtype: np.dtype) -> _Views:
-        views = self._views.get(dtype)
-        if views is None:
-            parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]
-            slots = [[part[k].view(dtype) for part in self._bytes] for k in range(self.slots)]
-            views = self._views[dtype] = _Views(parts, slots)
+    def _make_views(self, dtype: np.dtype) -> _Views:
+        parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]
+        slots = [[part[k].view(dtype) for part in self._bytes] for k in range(self.slots)]
+        views = self._views[dtype] = _Views(parts, slots)
         return views
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:

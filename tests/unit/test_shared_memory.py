@@ -224,9 +224,11 @@ def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
             source, target = np.full(size, float(step + index)), np.empty(size)
             arguments: tuple = [source], [target], ReduceOp.SUM, 1.0, IDENTITY
             if chance.random() < 0.3:
-                data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:])  # and dropped
+                data[index].pack_ahead(data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:]))
             if chance.random() < 0.5:
-                data[index].prepare(*arguments)()
+                prepared = data[index].prepare(*arguments)
+                data[index].pack_ahead(prepared)
+                data[index].finish(prepared, all_packed=False)
             else:
                 data[index].allreduce(*arguments)
             right.append(bool((target == 3 * step + 3).all()))
@@ -235,12 +237,25 @@ def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
     assert on_all(3, work) == [True] * 3
 
 
+def test_nobody_waits_where_all_have_packed_before() -> None:
+    data = planes(2)
+    for step in range(3):
+        sources, targets = [np.full(9, float(step + index)) for index in range(2)], [np.empty(9), np.empty(9)]
+        prepared = [plane.prepare([source], [target], ReduceOp.SUM, 1.0, IDENTITY)
+                    for plane, source, target in zip(data, sources, targets, strict=True)]
+        assert all(one.is_packed for one in prepared)
+        for plane, one in zip(data, prepared, strict=True):
+            plane.finish(one, all_packed=True)  # one after the other, in one thread
+        np.testing.assert_array_equal(targets, 2 * step + 1)
+
+
 def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
     full = np.ones(SharedMemoryData.slots * CHUNK // 8)
     blocked = planes(2)[0]
     blocked._free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
     before = blocked._bytes.copy()
-    blocked.prepare([full], [np.empty_like(full)], ReduceOp.SUM, 1.0, IDENTITY)
+    blocked.pack_ahead(blocked.prepare([full], [np.empty_like(full)], ReduceOp.SUM, 1.0, IDENTITY))
+    assert not blocked.prepare([full[:1]], [full[:1]], ReduceOp.SUM, 1.0, IDENTITY).is_packed
     np.testing.assert_array_equal(blocked._bytes, before)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.base import DataPlane, Outcome
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadControl, ThreadGroup
 from mpistrat.collectives.shared_ballot import SharedBallot
@@ -35,12 +35,22 @@ def ballots(size: int) -> list[SharedBallot]:
 
 
 @pytest.mark.parametrize("votes, expected", [((5, 5, 5), True), ((5, 5, 6), False), ((5, 0, 5), False),
-                                             ((0, 0, 0), False), ((2**62 - 1,) * 3, True)])
+                                             ((0, 0, 0), False), ((2**61 - 1,) * 3, True)])
 def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool) -> None:
     ranks = ballots(3)
     for ballot, vote in zip(ranks, votes, strict=True):
         assert ballot.outcome() is None
         ballot.cast(vote)
+    assert [ballot.outcome() for ballot in ranks] == [expected] * 3
+
+
+@pytest.mark.parametrize("vote, ready, expected", [
+    (5, (True, True, True), Outcome.ALL_READY), (5, (True, False, True), Outcome.AGREED),
+    (5, (False, False, False), Outcome.AGREED), (0, (True, True, True), Outcome.REFUSED)])
+def test_all_ranks_hear_whether_all_are_ready(vote: int, ready: tuple[bool, ...], expected: Outcome) -> None:
+    ranks = ballots(3)
+    for ballot, is_ready in zip(ranks, ready, strict=True):
+        ballot.cast(vote, is_ready)
     assert [ballot.outcome() for ballot in ranks] == [expected] * 3
 
 
@@ -119,10 +129,10 @@ def voters(warning_s: float | None = None, abort_s: float | None = None) -> list
 def test_what_all_propose_is_agreed_on() -> None:
     first, second = voters()
     ours, theirs = entry("a"), entry("a")
-    first.propose(ours, 0.0)
+    first.propose(ours, False, 0.0)
     assert first.settle() == (None, False)
     assert first.is_waiting and not first.is_free
-    second.propose(theirs, 0.0)
+    second.propose(theirs, False, 0.0)
     assert second.settle() == (theirs, True)
     assert first.settle() == (ours, True)
     assert first.is_free and not first.is_waiting
@@ -131,8 +141,8 @@ def test_what_all_propose_is_agreed_on() -> None:
 def test_different_proposals_come_back() -> None:
     first, second = voters()
     ours, theirs = entry("a"), entry("b")
-    first.propose(ours, 0.0)
-    second.propose(theirs, 0.0)
+    first.propose(ours, False, 0.0)
+    second.propose(theirs, False, 0.0)
     assert first.settle() == (ours, False)
     assert second.settle() == (theirs, False)
 
@@ -140,7 +150,7 @@ def test_different_proposals_come_back() -> None:
 def test_a_busy_rank_votes_against_at_once() -> None:
     first, second = voters()
     ours = entry("a")
-    first.propose(ours, 0.0)
+    first.propose(ours, False, 0.0)
     second.attend(is_busy=True, now=0.0)
     assert second.settle() == (None, False)
     assert first.settle() == (ours, False)
@@ -150,7 +160,7 @@ def test_a_busy_rank_votes_against_at_once() -> None:
 def test_an_idle_rank_votes_against_after_a_while() -> None:
     first, second = voters()
     ours = entry("a")
-    first.propose(ours, 0.0)
+    first.propose(ours, False, 0.0)
     second.attend(is_busy=False, now=10.0)
     second.attend(is_busy=False, now=10.03)
     assert first.settle() == (None, False)
@@ -169,7 +179,7 @@ def test_nobody_votes_against_what_nobody_proposes() -> None:
 def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
     first, _ = voters(warning_s=60.0, abort_s=600.0)
     first.check(1e6)
-    first.propose(entry("a"), 0.0)
+    first.propose(entry("a"), False, 0.0)
     first.check(59.0)
     assert not caplog.messages
     first.check(61.0)
@@ -185,7 +195,7 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("warning_s", [None, 60.0])
 def test_a_rank_whose_engine_does_not_run_ends_the_wait_in_time(warning_s: float | None) -> None:
     first, _ = voters(warning_s, abort_s=5.0)
-    first.propose(entry("a"), 0.0)
+    first.propose(entry("a"), False, 0.0)
     first.check(4.9)
     with pytest.raises(StallError, match=r"a: rank 0 has waited 5 s for ranks \[1\]"):
         first.check(5.0)
@@ -193,7 +203,7 @@ def test_a_rank_whose_engine_does_not_run_ends_the_wait_in_time(warning_s: float
 
 def test_without_stall_checks_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     first, _ = voters()
-    first.propose(entry("a"), 0.0)
+    first.propose(entry("a"), False, 0.0)
     first.check(1e6)
     assert not caplog.messages
 
@@ -296,7 +306,18 @@ def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_mor
     assert job.on_all(work) == [[3.0, 3.0, 3.0, True] * 3] * 3
 
 
-def test_ranks_may_wait_in_another_order_in_other_threads(job: Job) -> None:
+def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
+    chunk = 4096
+    nbytes = SharedMemoryData.memory_bytes(group.size, chunk)
+    block = mmap.mmap(-1, HostMemory.size_for(group.size, nbytes))
+    memories = [HostMemory(block, rank, range(group.size), LONG_S) for rank in range(group.size)]
+    return [SharedMemoryData(memory, chunk, group.data(memory.index)) for memory in memories]
+
+
+@pytest.mark.parametrize("data", [None, shared_memory])
+def test_ranks_may_wait_in_another_order_in_other_threads(data: Callable | None) -> None:
+    job = Job(3, data=data)
+
     def work(rank: int, engine: Engine) -> list[list[float]]:
         def one(thread: int) -> list[float]:
             chance, results = random.Random(f"{rank} {thread}"), []
@@ -311,14 +332,7 @@ def test_ranks_may_wait_in_another_order_in_other_threads(job: Job) -> None:
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(one, range(3)))
     assert job.on_all(work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
-
-
-def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
-    chunk = 4096
-    nbytes = SharedMemoryData.memory_bytes(group.size, chunk)
-    block = mmap.mmap(-1, HostMemory.size_for(group.size, nbytes))
-    memories = [HostMemory(block, rank, range(group.size), LONG_S) for rank in range(group.size)]
-    return [SharedMemoryData(memory, chunk, group.data(memory.index)) for memory in memories]
+    job.on_all(lambda rank, engine: engine.end())
 
 
 def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> None:
