@@ -118,13 +118,15 @@ class Engine:
 
     def run(self, request: Request, arrays: Sequence[Any], limit_s: float = math.inf) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
+        handle = Handle(request.name)
+        entry = Entry(request, arrays, handle)
         if not self._driving.acquire(blocking=False):
-            handle = self.submit(request, arrays)
+            self._queue.put(entry)
+            self._call_background()
             handle.await_done(-1 if limit_s == math.inf else limit_s)
             return handle
         try:
-            handle = Handle(request.name)
-            entry, now = Entry(request, arrays, handle), self._clock()
+            now = self._clock()
             is_taken = self._queue.put(entry, is_taken=self._may_vote)
             self._drive(entry, now, now + limit_s, is_taken)
         finally:

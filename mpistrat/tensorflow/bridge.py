@@ -38,6 +38,7 @@ from ..memory import aligned_empty
 from ..messages import Request
 from ..tensor_queue import Handle
 from . import gpu_bridge
+from .host_call import host_call
 from .thread_state import keep_thread_state
 from .wakeups import WAKEUPS, awaited
 
@@ -105,14 +106,14 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return list(results)
 
     def fetched(ticket: tf.Tensor) -> list[tf.Tensor]:
-        return shaped(tf.numpy_function(place.fetch, [awaited(ticket, place.queues)], dtypes, stateful=False))
+        return shaped(host_call(place.fetch, [awaited(ticket, place.queues)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
         if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > _MOST_BRANCHES):
-            ticket = tf.numpy_function(place.submit, list(tensors), tf.int64, stateful=True)
+            ticket, = host_call(place.submit, tensors, [tf.int64], stateful=True)
             ticket.set_shape([])
             return fetched(ticket)
-        ticket, *results = tf.numpy_function(place.submit_and_wait, list(tensors), [tf.int64, *dtypes], stateful=True)
+        ticket, *results = host_call(place.submit_and_wait, tensors, [tf.int64, *dtypes], stateful=True)
         ticket.set_shape([])
         # Bare Switch and Merge nodes are no quicker, and what stands in line behind the dequeue would be dead with it.
         return list(tf.cond(ticket < 0, lambda: shaped([tf.identity(r) for r in results]), lambda: fetched(ticket)))
@@ -153,13 +154,13 @@ class _Place:
         self.queues = WAKEUPS.queues_for(self)
         self._queue_count = int(self.queues.shape[0])
 
-    def submit(self, *arrays: np.ndarray) -> np.int64:
+    def submit(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """A ticket for the result."""
         keep_thread_state()
         prepared = [np.asarray(array) for array in arrays]
-        return self._ticket_for(runtime.current().engine.submit(self._request(prepared), prepared))
+        return [self._ticket_for(runtime.current().engine.submit(self._request(prepared), prepared))]
 
-    def submit_and_wait(self, *arrays: np.ndarray) -> list[Any]:
+    def submit_and_wait(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """_DONE and the results, or a ticket and empty arrays."""
         keep_thread_state()
         prepared = [np.asarray(array) for array in arrays]
@@ -172,7 +173,7 @@ class _Place:
             handle = engine.submit(request, prepared)
         return [self._ticket_for(handle), *self._nothing]
 
-    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
+    def fetch(self, ticket: np.ndarray) -> list[np.ndarray]:
         """The results."""
         keep_thread_state()
         return WAKEUPS.redeem(int(ticket)).wait()
@@ -184,8 +185,8 @@ class _Place:
             latest = self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)
         return latest[1]
 
-    def _ticket_for(self, handle: Handle) -> np.int64:
-        return np.int64(WAKEUPS.ticket_for(handle, self._queue_count))
+    def _ticket_for(self, handle: Handle) -> np.ndarray:
+        return np.array(WAKEUPS.ticket_for(handle, self._queue_count))
 
 
 def as_tf_error(error: MpistratError) -> Exception:

@@ -37,6 +37,7 @@ from ..tensor_kinds import go_by_host
 from ..tensor_queue import Handle
 from . import bridge, gpu_bridge
 from .bridge import MakeRequest
+from .host_call import host_call
 from .thread_state import keep_thread_state
 from .wakeups import WAKEUPS, awaited
 
@@ -93,7 +94,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         ticket = tf.shape(marker, tf.int64)
     with tf.device("CPU:0"):
         done = awaited(ticket[0], place.queues)
-        known = tf.numpy_function(place.fetch, [done], [tf.int64] * len(made), stateful=False)
+        known = host_call(place.fetch, [done], [tf.int64] * len(made), stateful=False)
     results = []
     with tf.device(device):
         for result, shape_of_result, shape in zip(made, known, shapes, strict=True):
@@ -163,7 +164,7 @@ class _Place:
             return
         submitted.when_done(lambda: _pass_on(submitted, handle))
 
-    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
+    def fetch(self, ticket: np.ndarray) -> list[np.ndarray]:
         """The shapes of the results."""
         keep_thread_state()
         return [np.array(result.shape, np.int64) for result in WAKEUPS.redeem(int(ticket)).wait()]

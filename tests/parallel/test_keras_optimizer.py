@@ -81,10 +81,10 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Entry]]:
     seen: list[Entry] = []
     put = TensorQueue.put
 
-    def spy(self: TensorQueue, entry: Entry) -> None:
+    def spy(self: TensorQueue, entry: Entry, is_taken: bool = False) -> bool:
         if entry.request.name.startswith("optimizer"):
             seen.append(entry)
-        put(self, entry)
+        return put(self, entry, is_taken)
 
     monkeypatch.setattr(TensorQueue, "put", spy)
     yield seen

@@ -46,9 +46,9 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Request, S
     seen = []
     put = TensorQueue.put
 
-    def spy(self: TensorQueue, entry: Entry) -> None:
+    def spy(self: TensorQueue, entry: Entry, is_taken: bool = False) -> bool:
         seen.append((entry.request, entry.arrays, entry.handle))
-        put(self, entry)
+        return put(self, entry, is_taken)
 
     monkeypatch.setattr(TensorQueue, "put", spy)
     yield seen
