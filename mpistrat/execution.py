@@ -44,6 +44,7 @@ class Executor:
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
         self._prepared: tuple[_Work, Prepared] | None = None
+        self._is_stale = False  # prepared before `choose` was called
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
@@ -52,18 +53,19 @@ class Executor:
 
     def choose(self, choice: Mapping[str, Any]) -> None:
         """Work in this way from now on. Collective."""
-        self._prepared = None
+        self._is_stale = True
         self._data.choose(choice)
         self._fusion_bytes = choice["fusion_bytes"]
 
     def execute(self, entries: Sequence[Entry]) -> None:
         """Run the entries' collectives and complete their handles: those of GPU tensors later, see `GpuExecutor`."""
+        if entries:
+            self._prepared = None
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
-        self._prepared = None
         # All memory is taken before the first collective, so that a rank short of it fails before the others wait for
         # it there.
         works = [self._work_for(entry) for entry in entries]
@@ -84,7 +86,7 @@ class Executor:
             Whether the other ranks need nothing more from this one; `execute_prepared` tells what for.
         """
         request = entry.request
-        self._prepared = None
+        self._prepared, self._is_stale = None, False
         if request.kind is not Kind.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
             return False
         bucket, *more = self._plans.plan([entry], self._fusion_bytes)
@@ -111,7 +113,8 @@ class Executor:
             EngineError: The others rely on what is not there.
         """
         found, self._prepared = self._prepared, None
-        if found is not None and found[0].entry is entry:
+        # What all ranks have packed is as good after `choose`: there was no collective in between.
+        if found is not None and found[0].entry is entry and (all_ready or not self._is_stale):
             work, prepared = found
             self._data.finish(prepared, all_ready)
             entry.handle.complete(work.results)

@@ -363,6 +363,33 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
     job.on_all(lambda rank, engine: engine.end())
 
 
+@pytest.mark.parametrize("all_ready", [True, False])
+def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_ready: bool) -> None:
+    executors = [engine._executor for engine in Job(2, start=False, data=shared_memory).engines]
+    entries = [Entry(allreduce_request("a", specs_of([array]), Sum), [array], Handle("a"))
+               for array in (np.full(9, 1.0), np.full(9, 2.0))]
+    assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
+    for executor in executors:
+        executor.choose({name: values[-1] for name, values in executor.knobs().items()})  # not by shared memory
+        executor.execute([])
+
+    def finish(rank: int) -> float:
+        executors[rank].execute_prepared(entries[rank], all_ready)
+        return float(entries[rank].handle.wait(0)[0][0])
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(finish, range(2))) == [3.0, 3.0]
+
+
+def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
+    executor = Job(2, start=False, data=shared_memory).engines[0]._executor
+    array = np.ones(9)
+    entry, other = (Entry(allreduce_request(name, specs_of([array]), Sum), [array], Handle(name)) for name in "ab")
+    assert executor.prepare(entry)
+    assert executor.prepare(other)
+    with pytest.raises(EngineError, match="a was ready when all ranks agreed on it, and is no longer"):
+        executor.execute_prepared(entry, all_ready=True)
+
+
 def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(2, Settings(stall_warning_s=0.2, stall_abort_s=0.4))
     with caplog.at_level(logging.WARNING), pytest.raises(StallError, match=r"a: ranks \[1\] have waited"):
