@@ -1,17 +1,19 @@
 """The engine of rank 1 fails while it executes; the exception is not caught."""
 
+from typing import Any
+
 import numpy as np
 
 import mpistrat
 from mpistrat.execution import Executor
 
 
-def fail(self: Executor, entries: list) -> None:
+def fail(*_: Any) -> None:
     raise MemoryError("no memory, on purpose")
 
 
 mpistrat.init()
 mpistrat.barrier()
 if mpistrat.rank() == 1:
-    Executor.execute = fail
+    Executor.execute = Executor.execute_prepared = fail
 mpistrat.allreduce(np.ones(100_000), name="large")
