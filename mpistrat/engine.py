@@ -126,9 +126,8 @@ class Engine:
             handle.await_done(-1 if limit_s == math.inf else limit_s)
             return handle
         try:
-            now = self._clock()
             is_taken = self._queue.put(entry, is_taken=self._may_vote)
-            self._drive(entry, now, now + limit_s, is_taken)
+            self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
         finally:
             self._driving.release()
             if self._outstanding or self._gpu.is_busy:
@@ -206,24 +205,19 @@ class Engine:
             self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
             self._attention.clear()
             with self._driving:
-                self._drive(None, self._clock(), math.inf)
+                self._drive(None, math.inf)
 
-    def _drive(self, entry: Entry | None, now: float, deadline: float, is_taken: bool = False) -> None:
-        """Step until `entry` is done or the deadline has passed; without an entry, until nothing is outstanding.
+    def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
+        """Step until `handle` is done or the deadline has passed; without a handle, until nothing is outstanding.
 
-        Args:
-            entry: What the caller waits for.
-            now: The time.
-            deadline: Likewise.
-            is_taken: The entry is not in the queue, but to be voted for.
+        First vote for `proposal`, if there is one: the entry of `handle`, which is not in the queue then.
         """
-        handle = None if entry is None else entry.handle
         try:
             # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
             with np.errstate(all="ignore"):
-                if entry is not None and is_taken:
-                    self._propose(entry, now)
-                    if entry.handle.done():
+                if proposal is not None:
+                    self._propose(proposal)
+                    if proposal.handle.done():
                         return
                 while not self._ended.is_set():
                     busy = self.step()
@@ -259,10 +253,11 @@ class Engine:
         """Whether this rank may vote for what a caller brings, if that is all there is to do."""
         return self._voting is not None and not self._outstanding and self._voting.is_free and self._is_willing
 
-    def _propose(self, entry: Entry, now: float) -> None:
+    def _propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and be there when all have voted."""
         assert self._voting is not None
         self._outstanding += 1
+        now = self._clock()
         self._voting.propose(entry, self._executor.prepare(entry), now)
         if not self._settle(now):
             self._executor.prepare_more()

@@ -89,8 +89,8 @@ class Executor:
         self._prepared, self._is_stale = None, False
         if request.kind is not Kind.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
             return False
-        bucket, *more = self._plans.plan([entry], self._fusion_bytes)
-        if more:
+        bucket = self._plans.plan([entry], self._fusion_bytes)[0]
+        if bucket.whole is None:
             return False
         work = self._work_for(entry)
         prepared = self._data.prepare(entry.arrays, work.results, bucket.op, request.prescale, bucket.scale)

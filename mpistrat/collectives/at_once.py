@@ -38,8 +38,7 @@ class AtOnce(Prepared):
     def __init__(self, memory: HostMemory, parts: Sequence[np.ndarray], free_at: int, number: int,
                  sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], elements: int, op: ReduceOp,
                  prescale: float, scale: Scale):
-        self.sources, self.targets, self.op, self.prescale, self.scale = sources, targets, op, prescale, scale
-        self.is_packed = False
+        super().__init__(sources, targets, op, prescale, scale)
         self._memory, self._free_at, self._number = memory, free_at, number + 1
         self._parts = [part[:elements] for part in parts]
 

@@ -173,7 +173,7 @@ class _Place:
             handle = engine.submit(request, prepared)
         return [self._ticket_for(handle), *self._nothing]
 
-    def fetch(self, ticket: np.ndarray) -> list[np.ndarray]:
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The results."""
         keep_thread_state()
         return WAKEUPS.redeem(int(ticket)).wait()

@@ -164,7 +164,7 @@ class _Place:
             return
         submitted.when_done(lambda: _pass_on(submitted, handle))
 
-    def fetch(self, ticket: np.ndarray) -> list[np.ndarray]:
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The shapes of the results."""
         keep_thread_state()
         return [np.array(result.shape, np.int64) for result in WAKEUPS.redeem(int(ticket)).wait()]

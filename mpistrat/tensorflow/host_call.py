@@ -32,8 +32,9 @@ def host_call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Ten
     """Call `function` when the graph is executed. Its results are not copied if their memory is aligned to 64 bytes.
 
     Args:
-        function: Given an array for each of `inputs`, returns a C-contiguous array, and not a numpy scalar, for each of
-            `dtypes`. What it raises is a TensorFlow error with the same text.
+        function: Given an array for each of `inputs`, or a numpy scalar where there are no dimensions, returns a
+            C-contiguous array, and not a scalar, for each of `dtypes`. What it raises is a TensorFlow error with the
+            same text.
         inputs: Tensors on the CPU.
         dtypes: Of the results, whose shapes are not known.
         stateful: As for tf.numpy_function: it is called once, in program order, and also if nobody uses the results.
