@@ -14,7 +14,7 @@ from .gpu.execution import GpuExecutor
 from .memory import ResultPool
 from .messages import DEVICE_GPU, Kind
 from .stream import Stream
-from .tensor_queue import Entry
+from .tensor_queue import Entry, complete_all
 
 _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
 
@@ -147,11 +147,13 @@ class Executor:
         if bucket.whole is not None:
             works[bucket.whole].entry.handle.complete(works[bucket.whole].results)
             return
+        done = []
         for place, _ in bucket.members:
             work = works[place]
             work.missing -= 1
             if work.missing == 0:
-                work.entry.handle.complete(work.results)
+                done.append((work.entry.handle, work.results))
+        complete_all(done)
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:

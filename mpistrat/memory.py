@@ -6,6 +6,7 @@ come from the same blocks. TensorFlow adopts a numpy array without a copy only i
 
 import math
 import sys
+from collections import deque
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class ResultPool:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[np.ndarray]] = {}
+        self._blocks: dict[int, deque[np.ndarray]] = {}  # the one that was handed out the longest ago first
         self._last_use: dict[int, int] = {}
         self._turn = 0
 
@@ -39,8 +40,10 @@ class ResultPool:
         self._last_use[nbytes] = self._turn
         blocks = self._blocks.get(nbytes)
         if blocks is None:
-            blocks = self._blocks[nbytes] = []
-        for block in blocks:
+            blocks = self._blocks[nbytes] = deque()
+        for _ in range(len(blocks)):
+            blocks.rotate(-1)
+            block = blocks[-1]
             if sys.getrefcount(block.base) == _IDLE_REFERENCES:
                 break
         else:
@@ -54,6 +57,6 @@ class ResultPool:
         if self._turn % _KEPT_TURNS:
             return
         for nbytes in [n for n, last in self._last_use.items() if self._turn - last > _KEPT_TURNS]:
-            self._blocks[nbytes] = [b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > _IDLE_REFERENCES]
+            self._blocks[nbytes] = deque(b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > _IDLE_REFERENCES)
             if not self._blocks[nbytes]:
                 del self._blocks[nbytes], self._last_use[nbytes]

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 _handles_lock = threading.RLock()
 
 
+_Callback = Callable[[list[Any]], None]
+_Call = tuple[_Callback, Any]
+
+
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it."""
 
@@ -30,7 +34,7 @@ class Handle:
         self._pending: threading.Lock | None = None
         self._arrays: list[Any] = []
         self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[_Call] = []
 
     def done(self) -> bool:
         """Whether the result or an error is there. Never blocks."""
@@ -62,35 +66,54 @@ class Handle:
             pending.release()  # For the next thread that waits.
         return self._is_done
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` on completion, in the engine's thread, or now if it is complete. It must not block."""
+    def when_done(self, callback: _Callback, argument: Any = None) -> None:
+        """Call `callback([argument])` on completion, in the engine's thread, or now if it is complete.
+
+        Handles that are completed at the same time, and have the same callback, share a call, with the arguments of
+        all of them. It must not block.
+        """
         with _handles_lock:
             if not self._is_done:
-                self._callbacks.append(callback)
+                self._callbacks.append((callback, argument))
                 return
-        callback()
+        callback([argument])
 
     def complete(self, arrays: list[Any]) -> None:
         """Deliver the result. Engine only."""
-        self._arrays = arrays
-        self._finish()
+        complete_all([(self, arrays)])
 
     def fail(self, error: Exception) -> None:
         """Deliver an error. Engine only."""
         self._error = error
-        self._finish()
+        _call(self._finish())
 
-    def _finish(self) -> None:
+    def _finish(self) -> list[_Call]:
         with _handles_lock:
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
         if self._pending is not None:
             self._pending.release()
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:  # It must not keep other handles from being completed.
-                logger.exception("%s: what was to be done on completion failed", self.name)
+        return callbacks
+
+
+def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
+    """Deliver their results to several handles, and only then make the calls that are to be made. Engine only."""
+    calls: list[_Call] = []
+    for handle, arrays in results:
+        handle._arrays = arrays
+        calls += handle._finish()
+    _call(calls)
+
+
+def _call(calls: list[_Call]) -> None:
+    by_callback: dict[_Callback, list[Any]] = {}
+    for callback, argument in calls:
+        by_callback.setdefault(callback, []).append(argument)
+    for callback, arguments in by_callback.items():
+        try:
+            callback(arguments)
+        except Exception:  # It must not keep other handles from being completed.
+            logger.exception("what was to be done on completion failed")
 
 
 @dataclass

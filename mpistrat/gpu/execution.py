@@ -20,7 +20,7 @@ from ..collectives.staged import StagedData
 from ..errors import EngineError
 from ..messages import Kind
 from ..settings import Settings
-from ..tensor_queue import Entry
+from ..tensor_queue import Entry, complete_all
 from .arrays import GpuArray
 from .connection import NO_WAYS, Ways, connect, exchange_over
 from .plane import Completion, GpuPlane
@@ -125,8 +125,7 @@ class GpuExecutor:
         with self._device.current():
             finished = False
             while self._batches and all(completion.done for completion in self._batches[0].completions):
-                for entry, results in self._batches.popleft().works:
-                    entry.handle.complete(results)
+                complete_all((entry.handle, results) for entry, results in self._batches.popleft().works)
                 finished = True
             if finished:
                 self._progress = self._clock()

@@ -34,7 +34,7 @@ from .. import runtime
 from ..messages import DEVICE_GPU, Request
 from ..requests import allgather_request, specs_of
 from ..tensor_kinds import go_by_host
-from ..tensor_queue import Handle
+from ..tensor_queue import Handle, complete_all
 from . import bridge, gpu_bridge
 from .bridge import MakeRequest
 from .host_call import host_call
@@ -162,7 +162,7 @@ class _Place:
         except Exception as error:  # Raised by the fetch, where the function's caller gets it.
             handle.fail(error)
             return
-        submitted.when_done(lambda: _pass_on(submitted, handle))
+        submitted.when_done(_pass_on, (submitted, handle))
 
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The shapes of the results."""
@@ -170,13 +170,15 @@ class _Place:
         return [np.array(result.shape, np.int64) for result in WAKEUPS.redeem(int(ticket)).wait()]
 
 
-def _pass_on(submitted: Handle, handle: Handle) -> None:
-    try:
-        arrays = submitted.wait(0)
-    except Exception as error:  # Likewise.
-        handle.fail(error)
-    else:
-        handle.complete(arrays)
+def _pass_on(pairs: list[tuple[Handle, Handle]]) -> None:
+    """Give the results of the first of each pair to the second."""
+    complete = []
+    for submitted, handle in pairs:
+        try:
+            complete.append((handle, submitted.wait(0)))
+        except Exception as error:  # Likewise.
+            handle.fail(error)
+    complete_all(complete)
 
 
 @cache

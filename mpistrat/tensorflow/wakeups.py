@@ -18,6 +18,7 @@ from ..tensor_queue import Handle
 
 _GROUP = 16  # queues are made in groups, and a graph captures those of all places in it as one tensor
 _SPARE = 16  # beyond one per place: for iterations of a loop that TensorFlow runs at the same time
+_TOGETHER = (64, 8)  # so many queues can be written to by one operation
 _SLOTS = 2**16  # ticket % _SLOTS is the number of the queue
 
 
@@ -33,6 +34,7 @@ class Wakeups:
         self._numbers = itertools.count()
         self._places = 0
         self._element: tf.Tensor | None = None  # to make one takes as long as to enqueue it
+        self._enqueues: dict[int, Any] = {}  # by how many queues they write to
 
     def queues_for(self, place: Any) -> tf.Tensor:
         """Handles of as many queues as are enough with one more place in a graph, for that graph to capture.
@@ -60,6 +62,9 @@ class Wakeups:
                              for slot in range(first, first + _GROUP)]
             self._stacked = tf.stack(self._queues)
         self._free += range(first, first + _GROUP)
+        for count in _TOGETHER:
+            if count <= len(self._queues) and count not in self._enqueues:
+                self._enqueues[count] = _enqueue_to(count)
 
     def ticket_for(self, handle: Handle, queues: int) -> int:
         """A ticket that stands for `handle` until `redeem`, with one of the first `queues` queues."""
@@ -68,7 +73,7 @@ class Wakeups:
             slot = self._free.pop(position) if position >= 0 else self._reclaim(queues)
             ticket = next(self._numbers) * _SLOTS + slot
             self._taken[ticket] = handle
-        handle.when_done(lambda: self._wake(slot))
+        handle.when_done(self._wake, slot)
         return ticket
 
     def _reclaim(self, queues: int) -> int:
@@ -82,8 +87,14 @@ class Wakeups:
                 return slot
         raise AssertionError(f"{queues} queues are not enough for the collectives under way")
 
-    def _wake(self, slot: int) -> None:
-        tf.raw_ops.QueueEnqueueV2(handle=self._queues[slot], components=[self._element], timeout_ms=-1)
+    def _wake(self, slots: list[int]) -> None:
+        queues = [self._queues[slot] for slot in slots]
+        for count in _TOGETHER:
+            while len(queues) >= count:
+                _run_here(self._enqueues[count], [self._element, *queues[:count]])
+                del queues[:count]
+        for queue in queues:
+            tf.raw_ops.QueueEnqueueV2(handle=queue, components=[self._element], timeout_ms=-1)
 
     def redeem(self, ticket: int) -> Handle:
         """The handle that the ticket stands for, once its wait is over."""
@@ -94,6 +105,30 @@ class Wakeups:
 
 
 WAKEUPS = Wakeups()  # of all graphs in this process
+
+
+def _enqueue_to(count: int) -> Any:
+    """A function that writes an element to so many queues."""
+    signature = [tf.TensorSpec([], tf.int64), *[tf.TensorSpec([], tf.resource)] * count]
+
+    @tf.function(autograph=False, input_signature=signature)
+    def enqueue(element: tf.Tensor, *queues: tf.Tensor) -> None:
+        for queue in queues:
+            tf.raw_ops.QueueEnqueueV2(handle=queue, components=[element], timeout_ms=-1)
+
+    with tf.init_scope(), tf.device("CPU:0"):
+        return enqueue.get_concrete_function()
+
+
+def _run_here(function: Any, inputs: list[tf.Tensor]) -> None:
+    """Run a concrete function without results in this thread alone.
+
+    A call of the function would hand its nodes to the inter-op threads, and all of those may be waiting for what this
+    thread is about to do. Python's lock is free meanwhile, so that what is awakened runs at the same time; awakened one
+    by one, each takes two changes of threads, 150 us, for both sides want that lock again and again.
+    """
+    with tf.device("CPU:0"):
+        tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
 def awaited(ticket: tf.Tensor, queues: tf.Tensor) -> tf.Tensor:

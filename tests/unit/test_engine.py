@@ -250,7 +250,7 @@ def test_a_name_in_flight_is_refused_and_free_when_done() -> None:
 def test_a_callback_may_submit_the_same_name_again() -> None:
     engine, = ByHand(1).engines
     later: list[Handle] = []
-    submit_barrier(engine, "a").when_done(lambda: later.append(submit_barrier(engine, "a")))
+    submit_barrier(engine, "a").when_done(lambda _: later.append(submit_barrier(engine, "a")))
     engine.step()
     engine.step()
     assert later[0].done()
@@ -478,7 +478,7 @@ def test_what_is_submitted_while_a_caller_drives_is_done_after_the_caller_has_le
     with running(2) as engines:
         def work(rank: int, engine: Engine) -> list:
             later: list[Handle] = []
-            submit(engine, "first", np.ones(1)).when_done(lambda: later.append(submit(engine, "later", np.ones(1))))
+            submit(engine, "first", np.ones(1)).when_done(lambda _: later.append(submit(engine, "later", np.ones(1))))
             run(engine, "second", np.ones(1))
             submit(engine, "third", np.ones(1)).wait(LONG_S)
             return later[0].wait(LONG_S)
@@ -762,7 +762,7 @@ def test_callbacks_are_called_on_a_failure_too() -> None:
     group, planes = failing(1, 0, before=False)
     called = threading.Event()
     with running(1, None, planes, group) as engines:
-        submit(engines[0], "fatal", np.zeros(13)).when_done(called.set)
+        submit(engines[0], "fatal", np.zeros(13)).when_done(lambda _: called.set())
         assert called.wait(LONG_S)
 
 

@@ -44,6 +44,15 @@ def test_memory_that_nobody_uses_is_handed_out_again() -> None:
     assert len(addresses) == 1
 
 
+def test_hundreds_of_arrays_of_a_size_need_no_more_memory_in_later_rounds() -> None:
+    pool = ResultPool()
+    held, addresses = [pool.take((8,), F32) for _ in range(400)], set()
+    for _ in range(5):
+        held = [pool.take((8,), F32) for _ in range(400)]  # the last round's are in use until all of these are there
+        addresses |= {array.ctypes.data for array in held}
+    assert len(addresses) == 800
+
+
 def test_memory_is_handed_out_again_for_any_dtype_of_as_many_bytes() -> None:
     pool = ResultPool()
     address = pool.take((8,), F32).ctypes.data

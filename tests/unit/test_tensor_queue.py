@@ -1,13 +1,14 @@
 """Hand-over between threads: Handle, Entry and TensorQueue."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mpistrat.errors import DuplicateNameError, EngineError, ShutdownError
 from mpistrat.messages import Kind, Request
-from mpistrat.tensor_queue import Entry, Handle, TensorQueue
+from mpistrat.tensor_queue import Entry, Handle, TensorQueue, complete_all
 
 LONG_S = 30.0  # only a failing test waits for so long
 
@@ -85,7 +86,7 @@ def test_callbacks_are_called_once_in_order_when_the_result_is_there(finish) -> 
     handle = Handle("a")
     calls: list[tuple[int, bool]] = []
     for number in range(3):
-        handle.when_done(lambda number=number: calls.append((number, handle.done())))  # type: ignore[misc]
+        handle.when_done(lambda _, number=number: calls.append((number, handle.done())))  # type: ignore[misc]
     assert calls == []
     finish(handle)
     assert calls == [(0, True), (1, True), (2, True)]
@@ -95,16 +96,45 @@ def test_a_callback_on_a_complete_handle_is_called_at_once() -> None:
     handle = Handle("a")
     handle.complete([])
     calls: list[int] = []
-    handle.when_done(lambda: calls.append(1))
+    handle.when_done(lambda _: calls.append(1))
     assert calls == [1]
 
 
 def test_a_callback_may_use_the_handle() -> None:
     handle = Handle("a")
     results: list[list[np.ndarray]] = []
-    handle.when_done(lambda: handle.when_done(lambda: results.append(handle.wait(0))))
+    handle.when_done(lambda _: handle.when_done(lambda _: results.append(handle.wait(0))))
     handle.complete([])
     assert results == [[]]
+
+
+def test_handles_completed_together_share_a_call_when_all_are_done() -> None:
+    handles = [Handle(name) for name in "abcd"]
+    calls: list[list[Any]] = []
+
+    def note(arguments: list[Any]) -> None:
+        calls.append([*arguments, all(handle.done() for handle in handles[:3])])
+
+    for handle in handles:
+        handle.when_done(note, handle.name)
+    handles[1].when_done(lambda _: calls.append(["another"]))
+    complete_all([(handle, [handle.name]) for handle in handles[:3]])
+    assert calls == [["a", "b", "c", True], ["another"]]
+    assert handles[2].wait(0) == ["c"] and not handles[3].done()
+
+
+def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
+    handle = Handle("a")
+    calls: list[int] = []
+
+    def fail(_: list[Any]) -> None:
+        raise ValueError("on purpose")
+
+    handle.when_done(fail)
+    handle.when_done(lambda _: calls.append(1))
+    handle.complete([])
+    assert calls == [1] and handle.done()
+    assert "on purpose" in caplog.text
 
 
 # -- TensorQueue ------------------------------------------------------------------------------------------------------
