@@ -202,7 +202,9 @@ class Engine:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
+            is_called = self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
+            if not is_called and self._driving.locked():
+                continue
             self._attention.clear()
             with self._driving:
                 self._drive(None, math.inf)
@@ -225,10 +227,10 @@ class Engine:
                     if handle is not None:
                         if handle.done():
                             return
+                    elif not self._outstanding and not self._end_announced and not self._gpu.is_busy:
+                        return  # Without another look: who has waited for this may want to drive what comes next.
                     elif busy:
                         continue
-                    elif not self._outstanding and not self._end_announced and not self._gpu.is_busy:
-                        return
                     now = self._clock()
                     if now >= deadline:
                         return

@@ -5,12 +5,13 @@ of the tensor's, as in Horovod.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.record import could_possibly_record
 
 from .. import array_ops, runtime
 from ..process_sets import ProcessSet, global_process_set, require_global
@@ -112,14 +113,13 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     tensor = _as_tensor(tensor)
     name = _wire_name("broadcast", tensor, name, ignore_name_scope)
 
-    @tf.custom_gradient
     def differentiable(value: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
             return mean if runtime.current().topology.rank == root_rank else mean * 0
         return broadcast_list([value], root_rank, name)[0], gradient
 
-    return differentiable(tensor)
+    return _with_gradient(differentiable, tensor)
 
 
 def barrier() -> None:
@@ -179,13 +179,12 @@ def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, po
     if not tensors:
         return []
 
-    @tf.custom_gradient
     def differentiable(*values: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels, patient, wire)
         return reduce_list(values, name, op, prescale, postscale, labels, patient, wire=wire), gradient
 
-    result = differentiable(*tensors)
+    result = _with_gradient(differentiable, *tensors)
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
@@ -205,7 +204,6 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
 
 
 def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
-    @tf.custom_gradient
     def differentiable(value: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
@@ -214,7 +212,14 @@ def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
             return mean[before:before + tf.shape(value, tf.int64)[0]]
         return gather_list([value], name)[0], gradient
 
-    return differentiable(tensor)
+    return _with_gradient(differentiable, tensor)
+
+
+def _with_gradient(differentiable: Callable[..., Any], *values: tf.Tensor) -> Any:
+    """What tf.custom_gradient makes of `differentiable`, called with `values`."""
+    if tf.executing_eagerly() and not could_possibly_record():
+        return differentiable(*values)[0]  # Nobody can ask for the gradient, and to prepare for that takes 300 us.
+    return tf.custom_gradient(differentiable)(*values)
 
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
