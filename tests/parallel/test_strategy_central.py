@@ -111,7 +111,7 @@ def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, 
 @pytest.mark.parametrize("arguments", [{"build": False}, {"graph": False}], ids=str)
 def test_an_optimizer_may_be_built_in_the_step_and_the_step_run_eagerly(central: MPIStrategy, mirrored: MPIStrategy,
                                                                          arguments: dict, rank: int) -> None:
-    ours, expected = Loop(central, MAKERS["Adam"], **arguments).run(), Loop(mirrored, MAKERS["Adam"]).run()
+    ours, expected = [Loop(strategy, MAKERS["Adam"], **arguments).run() for strategy in (central, mirrored)]
     assert_close(ours.values, expected.values, 0)
     assert_equal_on_all_ranks(ours.values)
     assert (elements_of_slots(ours.optimizer) > 0) == (rank == 0)
