@@ -17,34 +17,22 @@ import logging
 import math
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .autotune import Autotuner, Choice
-from .collectives.base import Ballot, ControlPlane, DataPlane, Outcome
-from .coordinator import Coordinator
-from .errors import EngineError, MismatchError, ShutdownError, StallError
-from .execution import Executor
+from .collectives.base import Ballot, ControlPlane, DataPlane
 from .gpu.connection import NO_WAYS, Ways
-from .gpu.execution import GpuExecutor
-from .messages import Decision, End, Request
+from .messages import Request
+from .rounds import Rounds
 from .settings import Settings
-from .tensor_queue import Entry, Handle, TensorQueue
-from .voting import Voting
+from .tensor_queue import Entry, Handle
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[End, type[EngineError]] = {
-    End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError,
-    End.MISMATCH: EngineError}
-SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
-                  "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
-
 _IDLE_LOOK_S = 0.05  # how often a rank that waits for nothing looks at its messages
-_SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
 
 
 class Engine:
@@ -68,29 +56,11 @@ class Engine:
                  clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
                  gpu_ways: Ways = NO_WAYS, ballot: Ballot | None = None):
         self._rank, self._size = rank, size
-        self._control, self._data, self._clock = control, data, clock
-        check = not settings.stall_check_disable
-        warning_s = settings.stall_warning_s if check else None
-        abort_s = (settings.stall_abort_s or None) if check else None
-        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
-        self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
-        self._gpu = GpuExecutor(rank, size, data, settings, gpu_ways, clock)
-        self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
-        self._tuned = tuned
-        self._tuner = Autotuner(self._executor.knobs()) if tuned is not None and rank == 0 else None
-        self._queue = TensorQueue()
-        self._executing: list[Entry] = []  # no longer in the queue, and not all complete
+        self._control, self._clock = control, clock
+        self._rounds = Rounds(rank, size, control, data, settings, clock, tuned, gpu_ways, ballot)
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._attention = threading.Event()
-        self._end_requested = False
-        self._end_announced = False
-        self._abandoned: EngineError | None = None
-        self._ended = threading.Event()
-        self._end_error: Exception | None = None
-        self._clean = False  # all ranks have shut down
-        self._outstanding = 0
-        self._completed = 0
 
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
@@ -112,7 +82,7 @@ class Engine:
             EngineError: The engine has ended.
         """
         handle = Handle(request.name)
-        self._queue.put(Entry(request, arrays, handle))
+        self._rounds.queue.put(Entry(request, arrays, handle))
         self._call_background()
         return handle
 
@@ -121,16 +91,16 @@ class Engine:
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle)
         if not self._driving.acquire(blocking=False):
-            self._queue.put(entry)
+            self._rounds.queue.put(entry)
             self._call_background()
             handle.await_done(-1 if limit_s == math.inf else limit_s)
             return handle
         try:
-            is_taken = self._queue.put(entry, is_taken=self._may_vote)
+            is_taken = self._rounds.queue.put(entry, is_taken=self._rounds.may_vote)
             self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
         finally:
             self._driving.release()
-            if self._outstanding or self._gpu.is_busy:
+            if self._rounds.has_work or self._rounds.ended.is_set():
                 self._attention.set()
         return handle
 
@@ -142,7 +112,7 @@ class Engine:
 
     def announce_end(self) -> None:
         """Say that this rank submits no more, so that other ranks need not wait for it. Returns at once."""
-        self._end_requested = True
+        self._rounds.request_end()
         self._call_background()
 
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
@@ -153,30 +123,29 @@ class Engine:
         """
         began = self._clock()
         self.announce_end()
-        if self._thread is None or self._ended.is_set():
+        if self._thread is None or self._rounds.ended.is_set():
             return
-        while not self._ended.wait(report_every_s):
+        while not self._rounds.ended.wait(report_every_s):
             if report:
                 report(self._clock() - began)
         self._thread.join()
 
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, some of which have died. What is pending, and all that comes, fails. Local."""
-        self._abandoned = EngineError(reason)
-        if self._thread is None or self._ended.is_set():
+        self._rounds.abandon(reason)
+        if self._thread is None or self._rounds.ended.is_set():
             return
         self._call_background()
-        self._ended.wait()
+        self._rounds.ended.wait()
         self._thread.join()
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see autotune."""
-        return self._executor.knobs()
+        return self._rounds.knobs()
 
     def choose(self, choice: Choice) -> None:
         """Reduce in this way. Collective; before `start`."""
-        self._executor.choose(choice)
-        self._tuner = None
+        self._rounds.choose(choice)
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
         """In place of the setting: end when ranks have waited so long for others. The same on all ranks.
@@ -185,23 +154,25 @@ class Engine:
             seconds: More than 0.
             setting: What the user has set, for the error.
         """
-        self._coordinator.abort_stalls_after(seconds, setting)
-        if self._voting is not None:
-            self._voting.abort_s = seconds
+        self._rounds.abort_stalls_after(seconds, setting)
 
     def close(self) -> None:
         """Release what the GPU holds. Collective; after `end`, when `error` is None."""
-        self._gpu.close()
+        self._rounds.close()
 
     @property
     def error(self) -> Exception | None:
         """What ended the engine, if anything but a shutdown by all ranks did."""
-        return None if isinstance(self._end_error, ShutdownError) and self._clean else self._end_error
+        return self._rounds.error
+
+    def step(self) -> bool:
+        """One round, as Rounds.step."""
+        return self._rounds.step()
 
     # -- the thread that drives ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._ended.is_set():
+        while not self._rounds.ended.is_set():
             is_called = self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
             if not is_called and self._driving.locked():
                 continue
@@ -210,203 +181,34 @@ class Engine:
                 self._drive(None, math.inf)
 
     def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
-        """Step until `handle` is done or the deadline has passed; without a handle, until nothing is outstanding.
+        """Go on until `handle` is done or the deadline has passed; without a handle, until there is nothing to do.
 
         First vote for `proposal`, if there is one: the entry of `handle`, which is not in the queue then.
         """
+        rounds = self._rounds
         try:
             # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
             with np.errstate(all="ignore"):
                 if proposal is not None:
-                    self._propose(proposal)
+                    rounds.propose(proposal)
                     if proposal.handle.done():
                         return
-                while not self._ended.is_set():
-                    busy = self.step()
+                while not rounds.ended.is_set():
+                    busy = rounds.step()
                     # Asked for even if nothing happened: another driver may have been quicker with this handle.
                     if handle is not None:
                         if handle.done():
                             return
-                    elif not self._outstanding and not self._end_announced and not self._gpu.is_busy:
+                    elif not rounds.needs_driver:
                         return  # Without another look: who has waited for this may want to drive what comes next.
                     elif busy:
                         continue
-                    now = self._clock()
-                    if now >= deadline:
+                    longest_s = deadline - self._clock()
+                    if longest_s <= 0:
                         return
-                    if self._gpu.is_busy:
-                        patience_s = self._gpu.patience(now)
-                        spins = patience_s == 0.0
-                    else:
-                        patience_s, spins = self._patience(now), handle is not None
-                    self._control.wait(min(patience_s, deadline - now), spin_s=_SPIN_S if spins else 0.0)
+                    rounds.wait(longest_s, is_awaited=handle is not None)
         except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
-            self._die(error)
+            rounds.fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in a caller that drives.
-
-    def _patience(self, now: float) -> float:
-        longest_s = self._coordinator.patience(now)
-        return min(longest_s, 1.0) if self._voting is not None and self._voting.is_waiting else longest_s
-
-    @property
-    def _may_vote(self) -> bool:
-        """Whether this rank may vote for what a caller brings, if that is all there is to do."""
-        return self._voting is not None and not self._outstanding and self._voting.is_free and self._is_willing
-
-    def _propose(self, entry: Entry) -> None:
-        """Vote for what a caller waits for, and be there when all have voted."""
-        assert self._voting is not None
-        self._outstanding += 1
-        now = self._clock()
-        self._voting.propose(entry, self._executor.prepare(entry), now)
-        if not self._settle(now):
-            self._executor.prepare_more()
-            if not self._settle(now):
-                # What others have to say of other operations can wait for so long.
-                self._control.wait(_SPIN_S, spin_s=_SPIN_S)
-                self._settle(now)
-
-    @property
-    def _is_willing(self) -> bool:
-        """Whether this rank may agree to something by vote: nothing is to be said that only a decision can say."""
-        return not (self._end_requested or self._tuner is not None or self._coordinator.has_choice)
-
-    def _settle(self, now: float) -> bool:
-        """Execute what all ranks have voted for. Returns whether a round was complete that this rank waited for."""
-        assert self._voting is not None
-        entry, outcome = self._voting.settle()
-        if entry is None:
-            return False
-        if outcome:
-            self._finish(entry.request.name)
-            self._executing = [entry]
-            self._executor.execute_prepared(entry, outcome is Outcome.ALL_READY)
-            self._executing = []
-        else:
-            self._coordinator.submit(entry.request, now)
-        return True
-
-    def step(self) -> bool:
-        """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
-        if self._abandoned is not None and not self._ended.is_set():
-            self._stop(self._abandoned, clean=False)
-            return True
-        now = self._clock()
-        finished = self._gpu.poll()
-        # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
-        messages = self._control.poll()
-        entries = self._queue.take_new()
-        for entry in entries:
-            self._coordinator.submit(entry.request, now)
-        self._outstanding += len(entries)
-        has_settled = False
-        if self._voting is not None:
-            # After the messages are here, and before the decisions in them are executed; see voting.
-            has_settled = self._settle(now)
-            self._voting.attend(bool(self._outstanding) or not self._is_willing, now)
-            self._voting.check(now)
-        if self._end_requested and not self._end_announced:
-            self._end_announced = True
-            self._coordinator.end(self._completed)
-        decisions = []
-        for source, message in messages:
-            if source == self._coordinator.parent:
-                self._relay(message)
-                decisions.append(Decision.from_bytes(message))
-            else:
-                self._coordinator.receive(source, message, now)
-        for received in decisions:
-            self._execute(received)
-        announcement, decision = self._coordinator.advance(now)
-        if announcement is not None:
-            self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
-        if decision is not None:
-            if self._coordinator.children:
-                self._relay(decision.to_bytes())
-            self._execute(decision)
-        report = self._coordinator.stall_report(now)
-        if report:
-            logger.warning("%s", report)
-        return bool(finished or entries or has_settled or messages or announcement or decision)
-
-    def _relay(self, message: bytes) -> None:
-        for child in self._coordinator.children:
-            self._control.send(child, message)
-
-    def _execute(self, decision: Decision) -> None:
-        self._control.flush(self._coordinator.children)
-        requests = self._coordinator.learn(decision)
-        for name, text in decision.errors:
-            entry = self._finish(name)
-            entry.handle.fail(MismatchError(text))
-        entries = [self._finish(request.name) for request in requests]
-        if decision.choice:
-            self._executor.choose(dict(decision.choice))
-        self._run_all(entries)
-        if decision.end is not None:
-            if decision.end is End.SHUTDOWN:
-                self._gpu.drain()
-            self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
-
-    def _run_all(self, entries: list[Entry]) -> None:
-        self._executing = entries
-        if self._tuner is None:
-            self._executor.execute(entries)
-        else:
-            began = self._clock()
-            self._executor.execute(entries)
-            self._tune(self._tuner, entries, self._clock() - began)
-        self._executing = []
-
-    def _tune(self, tuner: Autotuner, entries: Sequence[Entry], seconds: float) -> None:
-        choice = tuner.record(sum(array.nbytes for entry in entries for array in entry.arrays), seconds)
-        if choice is not None:
-            self._coordinator.adopt(choice)
-        if tuner.is_done:
-            self._tuner = None
-            if self._tuned is not None:
-                self._tuned(tuner)
-
-    def _finish(self, name: str) -> Entry:
-        entry = self._queue.finish(name)
-        assert entry is not None, f"{name} was decided on, but is not in flight on rank {self._rank}"
-        self._outstanding -= 1
-        self._completed += 1
-        return entry
-
-    def _die(self, error: BaseException) -> None:
-        if not isinstance(error, StallError):
-            where = "".join(traceback.format_exception(error)).strip()
-            error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._tell_of_failure(str(error))
-        self._data.abandon()
-        self._stop(error, clean=False)
-
-    def _tell_of_failure(self, text: str) -> None:
-        try:
-            self._coordinator.fail(text)
-            announcement, decision = self._coordinator.advance(self._clock())
-            if announcement is not None:
-                self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
-                # This rank will not relay what rank 0 decides on that, so its children hear of it from here.
-                decision = Decision(end=End.FAILURE, end_text=text)
-            if decision is not None:
-                self._relay(decision.to_bytes())
-        except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
-            logger.debug("rank %d: could not tell the other ranks", self._rank, exc_info=True)
-
-    def _stop(self, error: EngineError, clean: bool) -> None:
-        self._clean = clean
-        self._end_error = error
-        if self._voting is not None and self._voting.is_waiting:
-            self._data.abandon()  # Others may execute what this rank has voted for.
-        refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
-        for entry in (*self._executing, *self._gpu.unfinished(), *self._queue.close(refusal)):
-            if not entry.handle.done():
-                entry.handle.fail(refusal)
-        self._ended.set()
-        self._attention.set()  # The background thread, too, has to hear of it.
-        if not clean:
-            self._gpu.abandon()  # At the end, for nobody should wait for a GPU that may not answer.

@@ -14,7 +14,7 @@ import pytest
 
 from mpistrat.collectives.base import Ballot, DataPlane
 from mpistrat.collectives.local import ThreadControl, ThreadData, ThreadGroup
-from mpistrat.engine import SHUT_DOWN_TEXT, Engine
+from mpistrat.engine import Engine
 from mpistrat.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.messages import ReduceOp, Request
 from mpistrat.requests import (
@@ -27,6 +27,7 @@ from mpistrat.requests import (
     broadcast_request,
     specs_of,
 )
+from mpistrat.rounds import SHUT_DOWN_TEXT
 from mpistrat.scale import Scale
 from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Handle

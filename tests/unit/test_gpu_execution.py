@@ -228,7 +228,7 @@ def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch
         handle.wait(30)
     job.engine.end()
     given = {arguments[1] for arguments in calls}
-    assert given == {array.address for _, results in job.engine._gpu._underway for array in results}
+    assert given == {array.address for _, results in job.engine._rounds._gpu._underway for array in results}
 
 
 @pytest.mark.parametrize("waited_s, pause_s", [(0.0, 0.0), (4e-4, 0.0), (1.6e-3, 1e-4), (1.0, 1e-3)])
@@ -237,7 +237,7 @@ def test_a_gpu_is_asked_at_once_at_first_and_then_more_and_more_seldom(waited_s:
     job.now = 7.0
     job.submit("a", np.ones(3))
     job.engine.step()
-    assert job.engine._gpu.patience(7.0 + waited_s) == pytest.approx(pause_s)
+    assert job.engine._rounds._gpu.patience(7.0 + waited_s) == pytest.approx(pause_s)
 
 
 def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:

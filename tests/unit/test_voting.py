@@ -365,7 +365,7 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
 
 @pytest.mark.parametrize("all_ready", [True, False])
 def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_ready: bool) -> None:
-    executors = [engine._executor for engine in Job(2, start=False, data=shared_memory).engines]
+    executors = [engine._rounds._executor for engine in Job(2, start=False, data=shared_memory).engines]
     entries = [Entry(allreduce_request("a", specs_of([array]), Sum), [array], Handle("a"))
                for array in (np.full(9, 1.0), np.full(9, 2.0))]
     assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
@@ -381,7 +381,7 @@ def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_read
 
 
 def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
-    executor = Job(2, start=False, data=shared_memory).engines[0]._executor
+    executor = Job(2, start=False, data=shared_memory).engines[0]._rounds._executor
     array = np.ones(9)
     entry, other = (Entry(allreduce_request(name, specs_of([array]), Sum), [array], Handle(name)) for name in "ab")
     assert executor.prepare(entry)

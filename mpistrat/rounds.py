@@ -1,0 +1,291 @@
+"""Rounds: what an engine does again and again. Take submissions and messages, agree with the other ranks, execute.
+
+No threads here: the engine calls all of it from one thread at a time, and tests call `step` on each rank in turn.
+"""
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .autotune import Autotuner, Choice
+from .collectives.base import Ballot, ControlPlane, DataPlane, Outcome
+from .coordinator import Coordinator
+from .errors import EngineError, MismatchError, ShutdownError, StallError
+from .execution import Executor
+from .gpu.connection import Ways
+from .gpu.execution import GpuExecutor
+from .messages import Decision, End
+from .settings import Settings
+from .tensor_queue import Entry, TensorQueue
+from .voting import Voting
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[End, type[EngineError]] = {
+    End.SHUTDOWN: ShutdownError, End.RANK_ENDED: ShutdownError, End.STALL: StallError, End.FAILURE: EngineError,
+    End.MISMATCH: EngineError}
+SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
+                  "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
+
+SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
+_VOTERS_LOOK_S = 1.0  # how often a rank whose vote is not answered looks whether to report that
+
+
+class Rounds:
+    """One rank's part in the rounds. The arguments are those of Engine.
+
+    Attributes:
+        queue: What is submitted. Any thread may use it.
+        ended: Set when there are no more rounds.
+        error: What ended them, if anything but a shutdown by all ranks did.
+    """
+
+    def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
+                 clock: Callable[[], float], tuned: Callable[[Autotuner], None] | None, gpu_ways: Ways,
+                 ballot: Ballot | None):
+        self._rank = rank
+        self._control, self._data, self._clock = control, data, clock
+        check = not settings.stall_check_disable
+        warning_s = settings.stall_warning_s if check else None
+        abort_s = (settings.stall_abort_s or None) if check else None
+        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
+        self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
+        self._gpu = GpuExecutor(rank, size, data, settings, gpu_ways, clock)
+        self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
+        self._tuned = tuned
+        self._tuner = Autotuner(self._executor.knobs()) if tuned is not None and rank == 0 else None
+        self._executing: list[Entry] = []  # no longer in the queue, and not all complete
+        self._end_requested = False
+        self._end_announced = False
+        self._abandoned: EngineError | None = None
+        self._outstanding = 0
+        self._completed = 0
+        self.queue = TensorQueue()
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def request_end(self) -> None:
+        """Say in the next round that this rank submits no more."""
+        self._end_requested = True
+
+    def abandon(self, reason: str) -> None:
+        """End in the next round, without the other ranks."""
+        self._abandoned = EngineError(reason)
+
+    # -- before the first round, or after the last --------------------------------------------------------------------
+
+    def knobs(self) -> dict[str, tuple[Any, ...]]:
+        """What `choose` can choose among; see autotune."""
+        return self._executor.knobs()
+
+    def choose(self, choice: Choice) -> None:
+        """Reduce in this way. Collective."""
+        self._executor.choose(choice)
+        self._tuner = None
+
+    def abort_stalls_after(self, seconds: float, setting: str) -> None:
+        """As Engine.abort_stalls_after."""
+        self._coordinator.abort_stalls_after(seconds, setting)
+        if self._voting is not None:
+            self._voting.abort_s = seconds
+
+    def close(self) -> None:
+        """Release what the GPU holds. Collective."""
+        self._gpu.close()
+
+    # -- for the thread that drives -----------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is to be completed on this rank."""
+        return bool(self._outstanding) or self._gpu.is_busy
+
+    @property
+    def needs_driver(self) -> bool:
+        """Whether rounds must go on now; without work it is enough to look at the messages now and then."""
+        return self.has_work or self._end_announced
+
+    def wait(self, longest_s: float, is_awaited: bool) -> None:
+        """Return when the next round may have something to do, after `longest_s` at most.
+
+        Args:
+            longest_s: In seconds.
+            is_awaited: Whether a caller waits, so that it pays to stay awake for a moment.
+        """
+        now = self._clock()
+        if self._gpu.is_busy:
+            patience_s = self._gpu.patience(now)
+            spins = patience_s == 0.0
+        else:
+            patience_s, spins = self._coordinator.patience(now), is_awaited
+            if self._voting is not None and self._voting.is_waiting:
+                patience_s = min(patience_s, _VOTERS_LOOK_S)
+        self._control.wait(min(patience_s, longest_s), spin_s=SPIN_S if spins else 0.0)
+
+    @property
+    def may_vote(self) -> bool:
+        """Whether this rank may vote for what a caller brings, if that is all there is to do."""
+        return self._voting is not None and not self._outstanding and self._voting.is_free and self._is_willing
+
+    def propose(self, entry: Entry) -> None:
+        """Vote for what a caller waits for, and be there when all have voted.
+
+        Args:
+            entry: It is in flight, but was not among the new ones. This rank `may_vote`.
+        """
+        assert self._voting is not None
+        self._outstanding += 1
+        now = self._clock()
+        self._voting.propose(entry, self._executor.prepare(entry), now)
+        if not self._settle(now):
+            self._executor.prepare_more()
+            if not self._settle(now):
+                # What others have to say of other operations can wait for so long.
+                self._control.wait(SPIN_S, spin_s=SPIN_S)
+                self._settle(now)
+
+    @property
+    def _is_willing(self) -> bool:
+        """Whether this rank may agree to something by vote: nothing is to be said that only a decision can say."""
+        return not (self._end_requested or self._tuner is not None or self._coordinator.has_choice)
+
+    def _settle(self, now: float) -> bool:
+        """Execute what all ranks have voted for. Returns whether a round was complete that this rank waited for."""
+        assert self._voting is not None
+        entry, outcome = self._voting.settle()
+        if entry is None:
+            return False
+        if outcome:
+            self._finish(entry.request.name)
+            self._executing = [entry]
+            self._executor.execute_prepared(entry, outcome is Outcome.ALL_READY)
+            self._executing = []
+        else:
+            self._coordinator.submit(entry.request, now)
+        return True
+
+    def step(self) -> bool:
+        """One round: take submissions and messages, decide, execute. Returns whether anything happened."""
+        if self._abandoned is not None and not self.ended.is_set():
+            self._stop(self._abandoned, clean=False)
+            return True
+        now = self._clock()
+        finished = self._gpu.poll()
+        # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
+        messages = self._control.poll()
+        entries = self.queue.take_new()
+        for entry in entries:
+            self._coordinator.submit(entry.request, now)
+        self._outstanding += len(entries)
+        has_settled = False
+        if self._voting is not None:
+            # After the messages are here, and before the decisions in them are executed; see voting.
+            has_settled = self._settle(now)
+            self._voting.attend(bool(self._outstanding) or not self._is_willing, now)
+            self._voting.check(now)
+        if self._end_requested and not self._end_announced:
+            self._end_announced = True
+            self._coordinator.end(self._completed)
+        decisions = []
+        for source, message in messages:
+            if source == self._coordinator.parent:
+                self._relay(message)
+                decisions.append(Decision.from_bytes(message))
+            else:
+                self._coordinator.receive(source, message, now)
+        for received in decisions:
+            self._execute(received)
+        announcement, decision = self._coordinator.advance(now)
+        if announcement is not None:
+            self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+        if decision is not None:
+            if self._coordinator.children:
+                self._relay(decision.to_bytes())
+            self._execute(decision)
+        report = self._coordinator.stall_report(now)
+        if report:
+            logger.warning("%s", report)
+        return bool(finished or entries or has_settled or messages or announcement or decision)
+
+    def _relay(self, message: bytes) -> None:
+        for child in self._coordinator.children:
+            self._control.send(child, message)
+
+    def _execute(self, decision: Decision) -> None:
+        self._control.flush(self._coordinator.children)
+        requests = self._coordinator.learn(decision)
+        for name, text in decision.errors:
+            entry = self._finish(name)
+            entry.handle.fail(MismatchError(text))
+        entries = [self._finish(request.name) for request in requests]
+        if decision.choice:
+            self._executor.choose(dict(decision.choice))
+        self._run_all(entries)
+        if decision.end is not None:
+            if decision.end is End.SHUTDOWN:
+                self._gpu.drain()
+            self._stop(_ERRORS[decision.end](decision.end_text), clean=decision.end is End.SHUTDOWN)
+
+    def _run_all(self, entries: list[Entry]) -> None:
+        self._executing = entries
+        if self._tuner is None:
+            self._executor.execute(entries)
+        else:
+            began = self._clock()
+            self._executor.execute(entries)
+            self._tune(self._tuner, entries, self._clock() - began)
+        self._executing = []
+
+    def _tune(self, tuner: Autotuner, entries: Sequence[Entry], seconds: float) -> None:
+        choice = tuner.record(sum(array.nbytes for entry in entries for array in entry.arrays), seconds)
+        if choice is not None:
+            self._coordinator.adopt(choice)
+        if tuner.is_done:
+            self._tuner = None
+            if self._tuned is not None:
+                self._tuned(tuner)
+
+    def _finish(self, name: str) -> Entry:
+        entry = self.queue.finish(name)
+        assert entry is not None, f"{name} was decided on, but is not in flight on rank {self._rank}"
+        self._outstanding -= 1
+        self._completed += 1
+        return entry
+
+    def fail(self, error: BaseException) -> None:
+        """End for an error of any kind, and tell the other ranks: nobody may wait for this one any longer."""
+        if not isinstance(error, StallError):
+            where = "".join(traceback.format_exception(error)).strip()
+            error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
+        self._tell_of_failure(str(error))
+        self._data.abandon()
+        self._stop(error, clean=False)
+
+    def _tell_of_failure(self, text: str) -> None:
+        try:
+            self._coordinator.fail(text)
+            announcement, decision = self._coordinator.advance(self._clock())
+            if announcement is not None:
+                self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+                # This rank will not relay what rank 0 decides on that, so its children hear of it from here.
+                decision = Decision(end=End.FAILURE, end_text=text)
+            if decision is not None:
+                self._relay(decision.to_bytes())
+        except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
+            logger.debug("rank %d: could not tell the other ranks", self._rank, exc_info=True)
+
+    def _stop(self, error: EngineError, clean: bool) -> None:
+        refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
+        self.error = None if clean else error
+        if self._voting is not None and self._voting.is_waiting:
+            self._data.abandon()  # Others may execute what this rank has voted for.
+        for entry in (*self._executing, *self._gpu.unfinished(), *self.queue.close(refusal)):
+            if not entry.handle.done():
+                entry.handle.fail(refusal)
+        self.ended.set()
+        if not clean:
+            self._gpu.abandon()  # At the end, for nobody should wait for a GPU that may not answer.
