@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,12 @@ class Finished:
     seconds: float
     ended_at: float
     left: tuple[int, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """The output without TensorFlow's lines of information. Which there are depends on the processor."""
+        return "".join(line for line in self.output.splitlines(keepends=True)
+                       if not re.match(r"I\d{4} \d\d:\d\d:\d", line))
 
     def of_rank(self, rank: int) -> list[str]:
         """What `rank` printed in lines that begin with `rank R: `, as the scripts in tests/scripts do."""

@@ -56,7 +56,7 @@ def accuracy_of(job: Finished, workers: int) -> float:
 def test_asynchronous_training_learns_and_all_processes_end_with_the_coordinator(ranks: int) -> None:
     job = run(ranks, "examples/parameter_server.py")
     assert job.code == 0, job.output
-    assert "rror" not in job.output, job.output
+    assert "rror" not in job.said, job.output
     assert accuracy_of(job, ranks - 2) >= 0.93, job.output
 
 

@@ -99,7 +99,7 @@ def test_a_script_may_end_without_shutdown() -> None:
     job = run(3, "no_shutdown.py")
     assert job.code == 0, job.output
     assert [job.of_rank(rank) for rank in range(3)] == [["ends"]] * 3, job.output
-    assert "rror" not in job.output, job.output
+    assert "rror" not in job.said, job.output
 
 
 def test_an_engine_that_fails_ends_the_job_with_its_traceback() -> None:
