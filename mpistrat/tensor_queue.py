@@ -102,7 +102,8 @@ def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
     for handle, arrays in results:
         handle._arrays = arrays
         calls += handle._finish()
-    _call(calls)
+    if calls:
+        _call(calls)
 
 
 def _call(calls: list[_Call]) -> None:
