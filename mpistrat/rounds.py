@@ -29,7 +29,7 @@ _ERRORS: dict[End, type[EngineError]] = {
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
-SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
+_SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
 _VOTERS_LOOK_S = 1.0  # how often a rank whose vote is not answered looks whether to report that
 
 
@@ -124,7 +124,7 @@ class Rounds:
             patience_s, spins = self._coordinator.patience(now), is_awaited
             if self._voting is not None and self._voting.is_waiting:
                 patience_s = min(patience_s, _VOTERS_LOOK_S)
-        self._control.wait(min(patience_s, longest_s), spin_s=SPIN_S if spins else 0.0)
+        self._control.wait(min(patience_s, longest_s), spin_s=_SPIN_S if spins else 0.0)
 
     @property
     def may_vote(self) -> bool:
@@ -145,7 +145,7 @@ class Rounds:
             self._executor.prepare_more()
             if not self._settle(now):
                 # What others have to say of other operations can wait for so long.
-                self._control.wait(SPIN_S, spin_s=SPIN_S)
+                self._control.wait(_SPIN_S, spin_s=_SPIN_S)
                 self._settle(now)
 
     @property
