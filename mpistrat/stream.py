@@ -1,6 +1,8 @@
-"""A list of arrays as one stream of elements: to copy the next so many in or out, without joining the arrays first."""
+"""A list of arrays as one sequence of elements: to copy any part of it in or out, without joining the arrays first."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -8,37 +10,40 @@ from .scale import scaled_copy
 
 
 class Stream:
-    """A position in C-contiguous arrays of one dtype, as if they were one after the other."""
+    """C-contiguous arrays of one dtype, as if they were one after the other."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self._arrays = [array.reshape(-1) for array in arrays]
-        self._current = 0
-        self._start = 0
+        self._starts = list(accumulate((array.size for array in self._arrays), initial=0))
 
-    def copy_to(self, target: np.ndarray, scale: float = 1.0) -> None:
-        """Fill 1-D `target` with the next elements, times `scale`."""
+    def copy_to(self, target: np.ndarray, scale: float = 1.0, start: int = 0) -> None:
+        """Fill 1-D `target` with the elements from `start` on, times `scale`."""
         if scale == 1.0:
-            for place, piece in self.pieces(target.size):
+            for place, piece in self.pieces(start, target.size):
                 target[place:place + piece.size] = piece
         else:
-            for place, piece in self.pieces(target.size):
+            for place, piece in self.pieces(start, target.size):
                 scaled_copy(piece, scale, target[place:place + piece.size])
 
-    def copy_from(self, source: np.ndarray) -> None:
-        """Overwrite the next elements with 1-D `source`."""
-        for place, piece in self.pieces(source.size):
+    def copy_from(self, source: np.ndarray, start: int = 0) -> None:
+        """Overwrite the elements from `start` on with 1-D `source`."""
+        for place, piece in self.pieces(start, source.size):
             piece[...] = source[place:place + piece.size]
 
-    def pieces(self, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The next `count` elements, as (place among them, view) for each array that they lie in."""
-        place = 0
+    def pieces(self, start: int, count: int) -> list[tuple[int, np.ndarray]]:
+        """`count` elements from `start` on, as (place among them, view) for each array that they lie in."""
+        if not count:
+            return []
+        starts = self._starts
+        index = bisect_right(starts, start) - 1
+        if start + count <= starts[index + 1]:
+            return [(0, self._arrays[index][start - starts[index]:start - starts[index] + count])]
+        pieces, place = [], 0
         while place < count:
-            array = self._arrays[self._current]
-            stop = min(self._start + count - place, array.size)
-            piece = array[self._start:stop]
-            yield place, piece
+            first = start + place - starts[index]
+            piece = self._arrays[index][first:first + count - place]
+            if piece.size:
+                pieces.append((place, piece))
             place += piece.size
-            if stop == array.size:
-                self._current, self._start = self._current + 1, 0
-            else:
-                self._start = stop
+            index += 1
+        return pieces

@@ -66,25 +66,16 @@ class AtOnce(Prepared):
             memory.await_all(PACKED, self._number)
         if len(targets) == 1:
             combine(self._parts, self.op, targets[0].reshape(-1), self.scale)
+        elif are_large(self._parts[0].nbytes, targets):
+            for place, piece in Stream(targets).pieces(0, self._parts[0].size):
+                combine([part[place:place + piece.size] for part in self._parts], self.op, piece, self.scale)
         else:
-            reduce_onto(Stream(targets), are_large(self._parts[0].nbytes, targets), self._parts, self.op, self.scale,
-                        scratch)
+            result = scratch.view(self._parts[0].size, self._parts[0].dtype)
+            combine(self._parts, self.op, result, self.scale)
+            Stream(targets).copy_from(result)
         memory.post(self._number, PACKED, CONSUMED, READY, UNPACKED)
 
 
 def are_large(nbytes: int, tensors: Sequence[np.ndarray]) -> bool:
     """Whether tensors of `nbytes` together are better reduced one by one than as one."""
     return nbytes >= len(tensors) * _PIECE_BYTES
-
-
-def reduce_onto(outs: Stream, is_of_large: bool, parts: Sequence[np.ndarray], op: ReduceOp, scale: Scale,
-                scratch: FusionBuffer) -> None:
-    """Reduce `parts`, one for each rank, to the next elements of `outs`, whose tensors `are_large` or not."""
-    size = parts[0].size
-    if is_of_large:
-        for place, piece in outs.pieces(size):
-            combine([part[place:place + piece.size] for part in parts], op, piece, scale)
-    else:
-        result = scratch.view(size, parts[0].dtype)
-        combine(parts, op, result, scale)
-        outs.copy_from(result)

@@ -14,14 +14,14 @@ import pytest
 from mpistrat.collectives import host_memory
 from mpistrat.collectives.host_memory import HandOver, HostMemory
 from mpistrat.collectives.local import ThreadGroup
-from mpistrat.collectives.shared_memory import DIRECT_BYTES, SMALLEST_CHUNK, SharedMemoryData
+from mpistrat.collectives.shared_memory import AT_ONCE_BYTES, SharedMemoryData
 from mpistrat.errors import EngineError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 
 LIMIT_S = 20.0
 CHUNK = 4096
-SIZES = [0, 1, 2, 3, 1000, DIRECT_BYTES // 4, DIRECT_BYTES // 4 + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
+SIZES = [0, 1, 2, 3, 1000, AT_ONCE_BYTES // 4, AT_ONCE_BYTES // 4 + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
 
 
 def memories(count: int, data_bytes: int = 0, limit_s: float = LIMIT_S) -> list[HostMemory]:
@@ -125,12 +125,14 @@ def test_a_rank_that_gets_no_memory_does_not_wait_for_ever(monkeypatch: pytest.M
         HandOver(1, (0, 1), uuid.uuid4().hex).share(8192)
 
 
-@pytest.mark.parametrize(("slots", "count"), [(4, 2), (4, 64), (8, 3), (8, 128)])
-def test_chunks_are_powers_of_two_within_bounds(slots: int, count: int) -> None:
-    plane = type("Plane", (SharedMemoryData,), {"slots": slots})
+@pytest.mark.parametrize("bounds", [{}, {"slots": 6, "largest_chunk": 2**21, "_most_bytes": 2**28}])
+@pytest.mark.parametrize("count", [2, 3, 64, 128])
+def test_chunks_are_powers_of_two_within_bounds(bounds: dict[str, int], count: int) -> None:
+    plane = type("Plane", (SharedMemoryData,), bounds)
     chunk = plane.chunk_bytes(count)
     assert chunk & (chunk - 1) == 0
-    assert chunk == SMALLEST_CHUNK or plane.memory_bytes(count, chunk) <= 16 * 2**20
+    assert plane.smallest_chunk <= chunk <= plane.largest_chunk
+    assert chunk == plane.smallest_chunk or plane.memory_bytes(count, chunk) <= plane._most_bytes
 
 
 # -- all-reduce -------------------------------------------------------------------------------------------------------
