@@ -251,16 +251,16 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
         one_host = len(topology.hosts) == 1
         plane = SharedMemoryData if one_host else HierarchicalData
-        chunk = plane.chunk_bytes(max(topology.local_sizes))
-        plane_bytes, edges = plane.memory_bytes(len(here), chunk), edges_among(here)
+        plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
         memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
         if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
             if one_host:
                 ballot = SharedBallot(memory, shared_mail.rouse)
                 shared_mail.watch(ballot.has_news)
-            data = SharedMemoryData(memory, chunk, data) if one_host else HierarchicalData(
-                memory, chunk, data, counterparts(comm, topology), min(topology.local_sizes), settings.stall_abort_s)
+            data = SharedMemoryData(memory, plane.chunk_bytes, data) if one_host else HierarchicalData(
+                memory, plane.chunk_bytes, data, counterparts(comm, topology), min(topology.local_sizes),
+                settings.stall_abort_s)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
     return control, data, ballot
 

@@ -58,8 +58,7 @@ class HierarchicalData(SharedMemoryData):
     slots = 6
     # A chunk is two exchanges between hosts, which cost more than missing the cache (16 MB on 2 hosts of 2 ranks: 51
     # ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
-    largest_chunk, smallest_chunk = 2 * 1024 * 1024, 256 * 1024
-    _most_bytes = 256 * 1024 * 1024
+    chunk_bytes = 2 * 1024 * 1024
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int,
                  limit_s: float):

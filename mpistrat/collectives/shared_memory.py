@@ -52,7 +52,7 @@ class _Views(NamedTuple):
     """The shared memory as arrays of one dtype."""
 
     parts: list[np.ndarray]  # what each rank of the host packs into
-    slots: list[list[np.ndarray]]  # as in Work.slots
+    slots: list[list[np.ndarray]]  # each as in Chunk.slot
 
 
 class SharedMemoryData(DataPlane):
@@ -71,17 +71,17 @@ class SharedMemoryData(DataPlane):
 
     Args:
         memory: Has `memory_bytes` of data at least; nobody else uses those.
-        chunk: Bytes of a chunk, as chunk_bytes has it.
+        chunk: Bytes of a chunk, a power of two.
         others: Serves what is not an all-reduce.
     """
 
     name = "shared_memory"
     # How many chunks may be under way: one is packed, one reduced, one unpacked, and a rank may be ahead of the others.
     slots = 4
-    # Chunks of half a megabyte are quickest (102 MB on 2 ranks: 45 ms; with 128 KiB 67 ms, with 1 MiB 42 to 45 ms, with
-    # 4 MiB twice as long where the cache is smaller), as long as those of all ranks stay in the processor's cache.
-    largest_chunk, smallest_chunk = 512 * 1024, 64 * 1024
-    _most_bytes = 16 * 1024 * 1024
+    # Chunks of half a megabyte are quickest: 102 MB on 2 ranks take 45 ms, with 128 KiB 67 ms, with 1 MiB 42 to 45 ms,
+    # with 4 MiB twice as long where the cache is smaller. On more ranks a slice is smaller, and Python's time for a
+    # chunk longer (84 ms of 102 MB on 64 ranks, and 104 with 256 KiB), while a host for them has more cache.
+    chunk_bytes = 512 * 1024
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
         self._memory, self._others = memory, others
@@ -95,12 +95,6 @@ class SharedMemoryData(DataPlane):
         self._used_bytes = chunk
         self._at_once_bytes = min(AT_ONCE_BYTES // self._count, self.slots * chunk)
         self._is_used = True
-
-    @classmethod
-    def chunk_bytes(cls, count: int) -> int:
-        """Bytes of a chunk for `count` ranks on a host, the most of any host; a power of two."""
-        fitting = cls._most_bytes // (cls.slots * (count + 1))
-        return max(cls.smallest_chunk, min(cls.largest_chunk, 1 << (fitting.bit_length() - 1)))
 
     @classmethod
     def memory_bytes(cls, count: int, chunk: int) -> int:
@@ -139,17 +133,19 @@ class SharedMemoryData(DataPlane):
 
     def _chunks_of(self, elements: int, itemsize: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         chunks, count, per_chunk = [], len(slots), self._used_bytes // itemsize
-        size = 0
+        whole = self._share(per_chunk, itemsize)
         for k, start in enumerate(range(0, elements, per_chunk)):
-            if size != min(per_chunk, elements - start):
-                size = min(per_chunk, elements - start)
-                mine = self._slice(size, itemsize)
-                rest = [slice(0, size)] if mine is None else [slice(0, mine.start), slice(mine.stop, size)]
-                rest = [part for part in rest if part.start < part.stop]
-            number = self._chunks + k + 1
+            size, number = min(per_chunk, elements - start), self._chunks + k + 1
+            mine, rest = whole if size == per_chunk else self._share(size, itemsize)
             free_at = self._free_at[k] if k < count else number - count
             chunks.append(Chunk(number, start, slots[k % count], free_at, size, mine, rest))
         return chunks
+
+    def _share(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
+        """Of `size` elements of a chunk, what this rank reduces and what others do."""
+        mine = self._slice(size, itemsize)
+        rest = [slice(0, size)] if mine is None else [slice(0, mine.start), slice(mine.stop, size)]
+        return mine, [part for part in rest if part.start < part.stop]
 
     def _is_at_once(self, nbytes: int) -> bool:
         """Whether every rank reduces all of it, in one step."""
@@ -190,7 +186,7 @@ class SharedMemoryData(DataPlane):
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         largest = self._bytes.shape[-1]
         return {"backend": (self.name, self._others.name),
-                "chunk_bytes": (largest, *(largest >> k for k in (1, 2, 3) if largest >> k >= self.smallest_chunk))}
+                "chunk_bytes": tuple(largest >> k for k in range(4))}
 
     def choose(self, choice: Mapping[str, Any]) -> None:
         self._is_used = choice["backend"] == self.name

@@ -119,7 +119,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
             return mean if runtime.current().topology.rank == root_rank else mean * 0
         return broadcast_list([value], root_rank, name)[0], gradient
 
-    return _with_gradient(differentiable, tensor)
+    return with_gradient(differentiable, tensor)
 
 
 def barrier() -> None:
@@ -184,7 +184,7 @@ def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, po
             return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels, patient, wire)
         return reduce_list(values, name, op, prescale, postscale, labels, patient, wire=wire), gradient
 
-    result = _with_gradient(differentiable, *tensors)
+    result = with_gradient(differentiable, *tensors)
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
@@ -212,11 +212,11 @@ def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
             return mean[before:before + tf.shape(value, tf.int64)[0]]
         return gather_list([value], name)[0], gradient
 
-    return _with_gradient(differentiable, tensor)
+    return with_gradient(differentiable, tensor)
 
 
-def _with_gradient(differentiable: Callable[..., Any], *values: tf.Tensor) -> Any:
-    """What tf.custom_gradient makes of `differentiable`, called with `values`."""
+def with_gradient(differentiable: Callable[..., Any], *values: tf.Tensor) -> Any:
+    """What tf.custom_gradient makes of `differentiable`, called with `values`. Collective if that is."""
     if tf.executing_eagerly() and not could_possibly_record():
         return differentiable(*values)[0]  # Nobody can ask for the gradient, and to prepare for that takes 300 us.
     return tf.custom_gradient(differentiable)(*values)

@@ -1,5 +1,7 @@
-"""All-reduces between hosts, with each rank of this session as a host of its own. Hosts of several ranks, of which there
-are two, are in tests/test_two_hosts.py."""
+"""All-reduces between hosts, with each rank of this session as a host of its own.
+
+Hosts of several ranks are in tests/test_two_hosts.py.
+"""
 
 import mmap
 from collections.abc import Iterator

@@ -125,16 +125,6 @@ def test_a_rank_that_gets_no_memory_does_not_wait_for_ever(monkeypatch: pytest.M
         HandOver(1, (0, 1), uuid.uuid4().hex).share(8192)
 
 
-@pytest.mark.parametrize("bounds", [{}, {"slots": 6, "largest_chunk": 2**21, "_most_bytes": 2**28}])
-@pytest.mark.parametrize("count", [2, 3, 64, 128])
-def test_chunks_are_powers_of_two_within_bounds(bounds: dict[str, int], count: int) -> None:
-    plane = type("Plane", (SharedMemoryData,), bounds)
-    chunk = plane.chunk_bytes(count)
-    assert chunk & (chunk - 1) == 0
-    assert plane.smallest_chunk <= chunk <= plane.largest_chunk
-    assert chunk == plane.smallest_chunk or plane.memory_bytes(count, chunk) <= plane._most_bytes
-
-
 # -- all-reduce -------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..ops import with_gradient
 from . import collectives
 
 
@@ -29,13 +30,12 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
             raise NotImplementedError("all_gather does not support IndexedSlices")
         tensors = [tf.convert_to_tensor(v) for v in flat]
 
-        @tf.custom_gradient
         def gathered(*values: tf.Tensor) -> Any:
             def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
                 return self._own_parts(self.all_reduce(tf.distribute.ReduceOp.SUM, list(upstream)), values, axis)
             return collectives.all_gather(values, axis), gradient
 
-        results = gathered(*tensors) if tensors else []
+        results = with_gradient(gathered, *tensors) if tensors else []
         return tf.nest.pack_sequence_as(value, results if isinstance(results, list | tuple) else [results])
 
     def _own_parts(self, joined: list[tf.Tensor], like: Any, axis: int) -> list[tf.Tensor]:
