@@ -1,6 +1,6 @@
 """All-reduces between hosts, with each rank of this session as a host of its own.
 
-Hosts of several ranks are in tests/test_two_hosts.py.
+Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_shared_memory.py.
 """
 
 import mmap
@@ -10,26 +10,29 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.collectives.base import DataPlane
 from mpistrat.collectives.hierarchical import HierarchicalData
 from mpistrat.collectives.host_memory import HostMemory
-from mpistrat.collectives.mpi import MpiData
+from mpistrat.collectives.mpi import CHUNK_BYTES, MpiData
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 
 CHUNK = 64 * 1024
 # In float32: nothing, less than an element per host, one exchange of whole slices, a scatter and a gather in one chunk,
-# as many chunks as there is memory for, and more.
-SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7]
+# as many chunks as there is memory for, more, and more than a piece of MpiData.
+SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7, CHUNK_BYTES // 2 + 7]
 
 
-@pytest.fixture(scope="module")
-def plane() -> Iterator[HierarchicalData]:
-    """One rank per host, with small chunks."""
-    nbytes = HierarchicalData.memory_bytes(1, CHUNK)
-    memory = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, nbytes)), 0, [MPI.COMM_WORLD.Get_rank()])
-    hierarchical = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, 60.0)
-    yield hierarchical
-    hierarchical.close()
+@pytest.fixture(scope="module", params=["hierarchical", "mpi"])
+def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
+    """What reduces between hosts: with shared memory within them, of one rank each here, and without."""
+    between: DataPlane = MpiData(MPI.COMM_WORLD.Dup())
+    if request.param == "hierarchical":
+        nbytes = HierarchicalData.memory_bytes(1, CHUNK)
+        memory = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, nbytes)), 0, [MPI.COMM_WORLD.Get_rank()])
+        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, 60.0)
+    yield between
+    between.close()
 
 
 def values(rank: int, size: int) -> np.ndarray:
@@ -39,7 +42,7 @@ def values(rank: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
-def test_hosts_are_combined_in_their_order(plane: HierarchicalData, rank: int, size: int, elements: int,
+def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: int, elements: int,
                                            op: ReduceOp) -> None:
     result = np.empty(elements, np.float32)
     plane.allreduce([values(rank, elements)], [result], op, 1.0, IDENTITY)
@@ -49,7 +52,7 @@ def test_hosts_are_combined_in_their_order(plane: HierarchicalData, rank: int, s
     np.testing.assert_array_equal(result, expected)
 
 
-def test_a_list_is_averaged_in_place(plane: HierarchicalData, rank: int, size: int) -> None:
+def test_a_list_is_averaged_in_place(plane: DataPlane, rank: int, size: int) -> None:
     shapes = [(3, 5), (), (0, 4), (70_000,), (2, 3, 4), (5000,)]
     arrays = [np.full(shape, rank + k, np.float64) for k, shape in enumerate(shapes)]
     plane.allreduce(arrays, arrays, ReduceOp.SUM, 2.0, Scale(1.0, size))
@@ -57,7 +60,7 @@ def test_a_list_is_averaged_in_place(plane: HierarchicalData, rank: int, size: i
         np.testing.assert_array_equal(array, np.full(shapes[k], 2.0 * sum(range(k, k + size)) / size))
 
 
-def test_halves_are_summed_in_float32(plane: HierarchicalData, size: int) -> None:
+def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
     large = np.full(50_000, 60000, np.float16)
     result = np.empty_like(large)
     plane.allreduce([large], [result], ReduceOp.SUM, 1.0, Scale(1.0, size))
