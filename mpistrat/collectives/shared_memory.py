@@ -80,7 +80,7 @@ class SharedMemoryData(DataPlane):
     slots = 4
     # Chunks of half a megabyte are quickest: 102 MB on 2 ranks take 45 ms, with 128 KiB 67 ms, with 1 MiB 42 to 45 ms,
     # with 4 MiB twice as long where the cache is smaller. On more ranks a slice is smaller, and Python's time for a
-    # chunk longer (84 ms of 102 MB on 64 ranks, and 104 with 256 KiB), while a host for them has more cache.
+    # chunk longer (90 ms of 102 MB on 64 ranks, and 135 with 256 KiB), while a host for them has more cache.
     chunk_bytes = 512 * 1024
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
