@@ -32,15 +32,9 @@ class Stream:
 
     def pieces(self, start: int, count: int) -> list[tuple[int, np.ndarray]]:
         """`count` elements from `start` on, as (place among them, view) for each array that they lie in."""
-        if not count:
-            return []
-        starts = self._starts
-        index = bisect_right(starts, start) - 1
-        if start + count <= starts[index + 1]:
-            return [(0, self._arrays[index][start - starts[index]:start - starts[index] + count])]
-        pieces, place = [], 0
+        index, pieces, place = bisect_right(self._starts, start) - 1, [], 0
         while place < count:
-            first = start + place - starts[index]
+            first = start + place - self._starts[index]
             piece = self._arrays[index][first:first + count - place]
             if piece.size:
                 pieces.append((place, piece))

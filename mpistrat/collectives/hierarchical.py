@@ -20,6 +20,8 @@ from .shared_memory import Chunk, SharedMemoryData, Stage, Work
 _SMALL_BYTES = 32 * 1024
 # Slices smaller than this would cost more messages than the wire gains by having several senders.
 _SLICE_BYTES = 16 * 1024
+# MPI has no wait with an end: a rank asks again and again, awake for as long as most exchanges take, and then asleep in
+# between, for its processor may be what another rank waits for.
 _YIELD_S = 2e-3
 _SLEEP_S = 50e-6
 
@@ -56,8 +58,8 @@ class HierarchicalData(SharedMemoryData):
 
     name = "hierarchical"
     slots = 6
-    # A chunk is two exchanges between hosts, which cost more than missing the cache (16 MB on 2 hosts of 2 ranks: 51
-    # ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
+    # Exchanges between hosts cost more than missing the cache (16 MB on 2 hosts of 2 ranks, with two exchanges a chunk:
+    # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
     chunk_bytes = 2 * 1024 * 1024
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int,
@@ -76,11 +78,8 @@ class HierarchicalData(SharedMemoryData):
     def _stages(self) -> Sequence[Stage]:
         return self._pack, self._send, self._combine, self._publish, self._unpack
 
-    def _slice(self, size: int, itemsize: int) -> slice | None:
-        senders = max(1, min(self._senders, size * itemsize // _SLICE_BYTES))
-        if self._index >= senders:
-            return None
-        return slice(size * self._index // senders, size * (self._index + 1) // senders)
+    def _reducers(self, nbytes: int) -> int:
+        return max(1, min(self._senders, nbytes // _SLICE_BYTES))
 
     def _send(self, work: Work, chunk: Chunk) -> None:
         """Reduce this rank's slice over the host, and send each other host its part of that."""
@@ -141,7 +140,7 @@ class HierarchicalData(SharedMemoryData):
         if chunk.number in self._underway:
             self._await(self._underway.pop(chunk.number)[0])
         if chunk.mine is not None:
-            work.outs.copy_from(chunk.slot[-1][chunk.mine], chunk.start + chunk.mine.start)
+            self._copy_out(work, chunk, chunk.mine)
         self._memory.post(chunk.number, READY)
 
     def _await(self, requests: list[MPI.Request]) -> None:

@@ -143,9 +143,15 @@ class SharedMemoryData(DataPlane):
 
     def _share(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
         """Of `size` elements of a chunk, what this rank reduces and what others do."""
-        mine = self._slice(size, itemsize)
-        rest = [slice(0, size)] if mine is None else [slice(0, mine.start), slice(mine.stop, size)]
-        return mine, [part for part in rest if part.start < part.stop]
+        reducers = self._reducers(size * itemsize)
+        if self._index >= reducers:
+            return None, [slice(0, size)]
+        mine = slice(size * self._index // reducers, size * (self._index + 1) // reducers)
+        return mine, [part for part in (slice(0, mine.start), slice(mine.stop, size)) if part.start < part.stop]
+
+    def _reducers(self, nbytes: int) -> int:
+        """How many ranks, the first ones of the host, reduce a slice of a chunk of so many bytes."""
+        return self._count
 
     def _is_at_once(self, nbytes: int) -> bool:
         """Whether every rank reduces all of it, in one step."""
@@ -211,18 +217,13 @@ class SharedMemoryData(DataPlane):
             for piece in chunk.rest:
                 work.ins.copy_to(part[piece], 1.0, chunk.start + piece.start)
 
-    def _slice(self, size: int, itemsize: int) -> slice | None:
-        """Which of `size` elements of a chunk this rank reduces; None if it has no part in that."""
-        return slice(size * self._index // self._count, size * (self._index + 1) // self._count)
-
     def _reduce(self, work: Work, chunk: Chunk) -> None:
         assert chunk.mine is not None
         self._memory.await_all(PACKED, chunk.number)
         self._memory.await_all(UNPACKED, chunk.free_at)
-        result = chunk.slot[-1][chunk.mine]
-        self._reduce_slice(work, chunk, result, work.scale)
+        self._reduce_slice(work, chunk, chunk.slot[-1][chunk.mine], work.scale)
         # Before the others see it, for they take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
-        work.outs.copy_from(result, chunk.start + chunk.mine.start)
+        self._copy_out(work, chunk, chunk.mine)
         self._memory.post(chunk.number, CONSUMED, READY)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
@@ -241,10 +242,12 @@ class SharedMemoryData(DataPlane):
     def _unpack(self, work: Work, chunk: Chunk) -> None:
         """Copy the slices of the others; this rank's own has been copied when it was reduced."""
         self._memory.await_all(READY, chunk.number)
-        result = chunk.slot[-1]
         for part in chunk.rest:
-            work.outs.copy_from(result[part], chunk.start + part.start)
+            self._copy_out(work, chunk, part)
         self._memory.post(chunk.number, UNPACKED)
+
+    def _copy_out(self, work: Work, chunk: Chunk, part: slice) -> None:
+        work.outs.copy_from(chunk.slot[-1][part], chunk.start + part.start)
 
     def _make_views(self, dtype: np.dtype) -> _Views:
         parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]

@@ -21,7 +21,9 @@ from mpistrat.scale import IDENTITY, Scale
 
 LIMIT_S = 20.0
 CHUNK = 4096
-SIZES = [0, 1, 2, 3, 1000, AT_ONCE_BYTES // 4, AT_ONCE_BYTES // 4 + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
+FITTING = SharedMemoryData.slots * CHUNK // 4  # float32 that are reduced at once at the most, with chunks so small
+SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE_BYTES // 4, AT_ONCE_BYTES // 4 + 1, 3 * CHUNK // 4,
+         20 * CHUNK // 4 + 7]
 
 
 def memories(count: int, data_bytes: int = 0, limit_s: float = LIMIT_S) -> list[HostMemory]:
