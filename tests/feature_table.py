@@ -1,6 +1,6 @@
 """Run every feature of tests/features with MPIStrategy and with TensorFlow's own strategies, and print a table.
 
-    python -m tests.feature_table > docs/features.md
+    python -m tests.feature_table > tests/features/README.md
 
 Every column is measured; a cell says what a user sees: that it works, how the error begins, that the result is not the
 right one, or that the program hangs. It takes about 20 minutes on 2 cores.
@@ -29,7 +29,7 @@ HEAD = """# What works, by strategy
 
 Each row is a small program of `tests/features`, which compares its results with those of one process. A cell says what
 a user sees: that it works, how the error begins, that the result is another one, or that the program hangs. TensorFlow
-2.21 and Keras 3.15 on two cores; `python -m tests.feature_table > docs/features.md` measures all columns anew.
+2.21 and Keras 3.15 on two cores; `python -m tests.feature_table > tests/features/README.md` measures all columns anew.
 """
 WORKS = "works"
 

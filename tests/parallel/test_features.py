@@ -1,4 +1,4 @@
-"""Every feature of tests/features with MPIStrategy, which the table of docs/features.md is made of."""
+"""Every feature of tests/features with MPIStrategy, which the table of tests/features/README.md is made of."""
 
 import pytest
 
