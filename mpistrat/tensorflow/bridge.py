@@ -42,7 +42,7 @@ from .host_call import host_call
 from .thread_state import keep_thread_state
 from .wakeups import WAKEUPS, awaited
 
-_PATIENCE_S = 2e-3
+_PATIENCE_S = 10e-3
 _DONE = aligned_empty(8).view(np.int64).reshape(())  # in place of a ticket; TensorFlow need not copy it
 _DONE[...] = -1
 
