@@ -75,6 +75,7 @@ class Coordinator:
         self._ready: list[_Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
+        self._is_recalled = False
         self._choice: tuple[tuple[str, Any], ...] = ()
         self._ended: dict[int, int] = {}
         self._someone_ended = False
@@ -98,6 +99,10 @@ class Coordinator:
         """This rank's engine has failed; all ranks shall hear of it."""
         self._failure = self._failure or text
 
+    def recall(self) -> None:
+        """Let rank 0 decide something soon, be it nothing: a decision ends a vote."""
+        self._is_recalled = True
+
     def adopt(self, choice: Mapping[str, Any]) -> None:
         """On rank 0: let all ranks reduce in this way from the next decision on."""
         self._choice = tuple(choice.items())
@@ -117,6 +122,7 @@ class Coordinator:
         self._news_ended += message.ended
         self._someone_ended = self._someone_ended or bool(message.ended)
         self._failure = self._failure or message.failure
+        self._is_recalled = self._is_recalled or message.recall
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
         """Take note of rank 0's decision; returns the requests to execute, in order."""
@@ -196,9 +202,10 @@ class Coordinator:
                     requests += [(r, tuple(sorted(ranks))) for r, ranks in self._ranks_of(pending).items()]
         ended, self._news_ended = tuple(self._news_ended), []
         failure, self._failure = self._failure, None
-        if not (ids or requests or ended or failure):
+        recall, self._is_recalled = self._is_recalled, False
+        if not (ids or requests or ended or failure or recall):
             return None
-        return Announcement(tuple(ids), tuple(requests), ended, failure)
+        return Announcement(tuple(ids), tuple(requests), ended, failure, recall)
 
     def _decide(self, ready: list[_Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
@@ -223,7 +230,8 @@ class Coordinator:
         if end is End.FAILURE:
             agreed = []  # The rank that failed takes part in nothing any more, and the others would wait for it.
         tell_ended = bool(self._ended) and not self._ended_was_told
-        if self._finished or not (agreed or errors or end or tell_ended or self._choice):
+        recall, self._is_recalled = self._is_recalled, False
+        if self._finished or not (agreed or errors or end or tell_ended or self._choice or recall):
             return None
         choice, self._choice = self._choice, ()
         self._ended_was_told = self._ended_was_told or tell_ended

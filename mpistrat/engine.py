@@ -89,7 +89,7 @@ class Engine:
     def run(self, request: Request, arrays: Sequence[Any], limit_s: float = math.inf) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
         handle = Handle(request.name)
-        entry = Entry(request, arrays, handle)
+        entry = Entry(request, arrays, handle, is_awaited=True)
         if not self._driving.acquire(blocking=False):
             self._rounds.queue.put(entry)
             self._call_background()

@@ -121,27 +121,29 @@ class Announcement(NamedTuple):
         requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
         failure: Why a rank's engine failed, for all others to hear.
+        recall: A rank has voted, and others do nothing: rank 0 shall end the vote.
     """
 
     ids: tuple[int, ...] = ()
     requests: tuple[tuple[Request, tuple[int, ...] | None], ...] = ()
     ended: tuple[tuple[int, int], ...] = ()
     failure: str | None = None
+    recall: bool = False
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if not (self.requests or self.ended or self.failure is not None):
+        if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
-        return pickle.dumps((self.ids, requests, self.ended, self.failure), protocol=5)
+        return pickle.dumps((self.ids, requests, self.ended, self.failure, self.recall), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Announcement":
         """The inverse of to_bytes."""
         if data[:1] == _NUMBERS:
             return cls(_numbers_from_bytes(data))
-        ids, requests, ended, failure = pickle.loads(data)
-        return cls(ids, tuple((Request.from_tuple(r), ranks) for r, ranks in requests), ended, failure)
+        ids, requests, *rest = pickle.loads(data)
+        return cls(ids, tuple((Request.from_tuple(r), ranks) for r, ranks in requests), *rest)
 
 
 class End(str, Enum):
@@ -165,6 +167,7 @@ class Decision(NamedTuple):
         end: The engines end after this decision, for this reason.
         end_text: What to tell the user about it.
         choice: (knob, value) of how to reduce from now on, this decision included; see autotune.
+        calls_vote: After this decision all ranks vote; see voting.
     """
 
     agreed: tuple[int | tuple[int | None, Request], ...] = ()
@@ -173,20 +176,21 @@ class Decision(NamedTuple):
     end: End | None = None
     end_text: str = ""
     choice: tuple[tuple[str, Any], ...] = ()
+    calls_vote: bool = False
 
     def to_bytes(self) -> bytes:
         """The byte form."""
         if not any(self[1:]) and all(type(a) is int for a in self.agreed):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
-        return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text, self.choice),
-                            protocol=5)
+        return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text, self.choice,
+                             self.calls_vote), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Decision":
         """The inverse of to_bytes."""
         if data[:1] == _NUMBERS:
             return cls(_numbers_from_bytes(data))
-        agreed, errors, ended, end, end_text, choice = pickle.loads(data)
+        agreed, errors, ended, end, *rest = pickle.loads(data)
         return cls(tuple(a if isinstance(a, int) else (a[0], Request.from_tuple(a[1])) for a in agreed), errors, ended,
-                   End(end) if end else None, end_text, choice)
+                   End(end) if end else None, *rest)

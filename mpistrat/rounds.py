@@ -6,6 +6,7 @@ No threads here: the engine calls all of it from one thread at a time, and tests
 import logging
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from .errors import EngineError, MismatchError, ShutdownError, StallError
 from .execution import Executor
 from .gpu.connection import Ways
 from .gpu.execution import GpuExecutor
-from .messages import Decision, End
+from .messages import Decision, End, Request
 from .settings import Settings
 from .tensor_queue import Entry, TensorQueue
 from .voting import Voting
@@ -30,7 +31,7 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 _SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
-_VOTERS_LOOK_S = 1.0  # how often a rank whose vote is not answered looks whether to report that
+_ABRUPT = (End.FAILURE, End.STALL)  # A rank may vote no more.
 
 
 class Rounds:
@@ -60,6 +61,9 @@ class Rounds:
         self._end_requested = False
         self._end_announced = False
         self._abandoned: EngineError | None = None
+        self._decided: deque[tuple[Decision, Sequence[Request]]] = deque()  # and not executed yet
+        self._busy_at = clock()
+        self._awaits_one = False  # what is outstanding is one operation, and a caller awaits it
         self._outstanding = 0
         self._completed = 0
         self.queue = TensorQueue()
@@ -102,7 +106,7 @@ class Rounds:
     @property
     def has_work(self) -> bool:
         """Whether anything is to be completed on this rank."""
-        return bool(self._outstanding) or self._gpu.is_busy
+        return bool(self._outstanding) or self._gpu.is_busy or (self._voting is not None and self._voting.has_voted)
 
     @property
     def needs_driver(self) -> bool:
@@ -122,14 +126,16 @@ class Rounds:
             spins = patience_s == 0.0
         else:
             patience_s, spins = self._coordinator.patience(now), is_awaited
-            if self._voting is not None and self._voting.is_waiting:
-                patience_s = min(patience_s, _VOTERS_LOOK_S)
-        self._control.wait(min(patience_s, longest_s), spin_s=_SPIN_S if spins else 0.0)
+            if self._voting is not None:
+                patience_s = min(patience_s, self._voting.patience())
+        self._control.wait(min(patience_s, longest_s), _SPIN_S if spins else 0.0, now - self._busy_at)
 
     @property
     def may_vote(self) -> bool:
         """Whether this rank may vote for what a caller brings, if that is all there is to do."""
-        return self._voting is not None and not self._outstanding and self._voting.is_free and self._is_willing
+        voting = self._voting
+        return (voting is not None and voting.is_open and not voting.has_voted and not self._outstanding
+                and self._is_willing)
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and be there when all have voted.
@@ -138,15 +144,20 @@ class Rounds:
             entry: It is in flight, but was not among the new ones. This rank `may_vote`.
         """
         assert self._voting is not None
-        self._outstanding += 1
         now = self._clock()
-        self._voting.propose(entry, self._executor.prepare(entry), now)
+        self._propose(entry, now)
         if not self._settle(now):
             self._executor.prepare_more()
             if not self._settle(now):
                 # What others have to say of other operations can wait for so long.
-                self._control.wait(_SPIN_S, spin_s=_SPIN_S)
+                self._control.wait(_SPIN_S, _SPIN_S)
                 self._settle(now)
+
+    def _propose(self, entry: Entry, now: float) -> None:
+        assert self._voting is not None
+        self._outstanding += 1
+        self._busy_at = now
+        self._voting.propose(entry, self._executor.prepare(entry), now)
 
     @property
     def _is_willing(self) -> bool:
@@ -154,11 +165,11 @@ class Rounds:
         return not (self._end_requested or self._tuner is not None or self._coordinator.has_choice)
 
     def _settle(self, now: float) -> bool:
-        """Execute what all ranks have voted for. Returns whether a round was complete that this rank waited for."""
+        """Execute what all ranks have voted for. Returns whether a round was complete."""
         assert self._voting is not None
         entry, outcome = self._voting.settle()
         if entry is None:
-            return False
+            return outcome is not None
         if outcome:
             self._finish(entry.request.name)
             self._executing = [entry]
@@ -166,6 +177,29 @@ class Rounds:
             self._executing = []
         else:
             self._coordinator.submit(entry.request, now)
+            self._awaits_one = self._outstanding == 1
+        return True
+
+    def _attend_vote(self, now: float) -> bool:
+        """Do what is due in a vote that is open. Returns whether a round was complete."""
+        voting = self._voting
+        if voting is None or not voting.is_open:
+            return False
+        has_settled = self._settle(now)
+        if self._outstanding or not self._is_willing:
+            voting.decline(now)
+        if voting.is_late(now):
+            self._coordinator.recall()
+        voting.check(now)
+        return has_settled
+
+    def _ends_vote(self, now: float) -> bool:
+        """Vote against, if a vote is open. Returns whether it has ended."""
+        voting = self._voting
+        while voting is not None and voting.is_open:
+            voting.decline(now)
+            if not self._settle(now):
+                return False
         return True
 
     def step(self) -> bool:
@@ -178,46 +212,71 @@ class Rounds:
         # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
         messages = self._control.poll()
         entries = self.queue.take_new()
-        for entry in entries:
-            self._coordinator.submit(entry.request, now)
-        self._outstanding += len(entries)
-        has_settled = False
-        if self._voting is not None:
-            # After the messages are here, and before the decisions in them are executed; see voting.
-            has_settled = self._settle(now)
-            self._voting.attend(bool(self._outstanding) or not self._is_willing, now)
-            self._voting.check(now)
+        self._take(entries, now)
+        has_settled = self._attend_vote(now)
         if self._end_requested and not self._end_announced:
             self._end_announced = True
             self._coordinator.end(self._completed)
-        decisions = []
         for source, message in messages:
             if source == self._coordinator.parent:
                 self._relay(message)
-                decisions.append(Decision.from_bytes(message))
+                self._learn(Decision.from_bytes(message))
             else:
                 self._coordinator.receive(source, message, now)
-        for received in decisions:
-            self._execute(received)
+        self._execute_decisions(now)
         announcement, decision = self._coordinator.advance(now)
         if announcement is not None:
             self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
+            if self._may_call_vote(decision):
+                decision = decision._replace(calls_vote=True)
             if self._coordinator.children:
                 self._relay(decision.to_bytes())
-            self._execute(decision)
+            self._learn(decision)
+            self._execute_decisions(now)
         report = self._coordinator.stall_report(now)
         if report:
             logger.warning("%s", report)
-        return bool(finished or entries or has_settled or messages or announcement or decision)
+        is_busy = bool(finished or entries or has_settled or messages or announcement or decision)
+        if is_busy:
+            self._busy_at = now
+        return is_busy
+
+    def _take(self, entries: list[Entry], now: float) -> None:
+        if len(entries) == 1 and entries[0].is_awaited and self.may_vote:
+            self._propose(entries[0], now)
+        elif entries:
+            for entry in entries:
+                self._coordinator.submit(entry.request, now)
+            self._outstanding += len(entries)
+            self._awaits_one = self._outstanding == 1 and entries[0].is_awaited
 
     def _relay(self, message: bytes) -> None:
         for child in self._coordinator.children:
             self._control.send(child, message)
 
-    def _execute(self, decision: Decision) -> None:
+    def _may_call_vote(self, decision: Decision) -> bool:
+        """Whether rank 0's own caller has awaited what is decided, so that all may soon await the next operation."""
+        return (self._voting is not None and self._awaits_one and self._is_willing and len(decision.agreed) == 1
+                and not any(decision[1:]) and self._voting.is_worth_calling())
+
+    def _execute_decisions(self, now: float) -> None:
+        """Execute what rank 0 has decided, as soon as no vote is open."""
+        while self._decided and not self.ended.is_set():
+            if self._ends_vote(now):
+                self._execute(*self._decided.popleft())
+                continue
+            last, _ = self._decided[-1]
+            if last.end in _ABRUPT:
+                self._stop(_ERRORS[last.end](last.end_text), clean=False)
+            return
+
+    def _learn(self, decision: Decision) -> None:
+        # Not only when it is executed: children may have executed it, and send numbers that it gives.
+        self._decided.append((decision, self._coordinator.learn(decision)))
+
+    def _execute(self, decision: Decision, requests: Sequence[Request]) -> None:
         self._control.flush(self._coordinator.children)
-        requests = self._coordinator.learn(decision)
         for name, text in decision.errors:
             entry = self._finish(name)
             entry.handle.fail(MismatchError(text))
@@ -225,6 +284,8 @@ class Rounds:
         if decision.choice:
             self._executor.choose(dict(decision.choice))
         self._run_all(entries)
+        if decision.calls_vote and self._voting is not None:
+            self._voting.call()
         if decision.end is not None:
             if decision.end is End.SHUTDOWN:
                 self._gpu.drain()

@@ -2,11 +2,13 @@
 
 import atexit
 import logging
+import mmap
 import os
 import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +44,7 @@ class Runtime:
     def __init__(self, settings: Settings, topology: Topology, control: ControlPlane, data: DataPlane, comm: Any,
                  ways: Ways = NO_WAYS, ballot: Ballot | None = None):
         self.settings, self.topology, self.comm = settings, topology, comm
-        self._control, self._data, self._ways = control, data, ways
+        self._control, self._data, self._ways, self._ballot = control, data, ways, ballot
         self.engine = Engine(topology.rank, topology.size, control, data, settings,
                              tuned=self._keep_log if settings.autotune else None, gpu_ways=ways, ballot=ballot)
         if settings.autotune and settings.autotune_log:
@@ -84,6 +86,8 @@ class Runtime:
         self.engine.close()
         self._ways.close()
         self._data.close()
+        if self._ballot is not None:
+            self._ballot.close()
         self._control.close()
         if self.comm is not None:
             self.comm.Free()
@@ -232,11 +236,11 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
             ) -> tuple[ControlPlane, DataPlane, Ballot | None]:
     """What moves messages and arrays: shared memory within a host where all ranks have it, else MPI. Collective.
 
-    The ranks can vote if all of them share memory.
+    The ranks can vote if those of each host share memory.
     """
     from .collectives.hierarchical import HierarchicalData, counterparts
     from .collectives.host_mail import HostMail
-    from .collectives.host_memory import HandOver
+    from .collectives.host_memory import HandOver, HostMemory
     from .collectives.mpi import MpiControl, MpiData
     from .collectives.shared_ballot import SharedBallot
     from .collectives.shared_mail import SharedMail, mail_bytes
@@ -244,7 +248,7 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
     rank, here = topology.rank, topology.local_ranks
     host_mail = HostMail(rank, here, token)
     mail: Mail = host_mail
-    ballot: SharedBallot | None = None
+    ballot: Ballot | None = None
     data: DataPlane = MpiData(comm.Dup())
     hand_over = HandOver(rank, here, token)
     mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
@@ -255,14 +259,25 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
         memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
         if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
-            if one_host:
-                ballot = SharedBallot(memory, shared_mail.rouse)
-                shared_mail.watch(ballot.has_news)
+            ballot = SharedBallot(memory, shared_mail.rouse) if one_host else _hosts_ballot(
+                comm, topology, memory, shared_mail.rouse)
+            shared_mail.watch(ballot.has_news)
             data = SharedMemoryData(memory, plane.chunk_bytes, data) if one_host else HierarchicalData(
                 memory, plane.chunk_bytes, data, counterparts(comm, topology), min(topology.local_sizes),
                 settings.stall_abort_s)
-    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size))
+    elif max(topology.local_sizes) == 1:
+        alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
+        ballot = _hosts_ballot(comm, topology, alone, host_mail.wake_other)
+    leads = ballot is not None and rank == here[0] and len(topology.hosts) > 1
+    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
     return control, data, ballot
+
+
+def _hosts_ballot(comm: Any, topology: Topology, memory: Any, rouse: Callable[[int], None]) -> Ballot:
+    """Votes of several hosts, whose first ranks speak for them. Collective."""
+    from .collectives.hosts_ballot import HostsBallot, leaders
+    elsewhere = [rank for rank in range(topology.size) if rank not in topology.local_ranks]
+    return HostsBallot(memory, rouse, leaders(comm, topology), elsewhere)
 
 
 def _ways(mpi: Any, comm: Any, topology: Topology, settings: Settings) -> Ways:

@@ -121,12 +121,14 @@ def _call(calls: list[_Call]) -> None:
 class Entry:
     """A submitted request with this rank's tensors, which stay unchanged until it is complete.
 
-    They are C-contiguous numpy arrays, or GpuInputs when the request's device is a GPU.
+    They are C-contiguous numpy arrays, or GpuInputs when the request's device is a GPU. `is_awaited`: The thread that
+    submitted it does nothing else until it is complete.
     """
 
     request: Request
     arrays: Sequence[Any]
     handle: Handle
+    is_awaited: bool = False
 
 
 class TensorQueue:

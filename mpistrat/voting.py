@@ -1,15 +1,20 @@
-"""Agreement on an operation without a message: the ranks vote for it, in memory that all of them share.
+"""Agreement on an operation without the coordinator: all ranks vote for what they do next.
 
-The coordinator's way is a message to rank 0 and one back. A rank that waits for an operation, and has nothing else to
-do, takes a shorter one: it votes for the operation's fingerprint. If all ranks have voted for the same, all of them
-execute it; if they have not, it goes to the coordinator, on the ranks that voted for it. So nothing that ranks
-disagree on is decided here, and no order of operations can make them wait for each other:
+The coordinator's way is a message to rank 0 and one back. Where ranks wait for one operation after the other, there is
+a shorter one. Rank 0 calls a vote with a decision, when it has itself waited for the one operation that this decides
+on. From then on the next thing that any rank does is to vote, in one round after the other: for the operation's
+fingerprint, if it waits for that and has nothing else to do, or against all. If all ranks have voted for the same, all
+of them execute it, and the next round begins. A round in which they have not ends the vote, and everything goes to the
+coordinator again, what was voted for as well.
 
-- A rank votes only when nothing of its own is outstanding. Everything that the coordinator decides on was submitted on
-  all ranks, and comes after the vote on the rank that voted; its vote can be seen when the decision arrives. So ranks
-  that look at the votes before they execute a decision execute both in the same order.
-- A rank with something outstanding votes against as soon as it is awaited; so does one with nothing to do at all, after
-  a while, for it is the coordinator that knows which ranks miss, and reports it.
+So nothing that ranks disagree on is decided here. Rounds and decisions come in the same order on all ranks, for
+
+- a rank with an operation at the coordinator votes against, in every round until the vote has ended;
+- a rank that hears of a decision votes against, and executes it once the vote has ended. All ranks hear of it, so that
+  all of them vote, and none waits for long.
+
+A rank that does nothing at all does not vote. One that has waited for it tells rank 0, which recalls the vote by a
+decision; then it is the coordinator that knows which ranks miss, and reports it.
 """
 
 import logging
@@ -21,7 +26,9 @@ from .tensor_queue import Entry
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 0.04  # the engine of a rank with nothing to do looks every 0.05 s, so that the second look is late
+_LATE_S = 0.04
+_LOOK_S = 1.0  # how often a rank whose vote is not answered looks whether to report that
+_MOST_SKIPPED = 64
 
 
 class Voting:
@@ -32,14 +39,32 @@ class Voting:
         rank: This rank.
         warning_s: After so many seconds a round that is not complete is reported; None: never.
         abort_s: After so many seconds it is an error; None: never.
+
+    Attributes:
+        is_open: A vote has been called, and has not ended.
     """
 
     def __init__(self, ballot: Ballot, rank: int, warning_s: float | None, abort_s: float | None):
         self._ballot, self._rank, self._warning_s, self.abort_s = ballot, rank, warning_s, abort_s
+        self.is_open = False
         self._entry: Entry | None = None
         self._since = 0.0
-        self._awaited_since: float | None = None
+        self._is_late_told = False
         self._next_report = 0.0
+        self._agreements = 0  # in this vote
+        self._skipped, self._to_skip = 0, 0
+
+    def call(self) -> None:
+        """A vote is called."""
+        self.is_open, self._agreements = True, 0
+
+    def is_worth_calling(self) -> bool:
+        """On rank 0, when a vote may be called: whether to. Votes that ended in the first round make it rarer."""
+        self._skipped += 1
+        if self._skipped <= self._to_skip:
+            return False
+        self._skipped = 0
+        return True
 
     @property
     def is_waiting(self) -> bool:
@@ -47,33 +72,49 @@ class Voting:
         return self._entry is not None
 
     @property
-    def is_free(self) -> bool:
-        """Whether this rank may vote."""
-        return not self._ballot.has_voted
+    def has_voted(self) -> bool:
+        """Whether this rank has voted, for or against, and the round is not complete."""
+        return self._ballot.has_voted
 
     def propose(self, entry: Entry, is_ready: bool, now: float) -> None:
-        """Vote for an entry's operation; `is_free`."""
-        self._entry, self._since, self._awaited_since = entry, now, None
-        self._next_report = now + (self._warning_s or 0.0)
-        self._ballot.cast(entry.request.fingerprint, is_ready)
+        """Vote for an entry's operation, in a vote that `is_open`, once in a round."""
+        self._entry = entry
+        self._cast(entry.request.fingerprint, is_ready, now)
 
-    def settle(self) -> tuple[Entry | None, Outcome]:
-        """The entry that this rank voted for, once all ranks have voted, and whether all of them voted for it."""
+    def decline(self, now: float) -> None:
+        """Vote against all, if a vote is open and this rank has not voted."""
+        if self.is_open and not self._ballot.has_voted:
+            self._cast(0, False, now)
+
+    def _cast(self, number: int, is_ready: bool, now: float) -> None:
+        self._since, self._is_late_told, self._next_report = now, False, now + (self._warning_s or 0.0)
+        self._ballot.cast(number, is_ready)
+
+    def settle(self) -> tuple[Entry | None, Outcome | None]:
+        """What this rank voted for, if anything, and the outcome, once all ranks have voted; None before."""
         outcome = self._ballot.outcome()
         if outcome is None:
-            return None, Outcome.REFUSED
+            return None, None
         entry, self._entry = self._entry, None
+        if outcome is not Outcome.REFUSED:
+            self._agreements += 1
+        else:
+            self.is_open = False
+            self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, _MOST_SKIPPED)
         return entry, outcome
 
-    def attend(self, is_busy: bool, now: float) -> None:
-        """Vote against, if the others wait for this rank's vote and it has something else to do, or nothing."""
-        if not self._ballot.is_awaited:
-            self._awaited_since = None
-        elif is_busy or (self._awaited_since is not None and now - self._awaited_since >= _LATE_S):
-            self._awaited_since = None
-            self._ballot.cast(0)
-        elif self._awaited_since is None:
-            self._awaited_since = now
+    def is_late(self, now: float) -> bool:
+        """Whether this rank has waited for others so long that the vote should be recalled. Once in a round."""
+        if not self._ballot.has_voted or self._is_late_told or now - self._since < _LATE_S:
+            return False
+        self._is_late_told = True
+        return True
+
+    def patience(self) -> float:
+        """Seconds after which `is_late` and `check` must be called again."""
+        if not self._ballot.has_voted:
+            return 60.0
+        return _LOOK_S if self._is_late_told else _LATE_S
 
     def check(self, now: float) -> None:
         """Report a rank that does not vote. An engine that runs does; nobody else can tell of one that does not.
@@ -81,15 +122,16 @@ class Voting:
         Raises:
             StallError: After `abort_s`.
         """
-        if self._entry is None:
+        if not self._ballot.has_voted:
             return
         waited_s = now - self._since
         is_too_long = self.abort_s is not None and waited_s >= self.abort_s
         if not is_too_long and (self._warning_s is None or now < self._next_report):
             return
-        text = (f"{self._entry.request.name}: rank {self._rank} has waited {waited_s:.0f} s for ranks "
-                f"{rank_list(self._ballot.missing())}, whose engines do not run: their processes are stopped, or "
-                "something in them keeps Python's global interpreter lock.")
+        what = f"{self._entry.request.name}: " if self._entry is not None else ""
+        text = (f"{what}rank {self._rank} has waited {waited_s:.0f} s for ranks {rank_list(self._ballot.missing())}. "
+                "The engine of one of them, at least, does not run: its process is stopped, or something in it keeps "
+                "Python's global interpreter lock.")
         if is_too_long:
             raise StallError(text)
         self._next_report = now + (self._warning_s or 0.0)

@@ -118,12 +118,13 @@ class ControlPlane(ABC):
         """The messages that have come, as (sender, message). Does not wait."""
 
     @abstractmethod
-    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
+    def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         """Return when a message may have come, after wake(), or after `timeout_s`, whichever is first.
 
         Args:
             timeout_s: Upper limit in seconds. The method may return early.
             spin_s: How long to look again and again before going to sleep.
+            quiet_s: How long nothing has happened; who must sleep and look by turns sleeps the longer.
         """
 
     @abstractmethod
@@ -157,12 +158,14 @@ class Ballot(Protocol):
         An answer ends the round, and is the same on all ranks.
         """
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether another rank has voted in this round, and this one has not."""
+    def has_news(self) -> bool:
+        """Whether `outcome` should be called."""
 
     def missing(self) -> list[int]:
-        """The ranks that have not voted in this round."""
+        """The ranks that have not voted in this round, or more, where this one cannot tell."""
+
+    def close(self) -> None:
+        """Release what it holds. Collective; no round is under way."""
 
 
 class Mail(Protocol):

@@ -34,7 +34,7 @@ class ThreadControl(ControlPlane):
         mailbox = self._group.mailboxes[self._rank]
         return [mailbox.popleft() for _ in range(len(mailbox))]
 
-    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
+    def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         bell = self._group.bells[self._rank]
         bell.wait(timeout_s)
         bell.clear()

@@ -5,7 +5,6 @@ library and initialises it.
 """
 
 import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -115,6 +114,7 @@ class MpiControl(ControlPlane):
         mail: The mailbox of this rank.
         local_ranks: The ranks on this host.
         peers: The ranks that will ever send to this one.
+        polls: Whether MPI must be polled for something else, too.
     """
 
     _TAG = 1
@@ -123,13 +123,13 @@ class MpiControl(ControlPlane):
     _SHORTEST_S = 50e-6
     _LONGEST_S = 3e-3
 
-    def __init__(self, comm: MPI.Comm, mail: Mail, local_ranks: Sequence[int], peers: Sequence[int]):
+    def __init__(self, comm: MPI.Comm, mail: Mail, local_ranks: Sequence[int], peers: Sequence[int],
+                 polls: bool = False):
         self._comm, self._mail = comm, mail
         self._local = frozenset(local_ranks)
-        self._polls = any(peer not in self._local for peer in peers)
+        self._polls = polls or any(peer not in self._local for peer in peers)
         self._status = MPI.Status()
         self._sending: list[tuple[MPI.Request, bytes]] = []
-        self._waits_since = 0.0
 
     def send(self, rank: int, message: bytes) -> None:
         if rank in self._local:
@@ -156,23 +156,17 @@ class MpiControl(ControlPlane):
                 source = self._status.Get_source()
                 self._comm.Recv([message, MPI.BYTE], source=source, tag=self._TAG)
                 messages.append((source, bytes(message)))
-        if messages:
-            self._waits_since = 0.0
         return messages
 
-    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
+    def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         if not self._polls:
             self._mail.wait(min(timeout_s, self._LONGEST_S) if self._mail.is_sending else timeout_s, spin_s)
             return
-        now = time.monotonic()
-        self._waits_since = self._waits_since or now
-        waited_s = now - self._waits_since
-        if waited_s < (self._CALLERS_SPIN_S if spin_s else self._SPIN_S):
+        if quiet_s < (self._CALLERS_SPIN_S if spin_s else self._SPIN_S):
             os.sched_yield()
             return
         # A pause in proportion to the wait so far makes no wait much longer than it must be.
-        if self._mail.wait(min(timeout_s, max(waited_s / 8, self._SHORTEST_S), self._LONGEST_S)):
-            self._waits_since = 0.0
+        self._mail.wait(min(timeout_s, max(quiet_s / 8, self._SHORTEST_S), self._LONGEST_S))
 
     def wake(self) -> None:
         self._mail.wake()

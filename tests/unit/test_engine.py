@@ -414,7 +414,7 @@ def test_a_caller_stops_waiting_at_its_limit() -> None:
 class NoWait(ThreadControl):
     """Control messages of a rank that has nothing to wait for."""
 
-    def wait(self, timeout_s: float, spin_s: float = 0.0) -> None:
+    def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         raise AssertionError("waits for nothing")
 
 
