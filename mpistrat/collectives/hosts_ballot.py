@@ -44,24 +44,36 @@ class HostsBallot(SharedBallot):
 
     def outcome(self) -> Outcome | None:
         """See Ballot."""
-        if not self.has_news():
+        if not self.has_voted:
             return None
-        if not self._leads:
-            self._memory.fence()
-            result = Outcome(self._memory.counter_of(self._leader, VERDICT) // _OUTCOME)
-        elif self._under_way is None:
-            number, of_host = self._of_host()
+        result = self._between_hosts() if self._leads else self._heard()
+        if result is not None:
+            self._next_round()
+        return result
+
+    def _between_hosts(self) -> Outcome | None:
+        if self._under_way is None:
+            votes = self._of_host()
+            if votes is None:
+                return None
+            number, of_host = votes
             self._sent[:] = number, -number, of_host
             self._under_way = self._hosts.Iallreduce(self._sent, self._least, MPI.MIN)
-            return self.outcome()
-        else:
-            self._under_way = None
-            number, minus_number, least = self._least.tolist()
-            result = Outcome(least) if number == -minus_number else Outcome.REFUSED
-            self._memory.post(result * _OUTCOME | (self._round & TAG), VERDICT)
-            self._rouse_all(self._others)
-        self._next_round()
+        if not self._under_way.Test():
+            return None
+        self._under_way = None
+        number, minus_number, least = self._least.tolist()
+        result = Outcome(least) if number == -minus_number else Outcome.REFUSED
+        self._memory.post(result * _OUTCOME | (self._round & TAG), VERDICT)
+        self._rouse_all(self._others)
         return result
+
+    def _heard(self) -> Outcome | None:
+        verdict = self._memory.counter_of(self._leader, VERDICT)
+        if (verdict ^ self._round) & TAG:
+            return None
+        self._memory.fence()
+        return Outcome(verdict // _OUTCOME)
 
     def has_news(self) -> bool:
         """See Ballot."""

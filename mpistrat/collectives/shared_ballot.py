@@ -43,11 +43,11 @@ class SharedBallot:
 
     def outcome(self) -> Outcome | None:
         """See Ballot."""
-        if not self.has_news():
+        votes = self._of_host() if self.has_voted else None
+        if votes is None:
             return None
-        result = self._of_host()
         self._next_round()
-        return result[1]
+        return votes[1]
 
     def has_news(self) -> bool:
         """See Ballot."""
@@ -67,18 +67,19 @@ class SharedBallot:
                 return False
         return True
 
-    def _of_host(self) -> tuple[int, Outcome]:
-        """What all ranks of the host, who have voted, have voted for; 0 if they differ, or have voted against."""
-        self._memory.fence()
-        in_all = in_any = self._vote
+    def _of_host(self) -> tuple[int, Outcome] | None:
+        """What all ranks of the host have voted for, 0 if they differ; None if they have not all voted."""
+        mine = in_all = in_any = self._vote
         for other in self._others:
             vote = self._memory.counter_of(other, self._counter)
+            if (vote ^ mine) & TAG:
+                return None
             in_all &= vote
             in_any |= vote
-        number = 0 if (in_all ^ in_any) >= NUMBER else self._vote // NUMBER
-        if not number:
+        self._memory.fence()
+        if mine < NUMBER or (in_all ^ in_any) >= NUMBER:
             return 0, Outcome.REFUSED
-        return number, Outcome.ALL_READY if in_all & READY else Outcome.AGREED
+        return mine // NUMBER, Outcome.ALL_READY if in_all & READY else Outcome.AGREED
 
     def _next_round(self) -> None:
         self._round, self.has_voted = self._round + 1, False
