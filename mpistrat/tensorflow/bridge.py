@@ -10,7 +10,7 @@ nodes, none of which holds a TensorFlow thread until other ranks are ready:
 3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
    put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
 
-After the last submit of a list, or of a graph, there is nothing to submit: that callback may as well wait, for two
+After the last submit of a list, or of a graph, there is nothing to submit: that callback may as well wait, for ten
 milliseconds at most. A small list is complete by then, and its results leave by the same callback; the other two nodes
 stand in a branch that is not taken. (Each change of threads costs as much as reducing a megabyte.)
 """
