@@ -1,4 +1,6 @@
-"""Ranks that build their collectives in different orders, with one inter-op thread: no deadlock, right sums."""
+"""Ranks that build their collectives in different orders, with one inter-op thread, and that wait for them in different
+ways: no deadlock, right sums.
+"""
 
 import pytest
 
@@ -36,3 +38,12 @@ def test_random_programs_under_a_strategy(ranks: int) -> None:
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: 20 programs are right" in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/waits_of_all_kinds.py", "300", "3"])
+    assert job.code == 0, job.output
+    for rank in range(ranks):
+        assert f"rank {rank}: 300 steps in one thread, and in 3" in job.output
