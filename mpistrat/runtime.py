@@ -8,7 +8,6 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,11 +240,13 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
     from .collectives.hierarchical import HierarchicalData, counterparts
     from .collectives.host_mail import HostMail
     from .collectives.host_memory import HandOver, HostMemory
+    from .collectives.hosts_ballot import HostsBallot
     from .collectives.mpi import MpiControl, MpiData
     from .collectives.shared_ballot import SharedBallot
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
+    elsewhere = [other for other in range(topology.size) if other not in here]
     host_mail = HostMail(rank, here, token)
     mail: Mail = host_mail
     ballot: Ballot | None = None
@@ -253,31 +254,26 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
     hand_over = HandOver(rank, here, token)
     mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
-        one_host = len(topology.hosts) == 1
+        one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
         memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
         if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
-            ballot = SharedBallot(memory, shared_mail.rouse) if one_host else _hosts_ballot(
-                comm, topology, memory, shared_mail.rouse)
+            if one_host:
+                ballot = SharedBallot(memory, shared_mail.rouse)
+                data = SharedMemoryData(memory, plane.chunk_bytes, data)
+            else:
+                ballot = HostsBallot(memory, shared_mail.rouse, counterparts(comm, topology), elsewhere)
+                data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
+                                        min(topology.local_sizes), settings.stall_abort_s)
             shared_mail.watch(ballot.has_news)
-            data = SharedMemoryData(memory, plane.chunk_bytes, data) if one_host else HierarchicalData(
-                memory, plane.chunk_bytes, data, counterparts(comm, topology), min(topology.local_sizes),
-                settings.stall_abort_s)
     elif max(topology.local_sizes) == 1:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
-        ballot = _hosts_ballot(comm, topology, alone, host_mail.wake_other)
-    leads = ballot is not None and rank == here[0] and len(topology.hosts) > 1
+        ballot = HostsBallot(alone, host_mail.wake_other, counterparts(comm, topology), elsewhere)
+    leads = ballot is not None and rank == here[0] and bool(elsewhere)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
     return control, data, ballot
-
-
-def _hosts_ballot(comm: Any, topology: Topology, memory: Any, rouse: Callable[[int], None]) -> Ballot:
-    """Votes of several hosts, whose first ranks speak for them. Collective."""
-    from .collectives.hosts_ballot import HostsBallot, leaders
-    elsewhere = [rank for rank in range(topology.size) if rank not in topology.local_ranks]
-    return HostsBallot(memory, rouse, leaders(comm, topology), elsewhere)
 
 
 def _ways(mpi: Any, comm: Any, topology: Topology, settings: Settings) -> Ways:

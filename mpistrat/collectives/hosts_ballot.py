@@ -5,17 +5,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ..topology import Topology
 from .base import Outcome
 from .host_memory import VERDICT, HostMemory
 from .shared_ballot import TAG, SharedBallot
 
 _OUTCOME = 4  # the place of the outcome in a verdict, above the round's tag
-
-
-def leaders(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
-    """The first ranks of the hosts. Collective over `comm`; COMM_NULL on the other ranks."""
-    return comm.Split(0 if topology.local_rank == 0 else MPI.UNDEFINED, topology.rank)
 
 
 class HostsBallot(SharedBallot):
@@ -29,7 +23,7 @@ class HostsBallot(SharedBallot):
     Args:
         memory: Of the ranks of this host. Its counters EVEN_VOTE, ODD_VOTE and VERDICT are used.
         rouse: Makes another rank of this host look, if it sleeps.
-        hosts: As `leaders` gives it; nobody else uses it.
+        hosts: As hierarchical.counterparts gives it, of which those of the first ranks serve; nobody else uses it.
         elsewhere: The ranks of the other hosts.
     """
 
@@ -80,7 +74,7 @@ class HostsBallot(SharedBallot):
         if not self.has_voted:
             return False
         if not self._leads:
-            return not (self._memory.counter_of(self._leader, VERDICT) ^ self._round) & TAG
+            return self._heard() is not None
         if self._under_way is None:
             return self._all_here_have_voted()
         return self._under_way.Test()

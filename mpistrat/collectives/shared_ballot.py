@@ -6,7 +6,7 @@ from .base import Outcome
 from .host_memory import EVEN_VOTE, ODD_VOTE, HostMemory
 
 # The bits of a vote: which round it is of, whether its rank is ready, and the number.
-TAG, READY, NUMBER = 3, 4, 8
+TAG, _READY, _NUMBER = 3, 4, 8
 
 
 class SharedBallot:
@@ -30,7 +30,7 @@ class SharedBallot:
 
     def cast(self, number: int, is_ready: bool = False) -> None:
         """See Ballot."""
-        self._vote = number * NUMBER | (self._round & TAG) | (READY if is_ready else 0)
+        self._vote = number * _NUMBER | (self._round & TAG) | (_READY if is_ready else 0)
         self._memory.post(self._vote, self._counter)
         self.has_voted = True
         self._rouse_all(self._listeners)
@@ -77,9 +77,9 @@ class SharedBallot:
             in_all &= vote
             in_any |= vote
         self._memory.fence()
-        if mine < NUMBER or (in_all ^ in_any) >= NUMBER:
+        if mine < _NUMBER or (in_all ^ in_any) >= _NUMBER:
             return 0, Outcome.REFUSED
-        return mine // NUMBER, Outcome.ALL_READY if in_all & READY else Outcome.AGREED
+        return mine // _NUMBER, Outcome.ALL_READY if in_all & _READY else Outcome.AGREED
 
     def _next_round(self) -> None:
         self._round, self.has_voted = self._round + 1, False

@@ -9,8 +9,9 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat.collectives.base import Outcome
+from mpistrat.collectives.hierarchical import counterparts
 from mpistrat.collectives.host_memory import HostMemory
-from mpistrat.collectives.hosts_ballot import HostsBallot, leaders
+from mpistrat.collectives.hosts_ballot import HostsBallot
 from mpistrat.topology import Topology
 
 LIMIT_S = 30.0  # only a failing test waits for so long
@@ -30,7 +31,7 @@ class Host:
         self.roused: list[int] = []
         block = mmap.mmap(-1, HostMemory.size_for(len(self.ranks), 0))
         elsewhere = [rank for rank in range(self.size) if rank not in self.ranks]
-        between = leaders(MPI.COMM_WORLD, Topology(host, tuple(f"host {h}" for h in range(len(sizes)))))
+        between = counterparts(MPI.COMM_WORLD, Topology(host, tuple(f"host {h}" for h in range(len(sizes)))))
         self.ballots = [HostsBallot(HostMemory(block, i, self.ranks), self.roused.append,
                                     between if i == 0 else MPI.COMM_NULL, elsewhere) for i in range(len(self.ranks))]
 

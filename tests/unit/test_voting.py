@@ -485,6 +485,13 @@ class Steps:
         self.step()
         assert all(self.is_open())
 
+    def vote_of_the_first(self) -> Handle:
+        """In a vote that is open, rank 0 votes for "a", and waits."""
+        self.open_vote()
+        handle = self.put(0, "a", is_awaited=True)
+        self.step(0)
+        return handle
+
 
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_the_first_rank_calls_a_vote_only_after_what_it_has_awaited(is_awaited: bool) -> None:
@@ -506,9 +513,7 @@ def test_nobody_calls_a_vote_after_one_of_two_operations() -> None:
 
 def test_a_rank_with_something_else_to_do_votes_against() -> None:
     ranks = Steps(2)
-    ranks.open_vote()
-    ours = ranks.put(0, "a", is_awaited=True)
-    ranks.step(0)
+    ours = ranks.vote_of_the_first()
     assert not ours.done()
     theirs = ranks.put(1, "a", is_awaited=False)
     ranks.step()
@@ -532,9 +537,7 @@ def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_again
 
 def test_a_decision_waits_until_the_vote_has_ended() -> None:
     ranks = Steps(3)
-    ranks.open_vote()
-    ours = ranks.put(0, "a", is_awaited=True)
-    ranks.step(0)
+    ours = ranks.vote_of_the_first()
     ranks.rounds[0]._coordinator.recall()
     ranks.step(0, 1)
     assert ranks.is_open() == [True] * 3  # Rank 2 has not heard of it, so nobody knows how it votes.
@@ -550,9 +553,7 @@ def test_a_decision_waits_until_the_vote_has_ended() -> None:
 
 def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
     ranks = Steps(2)
-    ranks.open_vote()
-    ours = ranks.put(0, "a", is_awaited=True)
-    ranks.step(0)
+    ours = ranks.vote_of_the_first()
     ranks.rounds[0]._coordinator.recall()
     ranks.step(0)
     theirs = ranks.put(1, "a", is_awaited=True)
@@ -565,9 +566,7 @@ def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> Non
 
 def test_a_rank_that_fails_is_heard_of_while_a_vote_is_open() -> None:
     ranks = Steps(2)
-    ranks.open_vote()
-    pending = ranks.put(0, "a", is_awaited=True)
-    ranks.step(0)
+    pending = ranks.vote_of_the_first()
     ranks.rounds[1].fail(RuntimeError("broken"))
     ranks.step(0)
     with pytest.raises(EngineError, match="broken"):
