@@ -9,6 +9,9 @@ from .scale import Scale
 from .tensor_queue import Entry
 
 FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
+# An entry of so many bytes is reduced as quickly alone. So its results are as many bytes in every step, whatever else
+# is ready at the time, and go to the same memory.
+LARGE_BYTES = 512 * 1024
 _KEPT_PLANS = 1024
 
 
@@ -16,12 +19,15 @@ _KEPT_PLANS = 1024
 class Bucket:
     """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it).
 
-    `whole` is the place of an entry that is all there is in it, or None.
+    Attributes:
+        whole: The place of an entry that is all there is in it, or None.
+        is_large: There is one, of LARGE_BYTES at least.
     """
 
     request: Request
     members: tuple[tuple[int, int], ...]
     whole: int | None
+    is_large: bool
     op: ReduceOp
     scale: Scale
 
@@ -53,13 +59,14 @@ class BucketPlans:
         return plan
 
     def _make_plan(self, entries: Sequence[Entry]) -> list[Bucket]:
+        sizes = [sum(array.nbytes for array in entry.arrays) for entry in entries]
         places: list[tuple[int, int]] = []
         members: list[tuple[Hashable, int]] = []
         for place, entry in enumerate(entries):
             request = entry.request
             if request.kind in FUSED:
                 alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device, request.wire)
+                         request.device, request.wire, place if sizes[place] >= LARGE_BYTES else None)
                 places += [(place, i) for i in range(len(entry.arrays))]
                 members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -69,6 +76,7 @@ class BucketPlans:
             chosen = tuple(places[i] for i in indices)
             whole = place if chosen == tuple((place, i) for i in range(len(arrays))) else None
             average = request.reduce_op is ReduceOp.AVERAGE
-            buckets.append(Bucket(request, chosen, whole, ReduceOp.SUM if average else request.reduce_op,
-                                   Scale(request.postscale, self._size if average else 1)))
+            is_large = whole is not None and sizes[whole] >= LARGE_BYTES
+            buckets.append(Bucket(request, chosen, whole, is_large, ReduceOp.SUM if average else request.reduce_op,
+                                  Scale(request.postscale, self._size if average else 1)))
         return buckets

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .bucket_plans import FUSED, Bucket, BucketPlans
+from .bucket_plans import Bucket, BucketPlans
 from .collectives.base import DataPlane, Prepared
 from .errors import EngineError
 from .fusion import FusionBuffer
@@ -21,11 +21,21 @@ _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
 
 @dataclass
 class _Work:
-    """An entry in execution: its result arrays, and how many of them are still to come."""
+    """An entry in execution: its results, and how many of them are still to come."""
 
     entry: Entry
-    results: list[np.ndarray]
+    results: list[Any]
     missing: int
+
+
+@dataclass
+class _Job:
+    """A bucket in execution: what is reduced, to where, and whether other ranks read that memory too."""
+
+    bucket: Bucket
+    sources: Sequence[np.ndarray]
+    targets: list[np.ndarray]
+    are_lent: bool
 
 
 class Executor:
@@ -43,7 +53,7 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
-        self._prepared: tuple[_Work, Prepared] | None = None
+        self._prepared: tuple[_Work, _Job, Prepared] | None = None
         self._is_stale = False  # prepared before `choose` was called
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
@@ -66,12 +76,10 @@ class Executor:
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
-        # All memory is taken before the first collective, so that a rank short of it fails before the others wait for
-        # it there.
-        works = [self._work_for(entry) for entry in entries]
-        for bucket in self._plans.plan(entries, self._fusion_bytes):
-            self._run_bucket(bucket, works)
-            self._count_off(bucket, works)
+        works, jobs = self._begin(entries)
+        for job in jobs:
+            self._run(job)
+            self._deliver(job, works)
         for entry in entries:
             if entry.request.kind is Kind.ALLGATHER:
                 entry.handle.complete(self._allgather(entry.arrays))
@@ -92,15 +100,15 @@ class Executor:
         bucket = self._plans.plan([entry], self._fusion_bytes)[0]
         if bucket.whole is None:
             return False
-        work = self._work_for(entry)
-        prepared = self._data.prepare(entry.arrays, work.results, bucket.op, request.prescale, bucket.scale)
-        self._prepared = work, prepared
+        (work,), (job,) = self._begin([entry])
+        prepared = self._data.prepare(job.sources, job.targets, bucket.op, request.prescale, bucket.scale)
+        self._prepared = work, job, prepared
         return prepared.is_packed
 
     def prepare_more(self) -> None:
         """Do what else is local of what `prepare` has begun. Local."""
         if self._prepared is not None:
-            self._data.pack_ahead(self._prepared[1])
+            self._data.pack_ahead(self._prepared[2])
 
     def execute_prepared(self, entry: Entry, all_ready: bool) -> None:
         """As `execute`, for the entry that `prepare` was last called with.
@@ -115,45 +123,72 @@ class Executor:
         found, self._prepared = self._prepared, None
         # What all ranks have packed is as good after `choose`: there was no collective in between.
         if found is not None and found[0].entry is entry and (all_ready or not self._is_stale):
-            work, prepared = found
+            work, job, prepared = found
             self._data.finish(prepared, all_ready)
-            entry.handle.complete(work.results)
+            self._deliver(job, [work])
             self._pool.next_turn()
         elif all_ready:
             raise EngineError(f"{entry.request.name} was ready when all ranks agreed on it, and is no longer.")
         else:
             self.execute([entry])
 
-    def _work_for(self, entry: Entry) -> _Work:
-        fused = entry.arrays if entry.request.kind in FUSED else ()
-        return _Work(entry, [self._pool.take(a.shape, a.dtype) for a in fused], len(fused))
+    def _begin(self, entries: Sequence[Entry]) -> tuple[list[_Work], list[_Job]]:
+        """Take the memory for all results: a rank short of it then fails before others wait for it in a collective."""
+        works = [_Work(entry, [None] * len(entry.arrays), len(entry.arrays)) for entry in entries]
+        buckets = self._plans.plan(entries, self._fusion_bytes)
+        lent = self._lent(entries, buckets)
+        jobs = []
+        for k, bucket in enumerate(buckets):
+            sources, memory = self._sources_of(bucket, entries), lent.get(k)
+            targets = [self._pool.take(a.shape, a.dtype) for a in sources] if memory is None else memory
+            jobs.append(_Job(bucket, sources, targets, memory is not None))
+        return works, jobs
 
-    def _arrays_of(self, bucket: Bucket, works: list[_Work]) -> tuple[Sequence[np.ndarray], list[np.ndarray]]:
+    def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, list[np.ndarray] | None]:
+        """What the data plane lends for the results of some buckets."""
+        large = {k: entries[bucket.whole] for k, bucket in enumerate(buckets)
+                 if bucket.is_large and bucket.whole is not None and bucket.request.kind is Kind.ALLREDUCE}
+        if not large:
+            return {}
+        # TensorFlow does not write to what its graphs are given. Other callers may, for it is theirs.
+        are_in_graph = all(entry.request.in_graph for entry in large.values())
+        lists = [entry.arrays for entry in large.values()]
+        return dict(zip(large, self._data.lend(lists, are_in_graph), strict=True))
+
+    def _sources_of(self, bucket: Bucket, entries: Sequence[Entry]) -> Sequence[np.ndarray]:
         if bucket.whole is not None:
-            work = works[bucket.whole]
-            return work.entry.arrays, work.results
-        return ([works[place].entry.arrays[i] for place, i in bucket.members],
-                [works[place].results[i] for place, i in bucket.members])
+            return entries[bucket.whole].arrays
+        return [entries[place].arrays[i] for place, i in bucket.members]
 
-    def _run_bucket(self, bucket: Bucket, works: list[_Work]) -> None:
-        sources, targets = self._arrays_of(bucket, works)
-        if bucket.request.kind is Kind.ALLREDUCE:
-            self._data.allreduce(sources, targets, bucket.op, bucket.request.prescale, bucket.scale)
+    def _run(self, job: _Job) -> None:
+        request, sources, targets = job.bucket.request, job.sources, job.targets
+        if request.kind is Kind.ALLREDUCE:
+            self._data.allreduce(sources, targets, job.bucket.op, request.prescale, job.bucket.scale)
         else:
-            self._broadcast(sources, targets, bucket.request.root_rank)
+            self._broadcast(sources, targets, request.root_rank)
 
-    def _count_off(self, bucket: Bucket, works: list[_Work]) -> None:
-        """Complete the entries that had nothing but this bucket to wait for."""
+    def _deliver(self, job: _Job, works: list[_Work]) -> None:
+        """Give the job's results to their entries, and complete those that had nothing but it to wait for."""
+        bucket = job.bucket
         if bucket.whole is not None:
-            works[bucket.whole].entry.handle.complete(works[bucket.whole].results)
+            entry = works[bucket.whole].entry
+            entry.handle.complete([self._own(result, job, entry) for result in job.targets])
             return
         done = []
-        for place, _ in bucket.members:
+        for (place, i), result in zip(bucket.members, job.targets, strict=True):
             work = works[place]
+            work.results[i] = self._own(result, job, work.entry)
             work.missing -= 1
             if work.missing == 0:
                 done.append((work.entry.handle, work.results))
         complete_all(done)
+
+    def _own(self, result: np.ndarray, job: _Job, entry: Entry) -> np.ndarray:
+        if entry.request.in_graph or not job.are_lent:
+            return result
+        copy = self._pool.take(result.shape, result.dtype)
+        copy[...] = result
+        return copy
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:

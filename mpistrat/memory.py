@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 
 ALIGNMENT = 64
-_IDLE_REFERENCES = 2  # the pool's aligned view, and the argument of getrefcount
+IDLE_REFERENCES = 2  # the pool's aligned view, and the argument of getrefcount
 _KEPT_TURNS = 64
 
 
@@ -44,7 +44,7 @@ class ResultPool:
         for _ in range(len(blocks)):
             blocks.rotate(-1)
             block = blocks[-1]
-            if sys.getrefcount(block.base) == _IDLE_REFERENCES:
+            if sys.getrefcount(block.base) == IDLE_REFERENCES:
                 break
         else:
             block = aligned_empty(nbytes)
@@ -57,6 +57,6 @@ class ResultPool:
         if self._turn % _KEPT_TURNS:
             return
         for nbytes in [n for n, last in self._last_use.items() if self._turn - last > _KEPT_TURNS]:
-            self._blocks[nbytes] = deque(b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > _IDLE_REFERENCES)
+            self._blocks[nbytes] = deque(b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > IDLE_REFERENCES)
             if not self._blocks[nbytes]:
                 del self._blocks[nbytes], self._last_use[nbytes]

@@ -176,9 +176,13 @@ def backends() -> list[Backend]:
 
 
 def _shared_memory_backend() -> Backend:
-    from .collectives.host_memory import HandOver
+    from .collectives.host_file import HandOver
     try:
-        HandOver(0, [0], "").share(4096)
+        file = HandOver(0, [0], "").share()
+        try:
+            file.take(4096)
+        finally:
+            file.close()
     except OSError as error:
         return Backend("shared_memory", False, str(error))
     return Backend("shared_memory", True, "among the ranks of a host, of all sizes")
@@ -238,8 +242,9 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
     The ranks can vote if those of each host share memory.
     """
     from .collectives.hierarchical import HierarchicalData, counterparts
+    from .collectives.host_file import HandOver
     from .collectives.host_mail import HostMail
-    from .collectives.host_memory import HandOver, HostMemory
+    from .collectives.host_memory import HostMemory
     from .collectives.hosts_ballot import HostsBallot
     from .collectives.mpi import MpiControl, MpiData
     from .collectives.shared_ballot import SharedBallot
@@ -257,15 +262,16 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
         one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
-        memory = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
-        if memory is not None:
+        shared = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
+        if shared is not None:
+            memory, results = shared
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
             if one_host:
                 ballot = SharedBallot(memory, shared_mail.rouse)
-                data = SharedMemoryData(memory, plane.chunk_bytes, data)
+                data = SharedMemoryData(memory, plane.chunk_bytes, data, results)
             else:
                 ballot = HostsBallot(memory, shared_mail.rouse, counterparts(comm, topology), elsewhere)
-                data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
+                data = HierarchicalData(memory, plane.chunk_bytes, data, results, counterparts(comm, topology),
                                         min(topology.local_sizes), settings.stall_abort_s)
             shared_mail.watch(ballot.has_news)
     elif max(topology.local_sizes) == 1:
@@ -300,17 +306,22 @@ def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
 
 
 def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over: Any, data_bytes: int) -> Any:
-    """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
+    """HostMemory and SharedResults, or None on all ranks if any rank cannot have them. Collective."""
     from .collectives.host_memory import HostMemory
+    from .collectives.shared_results import SharedResults
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
-    memory, problem = None, ""
+    shared, file, problem = None, None, ""
     try:
-        memory = HostMemory(hand_over.share(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
+        file = hand_over.share()
+        memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
+        shared = memory, SharedResults(memory, file)
     except OSError as error:
         problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
     problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if not problems:
-        return memory
+        return shared
+    if file is not None:
+        file.close()
     text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")

@@ -47,6 +47,20 @@ class DataPlane(ABC):
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
         """
 
+    def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
+        """Memory for the results of the all-reduces that come next, which nobody else may write to. Local.
+
+        What is lent is free again when nothing refers to it.
+
+        Args:
+            lists: The arrays of each of them.
+            is_wanted: Whether this rank wants such results from now on; these it gets in any case.
+
+        Returns:
+            For each a list of aligned arrays of those shapes and dtypes; or None: there are none, on any rank.
+        """
+        return [None] * len(lists)
+
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                 scale: Scale) -> Prepared:
         """Begin an all-reduce, and do the little that is local and pays in any case. Local, never waits.

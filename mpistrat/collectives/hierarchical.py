@@ -12,9 +12,10 @@ from ..fusion import FusionBuffer
 from ..scale import IDENTITY
 from ..topology import Topology
 from .base import DataPlane
-from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .host_memory import CONSUMED, PACKED, UNPACKED, HostMemory
 from .reduction import combine
 from .shared_memory import Chunk, SharedMemoryData, Stage, Work
+from .shared_results import SharedResults
 
 # One exchange of whole slices is quicker than a scatter and a gather up to about this many bytes from all hosts.
 _SMALL_BYTES = 32 * 1024
@@ -50,7 +51,7 @@ class HierarchicalData(SharedMemoryData):
     Args:
         memory: As for SharedMemoryData.
         chunk: Likewise; the same on all hosts.
-        others: Likewise.
+        others, results: Likewise.
         cross: As `counterparts` gives it; nobody else uses it.
         senders: How many ranks every host has at least.
         limit_s: How long a wait for another host may take; 0: for ever.
@@ -62,9 +63,9 @@ class HierarchicalData(SharedMemoryData):
     # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
     chunk_bytes = 2 * 1024 * 1024
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int,
-                 limit_s: float):
-        super().__init__(memory, chunk, others)
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults, cross: MPI.Comm,
+                 senders: int, limit_s: float):
+        super().__init__(memory, chunk, others, results)
         self._cross, self._senders, self._limit_s = cross, senders, limit_s
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0
         self._partial = [FusionBuffer() for _ in range(self.slots)]
@@ -76,7 +77,7 @@ class HierarchicalData(SharedMemoryData):
 
     @property
     def _stages(self) -> Sequence[Stage]:
-        return self._pack, self._send, self._combine, self._publish, self._unpack
+        return self._pack, self._send, self._combine, self._receive, self._unpack
 
     def _reducers(self, nbytes: int) -> int:
         return max(1, min(self._senders, nbytes // _SLICE_BYTES))
@@ -135,13 +136,11 @@ class HierarchicalData(SharedMemoryData):
         gathered = [result.view(np.uint8), counts, starts, MPI.BYTE]
         self._underway[chunk.number] = [self._cross.Iallgatherv(MPI.IN_PLACE, gathered)], []
 
-    def _publish(self, work: Work, chunk: Chunk) -> None:
-        """Let the host's ranks see the result."""
+    def _receive(self, work: Work, chunk: Chunk) -> None:
+        """Await what the other hosts have reduced."""
         if chunk.number in self._underway:
             self._await(self._underway.pop(chunk.number)[0])
-        if chunk.mine is not None:
-            self._copy_out(work, chunk, chunk.mine)
-        self._memory.post(chunk.number, READY)
+        self._publish(work, chunk)
 
     def _await(self, requests: list[MPI.Request]) -> None:
         began = time.monotonic()

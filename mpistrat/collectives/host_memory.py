@@ -1,14 +1,7 @@
-"""Memory that the ranks of one host share, and counters in it by which they wait for each other.
+"""Counters in memory that the ranks of one host share, by which they wait for each other."""
 
-The memory is an anonymous file (memfd) that one rank makes and passes to the others over a Unix socket. An MPI-3 shared
-window would do the same, but is a file in /dev/shm: containers often have 64 MB of that, and it may be left behind when
-all ranks are killed. This memory has no name, no limit of its own, and is gone with the last process.
-"""
-
-import array
 import mmap
 import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +13,7 @@ PACKED, CONSUMED, READY, UNPACKED = range(4)  # chunks; SharedMemoryData
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedBallot
 ASLEEP = 6  # SharedMail
 VERDICT = 7  # HostsBallot
+MADE = 8  # SharedResults
 
 _LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
 _ABANDONED = _LINE - 1
@@ -28,7 +22,6 @@ _SPINS = 50
 # chunk; a sleep takes 150 us at least (102 MB on 2 ranks: 72 ms with 0.1 ms of it, 39 with 1 ms, 39 with 3 ms).
 _YIELD_S = 1e-3
 _SLEEP_S = 100e-6
-_HAND_OVER_S = 60.0
 
 
 class HostMemory:
@@ -120,53 +113,3 @@ class HostMemory:
         """All that this thread has read and written before comes before all that it reads and writes after."""
         self._release()
         self._acquire()
-
-
-class HandOver:
-    """How the ranks of a host come to one block of memory. First construct it on all ranks, then call `share`.
-
-    Args:
-        rank: This rank.
-        local_ranks: The ranks on this host; the first one makes the memory.
-        token: A text that no other job on this host uses, the same on all ranks.
-    """
-
-    def __init__(self, rank: int, local_ranks: Sequence[int], token: str):
-        self._rank, self._leader = rank, local_ranks[0]
-        self._receivers = [f"\0mpistrat-{token}-memory-{other}" for other in local_ranks[1:]]
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        if rank != self._leader:
-            self._socket.bind(f"\0mpistrat-{token}-memory-{rank}")
-            self._socket.settimeout(_HAND_OVER_S)
-
-    def share(self, nbytes: int) -> mmap.mmap:
-        """`nbytes` of memory, the same on all ranks of the host. Collective within the host.
-
-        Raises:
-            OSError: This rank has none; the others may have.
-        """
-        with self._socket:
-            if self._rank != self._leader:
-                _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
-                if not descriptors:
-                    raise OSError(f"rank {self._leader} could not make it")
-                return _mapped(descriptors[0], nbytes)
-            try:
-                descriptor = os.memfd_create("mpistrat")
-                # Without this, memory that is not there would be found missing in the middle of a reduction.
-                os.posix_fallocate(descriptor, 0, nbytes)
-            except OSError:
-                for receiver in self._receivers:
-                    self._socket.sendto(b"\0", receiver)
-                raise
-            for receiver in self._receivers:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-                self._socket.sendmsg([b"\0"], [rights], 0, receiver)
-            return _mapped(descriptor, nbytes)
-
-
-def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(descriptor, nbytes)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from .at_once import AtOnce, are_large
 from .base import DataPlane, Prepared
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
+from .shared_results import SharedResults
 
 # Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
 AT_ONCE_BYTES = 512 * 1024
@@ -31,14 +32,20 @@ class Chunk(NamedTuple):
 
 
 class Work(Prepared):
-    """One all-reduce under way. The first `packed` chunks are packed ahead, and the other ranks do not know it yet."""
+    """One all-reduce under way.
 
-    __slots__ = ("chunks", "ins", "outs", "packed", "packs_own")
+    Attributes:
+        chunks: Its parts.
+        are_lent: The targets are memory that all ranks of the host read.
+        packed: So many chunks, the first ones, are packed ahead, and the other ranks do not know it yet.
+    """
+
+    __slots__ = ("are_lent", "chunks", "ins", "outs", "packed", "packs_own")
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                 scale: Scale, chunks: list[Chunk], nbytes: int):
+                 scale: Scale, chunks: list[Chunk], nbytes: int, are_lent: bool):
         super().__init__(sources, targets, op, prescale, scale)
-        self.chunks = chunks
+        self.chunks, self.are_lent = chunks, are_lent
         self.ins, self.outs = Stream(sources), Stream(targets)
         # A copy is quicker than one reduction per tensor where those are small, and is needed to scale them.
         self.packs_own = prescale != 1.0 or not are_large(nbytes, sources)
@@ -65,6 +72,9 @@ class SharedMemoryData(DataPlane):
     rank that is a little late holds up nobody; and the chunks under way are so few that everything but the tensors
     themselves stays in the processor's cache.
 
+    If the result is memory that all ranks of the host read (SharedResults), nothing is left to do once a slice is in it
+    (102 MB on 2 ranks: 32 ms instead of 42).
+
     A sum goes to the result by way of the shared memory also on the rank that has computed it: a copy writes large
     memory without reading it first, which an addition does not (102 MB on 2 ranks: 37 ms, and 38 without that; 46 with
     every rank reducing all of it).
@@ -73,6 +83,7 @@ class SharedMemoryData(DataPlane):
         memory: Has `memory_bytes` of data at least; nobody else uses those.
         chunk: Bytes of a chunk, a power of two.
         others: Serves what is not an all-reduce.
+        results: Memory for results.
     """
 
     name = "shared_memory"
@@ -83,8 +94,8 @@ class SharedMemoryData(DataPlane):
     # chunk longer (90 ms of 102 MB on 64 ranks, and 135 with 256 KiB), while a host for them has more cache.
     chunk_bytes = 512 * 1024
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
-        self._memory, self._others = memory, others
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults):
+        self._memory, self._others, self._results = memory, others, results
         self._count, self._index = len(memory.ranks), memory.index
         nbytes = self.memory_bytes(self._count, chunk)
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
@@ -117,6 +128,11 @@ class SharedMemoryData(DataPlane):
             prepared.pack_ahead()
         return prepared
 
+    def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
+        if not self._is_used:
+            return super().lend(lists, is_wanted)
+        return self._results.lend(lists, is_wanted)
+
     def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                scale: Scale) -> Work | AtOnce:
         dtype = sources[0].dtype
@@ -129,7 +145,7 @@ class SharedMemoryData(DataPlane):
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
         chunks = self._chunks_of(elements, dtype.itemsize, views.slots)
-        return Work(sources, targets, op, prescale, scale, chunks, nbytes)
+        return Work(sources, targets, op, prescale, scale, chunks, nbytes, self._results.are_lent(targets))
 
     def _chunks_of(self, elements: int, itemsize: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         chunks, count, per_chunk = [], len(slots), self._used_bytes // itemsize
@@ -176,7 +192,11 @@ class SharedMemoryData(DataPlane):
             super().finish(prepared, all_packed)
 
     def _run(self, work: Work) -> None:
-        stages, chunks = self._stages, work.chunks
+        chunks = work.chunks
+        if not chunks:
+            return
+        stages = self._stages[:-1] if work.are_lent else self._stages
+        self._results.declare()
         for turn in range(len(chunks) + len(stages) - 1):
             for lag, stage in enumerate(stages):
                 if 0 <= turn - lag < len(chunks):
@@ -184,6 +204,8 @@ class SharedMemoryData(DataPlane):
         self._chunks += len(chunks)
         for k in range(max(len(chunks) - self.slots, 0), len(chunks)):
             self._free_at[k % self.slots] = chunks[k].number
+        self._memory.await_all(READY, self._chunks)
+        self._results.learn(work.targets)
 
     @property
     def in_use(self) -> str:
@@ -200,7 +222,7 @@ class SharedMemoryData(DataPlane):
 
     @property
     def _stages(self) -> Sequence[Stage]:
-        """What is done to a chunk, one turn after the other."""
+        """What is done to a chunk, one turn after the other; the last is to copy what others have reduced."""
         return self._pack, self._reduce, self._unpack
 
     def _pack(self, work: Work, chunk: Chunk) -> None:
@@ -222,9 +244,7 @@ class SharedMemoryData(DataPlane):
         self._memory.await_all(PACKED, chunk.number)
         self._memory.await_all(UNPACKED, chunk.free_at)
         self._reduce_slice(work, chunk, chunk.slot[-1][chunk.mine], work.scale)
-        # Before the others see it, for they take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
-        self._copy_out(work, chunk, chunk.mine)
-        self._memory.post(chunk.number, CONSUMED, READY)
+        self._publish(work, chunk, CONSUMED)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
         """Reduce this rank's slice of a chunk over the host."""
@@ -238,6 +258,15 @@ class SharedMemoryData(DataPlane):
             pieces = [part[here] for part in parts]
             pieces[self._index] = own
             combine(pieces, work.op, result[here], scale)
+
+    def _publish(self, work: Work, chunk: Chunk, *counters: int) -> None:
+        """Have the other ranks see this one's slice, and these counters."""
+        if chunk.mine is not None:
+            # First, for the others take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
+            self._copy_out(work, chunk, chunk.mine)
+        if work.are_lent:
+            counters = *counters, UNPACKED
+        self._memory.post(chunk.number, READY, *counters)
 
     def _unpack(self, work: Work, chunk: Chunk) -> None:
         """Copy the slices of the others; this rank's own has been copied when it was reduced."""
@@ -265,4 +294,5 @@ class SharedMemoryData(DataPlane):
         self._memory.abandon()
 
     def close(self) -> None:
+        self._results.close()
         self._others.close()

@@ -3,7 +3,6 @@
 Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_shared_memory.py.
 """
 
-import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,10 +11,11 @@ from mpi4py import MPI
 
 from mpistrat.collectives.base import DataPlane
 from mpistrat.collectives.hierarchical import HierarchicalData
-from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.mpi import CHUNK_BYTES, MpiData
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
+
+from ..shared_memory_of_threads import shared_results
 
 CHUNK = 64 * 1024
 # In float32: nothing, less than an element per host, one exchange of whole slices, a scatter and a gather in one chunk,
@@ -29,8 +29,8 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     between: DataPlane = MpiData(MPI.COMM_WORLD.Dup())
     if request.param == "hierarchical":
         nbytes = HierarchicalData.memory_bytes(1, CHUNK)
-        memory = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, nbytes)), 0, [MPI.COMM_WORLD.Get_rank()])
-        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, 60.0)
+        (memory, results), = shared_results([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
+        between = HierarchicalData(memory, CHUNK, between, results, MPI.COMM_WORLD.Dup(), 1, 60.0)
     yield between
     between.close()
 

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.collectives import host_memory
-from mpistrat.collectives.host_memory import HandOver, HostMemory
+from mpistrat.collectives import host_file
+from mpistrat.collectives.host_file import HandOver
+from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadGroup
 from mpistrat.collectives.shared_memory import AT_ONCE_BYTES, SharedMemoryData
 from mpistrat.errors import EngineError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
+
+from ..shared_memory_of_threads import shared_memory_planes
 
 LIMIT_S = 20.0
 CHUNK = 4096
@@ -26,9 +29,9 @@ SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE_BYTES // 4, AT_ONCE_BYT
          20 * CHUNK // 4 + 7]
 
 
-def memories(count: int, data_bytes: int = 0, limit_s: float = LIMIT_S) -> list[HostMemory]:
+def memories(count: int, limit_s: float = LIMIT_S) -> list[HostMemory]:
     """What each of `count` ranks has of one block."""
-    block = mmap.mmap(-1, HostMemory.size_for(count, data_bytes))
+    block = mmap.mmap(-1, HostMemory.size_for(count, 0))
     return [HostMemory(block, index, [10 + rank for rank in range(count)], limit_s) for index in range(count)]
 
 
@@ -41,8 +44,8 @@ def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
 def planes(count: int) -> list[SharedMemoryData]:
     """The data plane of each of `count` ranks; what is not an all-reduce is served by a ThreadGroup."""
     group = ThreadGroup(count, LIMIT_S)
-    return [SharedMemoryData(memory, CHUNK, group.data(memory.index))
-            for memory in memories(count, SharedMemoryData.memory_bytes(count, CHUNK))]
+    return shared_memory_planes([10 + rank for rank in range(count)], CHUNK, [group.data(i) for i in range(count)],
+                                LIMIT_S)
 
 
 def allreduced(data: SharedMemoryData, arrays: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
@@ -99,32 +102,37 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
 def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
     token = uuid.uuid4().hex
     hand_overs = [HandOver(rank, (3, 5, 9), token) for rank in (3, 5, 9)]
-    blocks = on_all(3, lambda index: hand_overs[index].share(8192))
-    blocks[1][100] = 42
-    assert [block[100] for block in blocks] == [42, 42, 42]
-    assert all(len(block) == 8192 for block in blocks)
+    files = on_all(3, lambda index: hand_overs[index].share())
+    for nbytes in (8192, 100, 70_000):
+        blocks = [file.take(nbytes) for file in files]
+        blocks[1][99] = 42
+        assert [block[99] for block in blocks] == [42, 42, 42]
+        assert all(len(block) == nbytes for block in blocks)
+    for file in files:
+        file.close()
+        file.close()
 
 
-def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: int) -> None:
+def test_a_file_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: str) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "memfd_create", refuse)
     token = uuid.uuid4().hex
     hand_overs = [HandOver(rank, (0, 1), token) for rank in (0, 1)]
 
     def attempt(index: int) -> str:
         with pytest.raises(OSError) as raised:
-            hand_overs[index].share(8192)
+            hand_overs[index].share()
         return str(raised.value)
 
     assert on_all(2, attempt) == ["no space", "rank 0 could not make it"]
 
 
 def test_a_rank_that_gets_no_memory_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_HAND_OVER_S", 0.05)
+    monkeypatch.setattr(host_file, "_HAND_OVER_S", 0.05)
     with pytest.raises(OSError):
-        HandOver(1, (0, 1), uuid.uuid4().hex).share(8192)
+        HandOver(1, (0, 1), uuid.uuid4().hex).share()
 
 
 # -- all-reduce -------------------------------------------------------------------------------------------------------

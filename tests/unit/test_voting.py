@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import mmap
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from mpistrat.collectives.base import DataPlane, Outcome
-from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadControl, ThreadGroup
 from mpistrat.collectives.shared_ballot import SharedBallot
 from mpistrat.collectives.shared_memory import SharedMemoryData
@@ -22,6 +20,8 @@ from mpistrat.requests import Average, Sum, allreduce_request, barrier_request, 
 from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Entry, Handle
 from mpistrat.voting import Voting
+
+from ..shared_memory_of_threads import shared_memory_planes
 
 LONG_S = 30.0  # only a failing test waits for so long
 
@@ -334,11 +334,7 @@ def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_mor
 
 
 def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
-    chunk = 4096
-    nbytes = SharedMemoryData.memory_bytes(group.size, chunk)
-    block = mmap.mmap(-1, HostMemory.size_for(group.size, nbytes))
-    memories = [HostMemory(block, rank, range(group.size), LONG_S) for rank in range(group.size)]
-    return [SharedMemoryData(memory, chunk, group.data(memory.index)) for memory in memories]
+    return shared_memory_planes(list(range(group.size)), 4096, [group.data(rank) for rank in range(group.size)], LONG_S)
 
 
 @pytest.mark.parametrize("data", [None, shared_memory])

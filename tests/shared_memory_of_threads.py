@@ -1,0 +1,35 @@
+"""Shared memory as the ranks of a host have it, for ranks that are threads of one process."""
+
+import os
+
+from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.host_file import HostFile
+from mpistrat.collectives.host_memory import HostMemory
+from mpistrat.collectives.shared_memory import SharedMemoryData
+from mpistrat.collectives.shared_results import SharedResults
+
+
+def host_files(count: int) -> list[HostFile]:
+    """One anonymous file, as each of `count` ranks has it."""
+    descriptor = os.memfd_create("mpistrat-test")
+    try:
+        return [HostFile(os.dup(descriptor)) for _ in range(count)]
+    finally:
+        os.close(descriptor)
+
+
+def shared_results(ranks: list[int], data_bytes: int, limit_s: float) -> list[tuple[HostMemory, SharedResults]]:
+    """What each of `ranks`, all those of a host, has of one file."""
+    found = []
+    for index, file in enumerate(host_files(len(ranks))):
+        memory = HostMemory(file.take(HostMemory.size_for(len(ranks), data_bytes)), index, ranks, limit_s)
+        found.append((memory, SharedResults(memory, file)))
+    return found
+
+
+def shared_memory_planes(ranks: list[int], chunk: int, others: list[DataPlane],
+                         limit_s: float) -> list[SharedMemoryData]:
+    """The data plane of each of `ranks`, all those of a host; what is not an all-reduce is served by `others`."""
+    shared = shared_results(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
+    return [SharedMemoryData(memory, chunk, other, results)
+            for (memory, results), other in zip(shared, others, strict=True)]
