@@ -9,35 +9,47 @@ import numpy as np
 from .scale import scaled_copy
 
 
+class Line:
+    """Arrays one after the other, as far as sizes tell.
+
+    Args:
+        sizes: In elements.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self._starts = list(accumulate(sizes, initial=0))
+        self.length = self._starts[-1]
+
+    def pieces(self, start: int, count: int) -> list[tuple[int, slice, slice]]:
+        """Where `count` elements from `start` on are: the array's number, its elements, and which of the `count`."""
+        index, pieces, place = bisect_right(self._starts, start) - 1, [], 0
+        while place < count:
+            first = start + place - self._starts[index]
+            size = min(self._starts[index + 1] - self._starts[index] - first, count - place)
+            if size:
+                pieces.append((index, slice(first, first + size), slice(place, place + size)))
+            place += size
+            index += 1
+        return pieces
+
+
 class Stream:
     """C-contiguous arrays of one dtype, as if they were one after the other."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self._arrays = [array.reshape(-1) for array in arrays]
-        self._starts = list(accumulate((array.size for array in self._arrays), initial=0))
+        self._line = Line([array.size for array in self._arrays])
 
-    def copy_to(self, target: np.ndarray, scale: float = 1.0, start: int = 0) -> None:
-        """Fill 1-D `target` with the elements from `start` on, times `scale`."""
-        if scale == 1.0:
-            for place, piece in self.pieces(start, target.size):
-                target[place:place + piece.size] = piece
-        else:
-            for place, piece in self.pieces(start, target.size):
-                scaled_copy(piece, scale, target[place:place + piece.size])
+    def copy_to(self, target: np.ndarray, scale: float = 1.0) -> None:
+        """Fill 1-D `target` with the first elements, times `scale`."""
+        for here, piece in self.pieces(target.size):
+            scaled_copy(piece, scale, target[here])
 
-    def copy_from(self, source: np.ndarray, start: int = 0) -> None:
-        """Overwrite the elements from `start` on with 1-D `source`."""
-        for place, piece in self.pieces(start, source.size):
-            piece[...] = source[place:place + piece.size]
+    def copy_from(self, source: np.ndarray) -> None:
+        """Overwrite the first elements with 1-D `source`."""
+        for here, piece in self.pieces(source.size):
+            piece[...] = source[here]
 
-    def pieces(self, start: int, count: int) -> list[tuple[int, np.ndarray]]:
-        """`count` elements from `start` on, as (place among them, view) for each array that they lie in."""
-        index, pieces, place = bisect_right(self._starts, start) - 1, [], 0
-        while place < count:
-            first = start + place - self._starts[index]
-            piece = self._arrays[index][first:first + count - place]
-            if piece.size:
-                pieces.append((place, piece))
-            place += piece.size
-            index += 1
-        return pieces
+    def pieces(self, count: int) -> list[tuple[slice, np.ndarray]]:
+        """The first `count` elements, as (which of them, view) for each array that they lie in."""
+        return [(here, self._arrays[array][part]) for array, part, here in self._line.pieces(0, count)]

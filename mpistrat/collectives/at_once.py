@@ -5,7 +5,7 @@ Python's calls, 0.8 us each when the processor has last run something else. Wher
 agreed on it, nobody waits for anybody once they have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import numpy as np
 
@@ -67,8 +67,8 @@ class AtOnce(Prepared):
         if len(targets) == 1:
             combine(self._parts, self.op, targets[0].reshape(-1), self.scale)
         elif are_large(self._parts[0].nbytes, targets):
-            for place, piece in Stream(targets).pieces(0, self._parts[0].size):
-                combine([part[place:place + piece.size] for part in self._parts], self.op, piece, self.scale)
+            for here, piece in Stream(targets).pieces(self._parts[0].size):
+                combine([part[here] for part in self._parts], self.op, piece, self.scale)
         else:
             result = scratch.view(self._parts[0].size, self._parts[0].dtype)
             combine(self._parts, self.op, result, self.scale)
@@ -76,6 +76,6 @@ class AtOnce(Prepared):
         memory.post(self._number, PACKED, CONSUMED, READY, UNPACKED)
 
 
-def are_large(nbytes: int, tensors: Sequence[np.ndarray]) -> bool:
+def are_large(nbytes: int, tensors: Sized) -> bool:
     """Whether tensors of `nbytes` together are better reduced one by one than as one."""
     return nbytes >= len(tensors) * _PIECE_BYTES

@@ -14,7 +14,7 @@ from ..topology import Topology
 from .base import DataPlane
 from .host_memory import CONSUMED, PACKED, UNPACKED, HostMemory
 from .reduction import combine
-from .shared_memory import Chunk, SharedMemoryData, Stage, Work
+from .shared_memory import SharedMemoryData, Stage, Work
 from .shared_results import SharedResults
 
 # One exchange of whole slices is quicker than a scatter and a gather up to about this many bytes from all hosts.
@@ -82,15 +82,16 @@ class HierarchicalData(SharedMemoryData):
     def _reducers(self, nbytes: int) -> int:
         return max(1, min(self._senders, nbytes // _SLICE_BYTES))
 
-    def _send(self, work: Work, chunk: Chunk) -> None:
+    def _send(self, work: Work, k: int) -> None:
         """Reduce this rank's slice over the host, and send each other host its part of that."""
+        chunk, number = work.chunks[k], work.first + k + 1
         if chunk.mine is not None:
-            self._memory.await_all(PACKED, chunk.number)
-            slot = chunk.number % self.slots
-            partial = self._partial[slot].view(chunk.mine.stop - chunk.mine.start, work.sources[0].dtype)
+            self._memory.await_all(PACKED, number)
+            slot = number % self.slots
+            partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
-            self._underway[chunk.number] = self._exchange(partial, self._rows[slot])
-        self._memory.post(chunk.number, CONSUMED)
+            self._underway[number] = self._exchange(partial, self._rows[slot])
+        self._memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
         """Begin to send what the other hosts need of `partial`, and to receive for `buffer` what this one needs.
@@ -119,14 +120,14 @@ class HierarchicalData(SharedMemoryData):
         bounds = [array.size * h // self._hosts * array.itemsize for h in range(self._hosts + 1)]
         return [bounds[h + 1] - bounds[h] for h in range(self._hosts)], bounds[:-1]
 
-    def _combine(self, work: Work, chunk: Chunk) -> None:
+    def _combine(self, work: Work, k: int) -> None:
         """Reduce what the hosts have sent, and send them the result."""
-        if chunk.number not in self._underway:
+        number, result = work.first + k + 1, work.chunks[k].result
+        if number not in self._underway:
             return
-        requests, rows = self._underway.pop(chunk.number)
+        requests, rows = self._underway.pop(number)
         self._await(requests)
-        self._memory.await_all(UNPACKED, chunk.free_at)
-        result = chunk.slot[-1][chunk.mine]
+        self._memory.await_all(UNPACKED, self._room_for(work, k))
         if rows[0].size == result.size:
             combine(rows, work.op, result, work.scale)
             return
@@ -134,13 +135,14 @@ class HierarchicalData(SharedMemoryData):
         first = starts[self._cross.Get_rank()] // result.itemsize
         combine(rows, work.op, result[first:first + rows[0].size], work.scale)
         gathered = [result.view(np.uint8), counts, starts, MPI.BYTE]
-        self._underway[chunk.number] = [self._cross.Iallgatherv(MPI.IN_PLACE, gathered)], []
+        self._underway[number] = [self._cross.Iallgatherv(MPI.IN_PLACE, gathered)], []
 
-    def _receive(self, work: Work, chunk: Chunk) -> None:
+    def _receive(self, work: Work, k: int) -> None:
         """Await what the other hosts have reduced."""
-        if chunk.number in self._underway:
-            self._await(self._underway.pop(chunk.number)[0])
-        self._publish(work, chunk)
+        number = work.first + k + 1
+        if number in self._underway:
+            self._await(self._underway.pop(number)[0])
+        self._publish(work, k)
 
     def _await(self, requests: list[MPI.Request]) -> None:
         began = time.monotonic()

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dtypes import is_half
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
-from ..scale import Scale, divided_before
-from ..stream import Stream
+from ..scale import IDENTITY, Scale, divided_before, scaled_copy
 from .at_once import AtOnce, are_large
 from .base import DataPlane, Prepared
+from .chunks import Chunk, lay_out
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
 from .shared_results import SharedResults
@@ -19,16 +20,8 @@ from .shared_results import SharedResults
 AT_ONCE_BYTES = 512 * 1024
 
 
-class Chunk(NamedTuple):
-    """Consecutive elements of an all-reduce, and how they are shared out."""
-
-    number: int  # from 1, counted over all all-reduces; what the counters are when it is done
-    start: int  # its first element
-    slot: list[np.ndarray]  # memory for each rank of the host, and for the result
-    free_at: int  # how many chunks must be consumed, and unpacked, before that may be written to
-    size: int  # in elements
-    mine: slice | None  # what this rank reduces, if any
-    rest: list[slice]  # what others do
+# So many chunks are remembered: two gigabytes of tensors, and some ten megabytes of memory.
+_KEPT_CHUNKS = 4096
 
 
 class Work(Prepared):
@@ -36,30 +29,35 @@ class Work(Prepared):
 
     Attributes:
         chunks: Its parts.
+        first: How many chunks there were before. The counters are counted over all of them.
+        inputs, outputs: The sources and the targets, flat.
         are_lent: The targets are memory that all ranks of the host read.
+        last_scale: How values are scaled on their way to the targets. Then `scale` is the identity.
         packed: So many chunks, the first ones, are packed ahead, and the other ranks do not know it yet.
     """
 
-    __slots__ = ("are_lent", "chunks", "ins", "outs", "packed", "packs_own")
+    __slots__ = ("are_lent", "chunks", "first", "inputs", "last_scale", "outputs", "packed")
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                 scale: Scale, chunks: list[Chunk], nbytes: int, are_lent: bool):
-        super().__init__(sources, targets, op, prescale, scale)
-        self.chunks, self.are_lent = chunks, are_lent
-        self.ins, self.outs = Stream(sources), Stream(targets)
-        # A copy is quicker than one reduction per tensor where those are small, and is needed to scale them.
-        self.packs_own = prescale != 1.0 or not are_large(nbytes, sources)
-        self.packed = 0
+                 scale: Scale, first: int, are_lent: bool):
+        # The others read no other copy of it then. Half precision is to be rounded once.
+        scales_last = are_lent and not is_half(sources[0].dtype)
+        super().__init__(sources, targets, op, prescale, IDENTITY if scales_last else scale)
+        self.last_scale = scale if scales_last else IDENTITY
+        self.inputs = [source.reshape(-1) for source in sources]
+        self.outputs = [target.reshape(-1) for target in targets]
+        self.chunks: Sequence[Chunk] = ()
+        self.first, self.are_lent, self.packed = first, are_lent, 0
 
 
-Stage = Callable[[Work, Chunk], None]
+Stage = Callable[[Work, int], None]  # what is done to chunk k
 
 
 class _Views(NamedTuple):
     """The shared memory as arrays of one dtype."""
 
     parts: list[np.ndarray]  # what each rank of the host packs into
-    slots: list[list[np.ndarray]]  # each as in Chunk.slot
+    slots: list[list[np.ndarray]]  # which chunks use in turn: memory for each rank of the host, and for the result
 
 
 class SharedMemoryData(DataPlane):
@@ -100,6 +98,7 @@ class SharedMemoryData(DataPlane):
         nbytes = self.memory_bytes(self._count, chunk)
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
         self._views: dict[np.dtype, _Views] = {}
+        self._layouts: dict[tuple[np.dtype, bool, tuple[int, ...]], list[Chunk]] = {}
         self._chunks = 0  # so far; the same on all ranks
         self._free_at = [0] * self.slots
         self._scratch = FusionBuffer()
@@ -144,17 +143,22 @@ class SharedMemoryData(DataPlane):
                 prescale *= before
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
-        chunks = self._chunks_of(elements, dtype.itemsize, views.slots)
-        return Work(sources, targets, op, prescale, scale, chunks, nbytes, self._results.are_lent(targets))
+        work = Work(sources, targets, op, prescale, scale, self._chunks, self._results.are_lent(targets))
+        work.chunks = self._chunks_of(work, nbytes, views.slots)
+        return work
 
-    def _chunks_of(self, elements: int, itemsize: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
-        chunks, count, per_chunk = [], len(slots), self._used_bytes // itemsize
-        whole = self._share(per_chunk, itemsize)
-        for k, start in enumerate(range(0, elements, per_chunk)):
-            size, number = min(per_chunk, elements - start), self._chunks + k + 1
-            mine, rest = whole if size == per_chunk else self._share(size, itemsize)
-            free_at = self._free_at[k] if k < count else number - count
-            chunks.append(Chunk(number, start, slots[k % count], free_at, size, mine, rest))
+    def _chunks_of(self, work: Work, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
+        sizes, itemsize = tuple([source.size for source in work.inputs]), work.inputs[0].itemsize
+        # A copy is quicker than one reduction per tensor where those are small, and is needed to scale them.
+        packs_own = work.prescale != 1.0 or not are_large(nbytes, sizes)
+        key = work.inputs[0].dtype, packs_own, sizes
+        chunks = self._layouts.get(key)
+        if chunks is None:
+            chunks = lay_out(sizes, self._used_bytes // itemsize, slots, self._index,
+                             lambda size: self._share(size, itemsize), packs_own)
+            if sum(map(len, self._layouts.values())) + len(chunks) > _KEPT_CHUNKS:
+                self._layouts.clear()
+            self._layouts[key] = chunks
         return chunks
 
     def _share(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
@@ -175,11 +179,11 @@ class SharedMemoryData(DataPlane):
 
     def pack_ahead(self, prepared: Prepared) -> None:
         if isinstance(prepared, Work):
-            for chunk in prepared.chunks[:self.slots]:
-                if not self._memory.have_all(CONSUMED, chunk.free_at):
+            for k, chunk in enumerate(prepared.chunks[:self.slots]):
+                if not self._memory.have_all(CONSUMED, self._free_at[k]):
                     break
                 self._copy_in(prepared, chunk)
-                prepared.packed = chunk.number
+                prepared.packed = k + 1
 
     def finish(self, prepared: Prepared, all_packed: bool) -> None:
         if isinstance(prepared, AtOnce):
@@ -192,20 +196,24 @@ class SharedMemoryData(DataPlane):
             super().finish(prepared, all_packed)
 
     def _run(self, work: Work) -> None:
-        chunks = work.chunks
-        if not chunks:
+        count = len(work.chunks)
+        if not count:
             return
-        stages = self._stages[:-1] if work.are_lent else self._stages
         self._results.declare()
-        for turn in range(len(chunks) + len(stages) - 1):
+        stages = self._stages[:-1] if work.are_lent else self._stages
+        for turn in range(count + len(stages) - 1):
             for lag, stage in enumerate(stages):
-                if 0 <= turn - lag < len(chunks):
-                    stage(work, chunks[turn - lag])
-        self._chunks += len(chunks)
-        for k in range(max(len(chunks) - self.slots, 0), len(chunks)):
-            self._free_at[k % self.slots] = chunks[k].number
+                if 0 <= turn - lag < count:
+                    stage(work, turn - lag)
+        self._chunks += count
+        for k in range(max(count - self.slots, 0), count):
+            self._free_at[k % self.slots] = work.first + k + 1
         self._memory.await_all(READY, self._chunks)
         self._results.learn(work.targets)
+
+    def _room_for(self, work: Work, k: int) -> int:
+        """How many chunks must be consumed, and unpacked, before what chunk k uses may be written to."""
+        return self._free_at[k] if k < self.slots else work.first + k + 1 - self.slots
 
     @property
     def in_use(self) -> str:
@@ -219,64 +227,54 @@ class SharedMemoryData(DataPlane):
     def choose(self, choice: Mapping[str, Any]) -> None:
         self._is_used = choice["backend"] == self.name
         self._used_bytes = choice["chunk_bytes"]
+        self._layouts.clear()
 
     @property
     def _stages(self) -> Sequence[Stage]:
         """What is done to a chunk, one turn after the other; the last is to copy what others have reduced."""
         return self._pack, self._reduce, self._unpack
 
-    def _pack(self, work: Work, chunk: Chunk) -> None:
-        if chunk.number > work.packed:
-            self._memory.await_all(CONSUMED, chunk.free_at)
-            self._copy_in(work, chunk)
-        self._memory.post(chunk.number, PACKED)
+    def _pack(self, work: Work, k: int) -> None:
+        if k >= work.packed:
+            self._memory.await_all(CONSUMED, self._room_for(work, k))
+            self._copy_in(work, work.chunks[k])
+        self._memory.post(work.first + k + 1, PACKED)
 
     def _copy_in(self, work: Work, chunk: Chunk) -> None:
-        part = chunk.slot[self._index]
-        if work.packs_own:
-            work.ins.copy_to(part[:chunk.size], work.prescale, chunk.start)
-        else:
-            for piece in chunk.rest:
-                work.ins.copy_to(part[piece], 1.0, chunk.start + piece.start)
+        for array, part, place in chunk.packs:
+            scaled_copy(work.inputs[array][part], work.prescale, place)
 
-    def _reduce(self, work: Work, chunk: Chunk) -> None:
-        assert chunk.mine is not None
-        self._memory.await_all(PACKED, chunk.number)
-        self._memory.await_all(UNPACKED, chunk.free_at)
-        self._reduce_slice(work, chunk, chunk.slot[-1][chunk.mine], work.scale)
-        self._publish(work, chunk, CONSUMED)
+    def _reduce(self, work: Work, k: int) -> None:
+        chunk = work.chunks[k]
+        self._memory.await_all(PACKED, work.first + k + 1)
+        self._memory.await_all(UNPACKED, self._room_for(work, k))
+        self._reduce_slice(work, chunk, chunk.result, work.scale)
+        self._publish(work, k, CONSUMED)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
         """Reduce this rank's slice of a chunk over the host."""
-        assert chunk.mine is not None
-        parts = [part[chunk.mine] for part in chunk.slot[:-1]]
-        if work.packs_own:
-            combine(parts, work.op, result, scale)
-            return
-        for place, own in work.ins.pieces(chunk.start + chunk.mine.start, result.size):
-            here = slice(place, place + own.size)
-            pieces = [part[here] for part in parts]
-            pieces[self._index] = own
+        if not chunk.reads:
+            combine(chunk.parts, work.op, result, scale)
+        for array, part, parts, here in chunk.reads:
+            pieces = parts[:]
+            pieces[self._index] = work.inputs[array][part]
             combine(pieces, work.op, result[here], scale)
 
-    def _publish(self, work: Work, chunk: Chunk, *counters: int) -> None:
+    def _publish(self, work: Work, k: int, *counters: int) -> None:
         """Have the other ranks see this one's slice, and these counters."""
-        if chunk.mine is not None:
-            # First, for the others take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
-            self._copy_out(work, chunk, chunk.mine)
+        # First its own result, for the others take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
+        for array, part, place in work.chunks[k].outs:
+            work.last_scale.apply(place, work.outputs[array][part])
         if work.are_lent:
             counters = *counters, UNPACKED
-        self._memory.post(chunk.number, READY, *counters)
+        self._memory.post(work.first + k + 1, READY, *counters)
 
-    def _unpack(self, work: Work, chunk: Chunk) -> None:
+    def _unpack(self, work: Work, k: int) -> None:
         """Copy the slices of the others; this rank's own has been copied when it was reduced."""
-        self._memory.await_all(READY, chunk.number)
-        for part in chunk.rest:
-            self._copy_out(work, chunk, part)
-        self._memory.post(chunk.number, UNPACKED)
-
-    def _copy_out(self, work: Work, chunk: Chunk, part: slice) -> None:
-        work.outs.copy_from(chunk.slot[-1][part], chunk.start + part.start)
+        self._memory.await_all(READY, work.first + k + 1)
+        for array, part, place in work.chunks[k].others:
+            work.outputs[array][part] = place
+        self._memory.post(work.first + k + 1, UNPACKED)
 
     def _make_views(self, dtype: np.dtype) -> _Views:
         parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]

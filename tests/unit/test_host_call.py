@@ -74,7 +74,9 @@ def test_what_is_raised_is_an_error_of_tensorflow(error: Exception, expected: ty
 @pytest.mark.parametrize("consume", [
     lambda x: x * 2.0, lambda x: tf.nn.relu(-x), lambda x: tf.add_n([x, x]), lambda x: tf.clip_by_value(x, 5.0, 6.0),
     lambda x: tf.reshape(x, [2, -1]) * 2.0, lambda x: tf.split(x, 2)[0] * 2.0, lambda x: tf.identity(x) * 2.0,
-    lambda x: tf.cond(x[0] > 0.0, lambda: x * 2.0, lambda: x), lambda x: tf.raw_ops.InplaceUpdate(x=x, i=[0], v=[9.0]),
+    lambda x: tf.cond(x[0] > 0.0, lambda: x * 2.0, lambda: x),
+    lambda x: tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2.0), [0, x])[1],
+    lambda x: tf.linalg.set_diag(tf.reshape(x, [100, 200]), tf.zeros([100])),
     lambda x: tf.tensor_scatter_nd_update(x, [[0]], [9.0]), lambda x: tf.sort(x, direction="DESCENDING") * 2.0])
 def test_memory_that_tensorflow_is_given_is_not_written_to(consume: Any) -> None:
     """Other ranks read it too, see collectives/shared_results.py."""
