@@ -9,8 +9,7 @@ from .scale import Scale
 from .tensor_queue import Entry
 
 FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
-# An entry of so many bytes is reduced as quickly alone. So its results are as many bytes in every step, whatever else
-# is ready at the time, and go to the same memory.
+# The results of an entry of so many bytes may be lent by the data plane, and it shares buckets only with such entries.
 LARGE_BYTES = 512 * 1024
 _KEPT_PLANS = 1024
 
@@ -21,7 +20,7 @@ class Bucket:
 
     Attributes:
         whole: The place of an entry that is all there is in it, or None.
-        is_large: There is one, of LARGE_BYTES at least.
+        is_large: All is of entries of LARGE_BYTES at least.
     """
 
     request: Request
@@ -66,7 +65,7 @@ class BucketPlans:
             request = entry.request
             if request.kind in FUSED:
                 alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device, request.wire, place if sizes[place] >= LARGE_BYTES else None)
+                         request.device, request.wire, sizes[place] >= LARGE_BYTES)
                 places += [(place, i) for i in range(len(entry.arrays))]
                 members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -76,7 +75,7 @@ class BucketPlans:
             chosen = tuple(places[i] for i in indices)
             whole = place if chosen == tuple((place, i) for i in range(len(arrays))) else None
             average = request.reduce_op is ReduceOp.AVERAGE
-            is_large = whole is not None and sizes[whole] >= LARGE_BYTES
-            buckets.append(Bucket(request, chosen, whole, is_large, ReduceOp.SUM if average else request.reduce_op,
+            buckets.append(Bucket(request, chosen, whole, sizes[place] >= LARGE_BYTES,
+                                  ReduceOp.SUM if average else request.reduce_op,
                                   Scale(request.postscale, self._size if average else 1)))
         return buckets

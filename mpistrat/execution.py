@@ -138,22 +138,22 @@ class Executor:
         buckets = self._plans.plan(entries, self._fusion_bytes)
         lent = self._lent(entries, buckets)
         jobs = []
-        for k, bucket in enumerate(buckets):
-            sources, memory = self._sources_of(bucket, entries), lent.get(k)
-            targets = [self._pool.take(a.shape, a.dtype) for a in sources] if memory is None else memory
-            jobs.append(_Job(bucket, sources, targets, memory is not None))
+        for bucket in buckets:
+            sources = self._sources_of(bucket, entries)
+            are_lent = all(lent.get(place) is not None for place, _ in bucket.members)
+            targets = ([lent[place][i] for place, i in bucket.members] if are_lent else
+                       [self._pool.take(source.shape, source.dtype) for source in sources])
+            jobs.append(_Job(bucket, sources, targets, are_lent))
         return works, jobs
 
-    def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, list[np.ndarray] | None]:
-        """What the data plane lends for the results of some buckets."""
-        large = {k: entries[bucket.whole] for k, bucket in enumerate(buckets)
-                 if bucket.is_large and bucket.whole is not None and bucket.request.kind is Kind.ALLREDUCE}
-        if not large:
-            return {}
+    def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, Any]:
+        """What the data plane lends for the results of some entries, by their places."""
+        places = sorted({place for bucket in buckets if bucket.is_large and bucket.request.kind is Kind.ALLREDUCE
+                         for place, _ in bucket.members})
         # TensorFlow does not write to what its graphs are given. Other callers may, for it is theirs.
-        are_in_graph = all(entry.request.in_graph for entry in large.values())
-        lists = [entry.arrays for entry in large.values()]
-        return dict(zip(large, self._data.lend(lists, are_in_graph), strict=True))
+        are_in_graph = all(entries[place].request.in_graph for place in places)
+        return dict(zip(places, self._data.lend([entries[place].arrays for place in places], are_in_graph),
+                        strict=True))
 
     def _sources_of(self, bucket: Bucket, entries: Sequence[Entry]) -> Sequence[np.ndarray]:
         if bucket.whole is not None:

@@ -48,16 +48,16 @@ class DataPlane(ABC):
         """
 
     def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
-        """Memory for the results of the all-reduces that come next, which nobody else may write to. Local.
+        """Memory for results of the all-reduces that come next, which nobody else may write to. Local.
 
-        What is lent is free again when nothing refers to it.
+        It is lent until nothing refers to it. All targets of an all-reduce are lent in the latest call, or none is.
 
         Args:
-            lists: The arrays of each of them.
+            lists: Arrays of which the results are to be lent, or not, together.
             is_wanted: Whether this rank wants such results from now on; these it gets in any case.
 
         Returns:
-            For each a list of aligned arrays of those shapes and dtypes; or None: there are none, on any rank.
+            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any rank.
         """
         return [None] * len(lists)
 

@@ -209,7 +209,7 @@ class SharedMemoryData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self._free_at[k % self.slots] = work.first + k + 1
         self._memory.await_all(READY, self._chunks)
-        self._results.learn(work.targets)
+        self._results.learn()
 
     def _room_for(self, work: Work, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before what chunk k uses may be written to."""

@@ -67,34 +67,33 @@ class SharedResults:
         self._room = _MOST_BLOCKS
         self._turn = self._attempts = 0
         self._is_wanted = False
+        self._lent: list[int] = []  # by the latest call: these blocks,
+        self._missed: list[int] = []  # and none for results of these sizes
         self._common = 0  # what all ranks have declared
 
     def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
-        """Memory for the results of the all-reduces that come next, which nobody else may write to. Local.
-
-        Args:
-            lists: The arrays of each of them.
-            is_wanted: Whether this rank wants such results from now on; these it gets in any case.
-
-        Returns:
-            For each a list of aligned arrays of those shapes and dtypes; or None: there are none, on any rank.
-        """
-        self._is_wanted = is_wanted
-        free = self._common
-        lent: list[list[np.ndarray] | None] = []
+        """As DataPlane.lend."""
+        if lists:
+            self._is_wanted = is_wanted
+        free, self._lent, self._missed = self._common, [], []
+        found: list[list[np.ndarray] | None] = []
         for arrays in lists:
-            numbers = self._numbers.get(_size_for(arrays), ()) if free else ()
-            number = next((number for number in numbers if free >> number & 1), None)
+            nbytes = _size_for(arrays)
+            number = next((number for number in self._numbers.get(nbytes, ()) if free >> number & 1), None)
             if number is None:
-                lent.append(None)
+                self._missed.append(nbytes)
+                found.append(None)
             else:
+                self._lent.append(number)
                 free ^= 1 << number
-                lent.append(_laid_out(self._blocks[number].array, arrays))
-        return lent
+                found.append(_laid_out(self._blocks[number].array, arrays))
+        return found
 
     def are_lent(self, targets: Sequence[np.ndarray]) -> bool:
-        """Whether `targets` are what `lend` has given."""
-        return self._block_of(targets) is not None
+        """Whether `targets`, all of which are lent or none is, are what `lend` has given."""
+        base = targets[0].base
+        return isinstance(base, np.ndarray) and any(self._blocks[number].array is base
+                                                    for number in self._numbers.get(base.nbytes, ()))
 
     def declare(self) -> None:
         """Tell what is free on this rank. To be followed by a counter that the others wait for."""
@@ -106,8 +105,8 @@ class SharedResults:
                     mask |= 1 << number
         self._tables[self._turn % 2][self._rows[self._memory.index]] = mask.to_bytes(_ROW_BYTES, "little")
 
-    def learn(self, targets: Sequence[np.ndarray]) -> None:
-        """Take in what all ranks have declared; where all want it, have memory for results like `targets` soon.
+    def learn(self) -> None:
+        """Take in what all ranks have declared; where all want it, have memory soon for what there was none for.
 
         Collective within the host, after the wait for the counter that follows on `declare`.
         """
@@ -116,14 +115,14 @@ class SharedResults:
         for row in self._rows:
             self._common &= int.from_bytes(table[row], "little")
         self._turn += 1
-        block = self._block_of(targets)
-        if block is not None:
-            block.used_at = self._turn
-        elif self._common & _WANTED:
-            nbytes = _size_for(targets)
+        # Not when it was lent: a rank may have prepared for what it has not executed.
+        for number in self._lent:
+            self._blocks[number].used_at = self._turn
+        for nbytes in self._missed if self._common & _WANTED else ():
             self._asked[nbytes] += 1
             if self._asked[nbytes] >= _ASKED and len(self._blocks) < self._room:
                 self._make(nbytes)
+        self._lent, self._missed = [], []
         if self._turn % _KEPT_TURNS == 0:
             self._asked.clear()
             self._drop_unused()
@@ -131,14 +130,6 @@ class SharedResults:
     def close(self) -> None:
         """Make no more blocks. What is lent stays. May be called twice."""
         self._file.close()
-
-    def _block_of(self, targets: Sequence[np.ndarray]) -> _Block | None:
-        base = targets[0].base
-        if isinstance(base, np.ndarray):
-            for number in self._numbers.get(base.nbytes, ()):
-                if self._blocks[number].array is base:
-                    return self._blocks[number]
-        return None
 
     def _make(self, nbytes: int) -> None:
         made, rank = None, self._memory.ranks[self._memory.index]

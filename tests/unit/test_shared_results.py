@@ -53,7 +53,7 @@ class Host:
             assert results.are_lent(targets) == (lent is not None)
             self.memories[index].post(self.turn, READY)
             self.memories[index].await_all(READY, self.turn)
-            results.learn(targets)
+            results.learn()
             return lent
         return list(self.threads.map(work, range(len(self.results))))
 
