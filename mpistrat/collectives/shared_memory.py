@@ -18,8 +18,6 @@ from .shared_results import SharedResults
 
 # Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
 AT_ONCE_BYTES = 512 * 1024
-
-
 # So many chunks are remembered: two gigabytes of tensors, and some ten megabytes of memory.
 _KEPT_CHUNKS = 4096
 
@@ -40,7 +38,8 @@ class Work(Prepared):
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                  scale: Scale, first: int, are_lent: bool):
-        # The others read no other copy of it then. Half precision is to be rounded once.
+        # What is scaled on its way is not scaled before, which takes a pass of its own. Others read nothing but the
+        # targets then. Half precision is scaled before it is rounded.
         scales_last = are_lent and not is_half(sources[0].dtype)
         super().__init__(sources, targets, op, prescale, IDENTITY if scales_last else scale)
         self.last_scale = scale if scales_last else IDENTITY
@@ -99,6 +98,7 @@ class SharedMemoryData(DataPlane):
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, bool, tuple[int, ...]], list[Chunk]] = {}
+        self._kept = 0  # so many chunks
         self._chunks = 0  # so far; the same on all ranks
         self._free_at = [0] * self.slots
         self._scratch = FusionBuffer()
@@ -156,10 +156,15 @@ class SharedMemoryData(DataPlane):
         if chunks is None:
             chunks = lay_out(sizes, self._used_bytes // itemsize, slots, self._index,
                              lambda size: self._share(size, itemsize), packs_own)
-            if sum(map(len, self._layouts.values())) + len(chunks) > _KEPT_CHUNKS:
-                self._layouts.clear()
+            self._kept += len(chunks)
+            if self._kept > _KEPT_CHUNKS:
+                self._forget_layouts()
             self._layouts[key] = chunks
         return chunks
+
+    def _forget_layouts(self) -> None:
+        self._layouts.clear()
+        self._kept = 0
 
     def _share(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
         """Of `size` elements of a chunk, what this rank reduces and what others do."""
@@ -227,7 +232,7 @@ class SharedMemoryData(DataPlane):
     def choose(self, choice: Mapping[str, Any]) -> None:
         self._is_used = choice["backend"] == self.name
         self._used_bytes = choice["chunk_bytes"]
-        self._layouts.clear()
+        self._forget_layouts()
 
     @property
     def _stages(self) -> Sequence[Stage]:
