@@ -148,8 +148,7 @@ class Executor:
 
     def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, Any]:
         """What the data plane lends for the results of some entries, by their places."""
-        places = sorted({place for bucket in buckets if bucket.is_large and bucket.request.kind is Kind.ALLREDUCE
-                         for place, _ in bucket.members})
+        places = sorted({place for bucket in buckets if bucket.is_large for place, _ in bucket.members})
         # TensorFlow does not write to what its graphs are given. Other callers may, for it is theirs.
         are_in_graph = all(entries[place].request.in_graph for place in places)
         return dict(zip(places, self._data.lend([entries[place].arrays for place in places], are_in_graph),
