@@ -24,23 +24,35 @@ class HostFile:
     def __init__(self, descriptor: int):
         self._descriptor, self._end = descriptor, 0
 
-    def take(self, nbytes: int) -> mmap.mmap:
+    def take(self, nbytes: int, part: tuple[int, int] = (0, 1)) -> mmap.mmap:
         """The next `nbytes`, zeroed at first. Local.
 
+        Args:
+            nbytes: At least one.
+            part: (k, n): Of n parts of it, this rank makes sure that the one with number k is there, and other ranks do
+                so for the rest: part by part, it is near to their processors then. Nobody may use it before all have.
+
         Raises:
-            OSError: There are none; those after them may be there.
+            OSError: There is none; what comes after it may be there.
         """
-        start = self._end
-        self._end += -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        (k, n), start = part, self._end
+        self._end += _rounded_up(nbytes)
+        first, last = (min(_rounded_up(nbytes * i // n), nbytes) for i in (k, k + 1))
         # Without this, memory that is not there would be found missing in the middle of a reduction.
-        os.posix_fallocate(self._descriptor, start, nbytes)
-        return mmap.mmap(self._descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start)
+        if first < last:
+            os.posix_fallocate(self._descriptor, start + first, last - first)
+        os.posix_fallocate(self._descriptor, start + nbytes - 1, 1)  # What lies beyond the end cannot be mapped.
+        return mmap.mmap(self._descriptor, nbytes, offset=start)
 
     def close(self) -> None:
         """Nothing more will be asked for. What was taken stays for as long as somebody uses it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class HandOver:

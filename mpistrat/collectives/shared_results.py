@@ -134,7 +134,7 @@ class SharedResults:
     def _make(self, nbytes: int) -> None:
         made, rank = None, self._memory.ranks[self._memory.index]
         try:
-            made = _Block(self._file.take(nbytes), self._turn)
+            made = _Block(self._file.take(nbytes, (self._memory.index, len(self._memory.ranks))), self._turn)
         except OSError as error:
             logger.warning("Rank %d: %.1f MiB of memory cannot be shared with the other ranks of the host: %s. Each "
                            "rank copies its results instead, which is slower.", rank, nbytes / 2**20, error)

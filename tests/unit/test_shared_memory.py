@@ -20,7 +20,7 @@ from mpistrat.errors import EngineError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 
-from ..shared_memory_of_threads import shared_memory_planes
+from ..shared_memory_of_threads import host_files, shared_memory_planes
 
 LIMIT_S = 20.0
 CHUNK = 4096
@@ -110,6 +110,18 @@ def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
         assert all(len(block) == nbytes for block in blocks)
     for file in files:
         file.close()
+        file.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 4096, 50_000, 1_000_000])
+def test_every_rank_reserves_a_part_of_memory_that_all_have(nbytes: int) -> None:
+    files = host_files(3)
+    for turn in range(2):
+        blocks = [file.take(nbytes, (index, 3)) for index, file in enumerate(files)]
+        blocks[turn][:] = bytes([turn + 1]) * nbytes
+        assert all(block[:] == blocks[turn][:] for block in blocks)
+    assert os.fstat(files[0]._descriptor).st_blocks * 512 >= 2 * nbytes
+    for file in files:
         file.close()
 
 

@@ -136,7 +136,7 @@ def test_nothing_is_lent_where_a_rank_does_not_want_it(host: Host, wanted: tuple
 
 def test_where_one_rank_has_no_memory_no_rank_is_lent_any(host: Host, monkeypatch: pytest.MonkeyPatch,
                                                           caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(nbytes: int) -> None:
+    def refuse(nbytes: int, part: tuple[int, int]) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(host.results[1]._file, "take", refuse)
