@@ -73,6 +73,8 @@ class Executor:
             self._prepared = None
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
+            # What `prepare` has asked for is not what comes next.
+            self._data.lend([], False)
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]

@@ -51,13 +51,15 @@ class DataPlane(ABC):
         """Memory for results of the all-reduces that come next, which nobody else may write to. Local.
 
         It is lent until nothing refers to it. All targets of an all-reduce are lent in the latest call, or none is.
+        Before all-reduces the latest call is for the same lists on all ranks; calls before it count for nothing.
 
         Args:
             lists: Arrays of which the results are to be lent, or not, together.
             is_wanted: Whether this rank wants such results from now on; these it gets in any case.
 
         Returns:
-            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any rank.
+            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any
+            rank of the host.
         """
         return [None] * len(lists)
 

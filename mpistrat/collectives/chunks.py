@@ -50,6 +50,11 @@ class Chunk(NamedTuple):
     outs: list[Move]
     others: list[Move]
 
+    @property
+    def views(self) -> int:
+        """How many there are in it."""
+        return len(self.packs) + len(self.outs) + len(self.others) + len(self.parts) * (1 + len(self.reads))
+
 
 def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]], index: int,
             share: Callable[[int], tuple[slice | None, list[slice]]], packs_own: bool) -> list[Chunk]:

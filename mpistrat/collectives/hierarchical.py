@@ -59,6 +59,8 @@ class HierarchicalData(SharedMemoryData):
 
     name = "hierarchical"
     slots = 6
+    # Each host would scale some of what all of them get, and whether targets are lent is a matter of one host.
+    _scales_last = False
     # Exchanges between hosts cost more than missing the cache (16 MB on 2 hosts of 2 ranks, with two exchanges a chunk:
     # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
     chunk_bytes = 2 * 1024 * 1024

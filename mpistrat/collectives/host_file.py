@@ -83,6 +83,7 @@ class HandOver:
                 _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
                 if not descriptors:
                     raise OSError(f"rank {self._leader} could not make it")
+                os.set_inheritable(descriptors[0], False)
                 return HostFile(descriptors[0])
             try:
                 descriptor = os.memfd_create("mpistrat")

@@ -18,8 +18,8 @@ from .shared_results import SharedResults
 
 # Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
 AT_ONCE_BYTES = 512 * 1024
-# So many chunks are remembered: two gigabytes of tensors, and some ten megabytes of memory.
-_KEPT_CHUNKS = 4096
+# So many views are remembered, of some ten megabytes; they are enough for a few gigabytes of large tensors.
+_KEPT_VIEWS = 2**15
 
 
 class Work(Prepared):
@@ -37,10 +37,7 @@ class Work(Prepared):
     __slots__ = ("are_lent", "chunks", "first", "inputs", "last_scale", "outputs", "packed")
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                 scale: Scale, first: int, are_lent: bool):
-        # What is scaled on its way is not scaled before, which takes a pass of its own. Others read nothing but the
-        # targets then. Half precision is scaled before it is rounded.
-        scales_last = are_lent and not is_half(sources[0].dtype)
+                 scale: Scale, first: int, are_lent: bool, scales_last: bool):
         super().__init__(sources, targets, op, prescale, IDENTITY if scales_last else scale)
         self.last_scale = scale if scales_last else IDENTITY
         self.inputs = [source.reshape(-1) for source in sources]
@@ -86,6 +83,9 @@ class SharedMemoryData(DataPlane):
     name = "shared_memory"
     # How many chunks may be under way: one is packed, one reduced, one unpacked, and a rank may be ahead of the others.
     slots = 4
+    # Whether values are scaled on their way to lent targets, as nobody reads them elsewhere, which saves a pass. (Half
+    # precision is scaled before it is rounded.)
+    _scales_last = True
     # Chunks of half a megabyte are quickest: 102 MB on 2 ranks take 45 ms, with 128 KiB 67 ms, with 1 MiB 42 to 45 ms,
     # with 4 MiB twice as long where the cache is smaller. On more ranks a slice is smaller, and Python's time for a
     # chunk longer (90 ms of 102 MB on 64 ranks, and 135 with 256 KiB), while a host for them has more cache.
@@ -98,7 +98,7 @@ class SharedMemoryData(DataPlane):
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, bool, tuple[int, ...]], list[Chunk]] = {}
-        self._kept = 0  # so many chunks
+        self._kept = 0  # so many views in them
         self._chunks = 0  # so far; the same on all ranks
         self._free_at = [0] * self.slots
         self._scratch = FusionBuffer()
@@ -137,13 +137,16 @@ class SharedMemoryData(DataPlane):
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
         nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
-        if self._is_at_once(nbytes):
+        are_lent = self._results.are_lent(targets)
+        # At once, every rank would write all of the result.
+        if self._is_at_once(nbytes) and not are_lent:
             if scale.divisor != 1:
                 before, scale = divided_before(scale, dtype)
                 prescale *= before
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
-        work = Work(sources, targets, op, prescale, scale, self._chunks, self._results.are_lent(targets))
+        scales_last = self._scales_last and are_lent and not is_half(dtype)
+        work = Work(sources, targets, op, prescale, scale, self._chunks, are_lent, scales_last)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
@@ -156,10 +159,11 @@ class SharedMemoryData(DataPlane):
         if chunks is None:
             chunks = lay_out(sizes, self._used_bytes // itemsize, slots, self._index,
                              lambda size: self._share(size, itemsize), packs_own)
-            self._kept += len(chunks)
-            if self._kept > _KEPT_CHUNKS:
+            views = sum([chunk.views for chunk in chunks])
+            if self._kept + views > _KEPT_VIEWS:
                 self._forget_layouts()
             self._layouts[key] = chunks
+            self._kept += views
         return chunks
 
     def _forget_layouts(self) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..memory import ALIGNMENT, IDLE_REFERENCES
 from .host_file import HostFile
-from .host_memory import MADE, HostMemory
+from .host_memory import MADE, SEEN, HostMemory
 
 # What a rank declares: a bit for each block, whether it is free; and the last bit, whether the rank wants any.
-_ROW_BYTES = 64
+_ROW_BYTES = 32
 _MOST_BLOCKS = _ROW_BYTES * 8 - 1
 _WANTED = 1 << _MOST_BLOCKS
 # A block that was not lent in so many all-reduces may go, and so may what is known of sizes.
@@ -75,7 +75,8 @@ class SharedResults:
         """As DataPlane.lend."""
         if lists:
             self._is_wanted = is_wanted
-        free, self._lent, self._missed = self._common, [], []
+        free = self._common if self._common & _WANTED else 0
+        self._lent, self._missed = [], []
         found: list[list[np.ndarray] | None] = []
         for arrays in lists:
             nbytes = _size_for(arrays)
@@ -97,12 +98,10 @@ class SharedResults:
 
     def declare(self) -> None:
         """Tell what is free on this rank. To be followed by a counter that the others wait for."""
-        mask = 0
-        if self._is_wanted:
-            mask = _WANTED
-            for number, block in self._blocks.items():
-                if block.is_free:
-                    mask |= 1 << number
+        mask = _WANTED if self._is_wanted else 0
+        for number, block in self._blocks.items():
+            if block.is_free:
+                mask |= 1 << number
         self._tables[self._turn % 2][self._rows[self._memory.index]] = mask.to_bytes(_ROW_BYTES, "little")
 
     def learn(self) -> None:
@@ -141,7 +140,11 @@ class SharedResults:
         self._attempts += 1
         self._memory.post(2 * self._attempts + (made is not None), MADE)
         self._memory.await_all(MADE, 2 * self._attempts)
-        if made is not None and all(self._memory.counter_of(rank, MADE) % 2 for rank in self._memory.ranks):
+        have_all = all(self._memory.counter_of(rank, MADE) % 2 for rank in self._memory.ranks)
+        # Nobody goes on to the next attempt while others have yet to see how this one ended.
+        self._memory.post(self._attempts, SEEN)
+        self._memory.await_all(SEEN, self._attempts)
+        if have_all and made is not None:
             number = next(number for number in range(_MOST_BLOCKS) if number not in self._blocks)
             self._blocks[number] = made
             self._numbers.setdefault(nbytes, []).append(number)

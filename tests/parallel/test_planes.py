@@ -65,3 +65,17 @@ def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
     result = np.empty_like(large)
     plane.allreduce([large], [result], ReduceOp.SUM, 1.0, Scale(1.0, size))
     np.testing.assert_array_equal(result, large)
+
+
+@pytest.mark.parametrize("elements", [1000, CHUNK // 4, 20 * CHUNK // 4 + 7])
+def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: int, size: int, elements: int) -> None:
+    lends, lent_before = rank != 1, 0
+    for step in range(8):
+        source = np.full(elements, float(step + rank))
+        lent, = plane.lend([[source]], lends)
+        lent_before += lent is not None
+        result, = [np.empty_like(source)] if lent is None else lent
+        plane.allreduce([source], [result], ReduceOp.SUM, 1.0, Scale(6.0, size))
+        np.testing.assert_array_equal(result, np.full(elements, 6.0 * (step + (size - 1) / 2)))
+        del lent, result
+    assert (lent_before > 2) == (lends and isinstance(plane, HierarchicalData))

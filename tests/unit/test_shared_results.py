@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from mpistrat.collectives.local import ThreadGroup
 from mpistrat.collectives.shared_memory import SharedMemoryData
 from mpistrat.collectives.shared_results import SharedResults
 from mpistrat.engine import Engine
-from mpistrat.messages import ReduceOp
+from mpistrat.execution import Executor
+from mpistrat.messages import DEVICE_GPU, ReduceOp
 from mpistrat.requests import Average, allreduce_request, specs_of
 from mpistrat.scale import IDENTITY, Scale
 from mpistrat.settings import Settings
+from mpistrat.tensor_queue import Entry, Handle
 
 from ..shared_memory_of_threads import shared_memory_planes, shared_results
 
@@ -147,6 +150,38 @@ def test_where_one_rank_has_no_memory_no_rank_is_lent_any(host: Host, monkeypatc
     assert warning.startswith("Rank 1: 8.0 MiB of memory cannot be shared with the other ranks of the host: no space.")
 
 
+@pytest.mark.parametrize("first", range(4))
+def test_ranks_agree_on_which_blocks_there_are_when_one_runs_out_of_memory(host: Host, first: int,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    take, calls = host.results[1]._file.take, []
+
+    def refuse(nbytes: int, part: tuple[int, int]) -> Any:
+        calls.append(nbytes)
+        if len(calls) > first:
+            raise OSError("no space")
+        return take(nbytes, part)
+
+    monkeypatch.setattr(host.results[1]._file, "take", refuse)
+    sizes = [1000, 2000, 3000]
+    for _ in range(3):
+        host.turn += 1
+
+        def work(index: int) -> None:
+            results = host.results[index]
+            results.lend([[np.zeros(size)] for size in sizes], True)
+            results.declare()
+            host.memories[index].post(host.turn, PACKED, READY)
+            host.memories[index].await_all(READY, host.turn)
+            results.learn()
+        list(host.threads.map(work, range(2)))
+    lent = [results.lend([[np.zeros(size)] for size in sizes], True) for results in host.results]
+    for number, (ours, theirs) in enumerate(zip(*lent, strict=True)):
+        assert (ours is not None) == (theirs is not None) == (number < first)
+        if ours is not None and theirs is not None:
+            ours[0][...] = number + 1
+            assert (theirs[0] == number + 1).all()
+
+
 def test_memory_that_nobody_asks_for_is_given_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_TURNS", 16)
 
@@ -212,6 +247,32 @@ def test_results_are_right_and_stay_so_for_as_long_as_anybody_has_them(count: in
     assert len(set(numbers)) == 1 and numbers[0] > steps // 2
 
 
+def test_a_small_part_of_what_is_lent_is_reduced_by_slices_too() -> None:
+    """With an all-reduce of its own, as where the fusion threshold is 0: at once, all ranks would write all of it."""
+    group = ThreadGroup(3, LIMIT_S)
+    planes = shared_memory_planes([0, 1, 2], 4096, [group.data(rank) for rank in range(3)], LIMIT_S)
+
+    def work(rank: int) -> list[int]:
+        data, lent_sizes = planes[rank], []
+        for step in range(60):
+            sources = [np.full(size, step + rank + i) for i, size in enumerate((40_000, 1, 2, 200, 0))]
+            lent, = data.lend([sources], True)
+            targets = [np.empty_like(source) for source in sources] if lent is None else lent
+            for source, target in zip(sources, targets, strict=True):
+                arguments: tuple = [source], [target], ReduceOp.SUM, 1.0, Scale(2.0, 3)
+                assert lent is None or not data.prepare(*arguments).is_packed
+                data.allreduce(*arguments)
+            for i, target in enumerate(targets):
+                assert (target == 2 * (step + 1 + i)).all()
+            lent_sizes += [] if lent is None else [target.size for target in targets]
+            del lent, targets, target, arguments
+        return lent_sizes
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(work, range(3)))
+    assert found[0] == found[1] == found[2] and 1 in found[0]
+
+
 def engines(count: int) -> list[Engine]:
     group = ThreadGroup(count, LIMIT_S)
     planes = shared_memory_planes(list(range(count)), SharedMemoryData.chunk_bytes,
@@ -248,3 +309,13 @@ def test_results_outside_of_graphs_are_the_callers_own(in_graph: tuple[bool, boo
         return any(shared)
 
     assert run_on_all(engines(2), work) == [True, True]
+
+
+def test_what_was_prepared_for_is_forgotten_before_tensors_on_gpus_are_reduced() -> None:
+    """They may be staged through the same data plane; and other ranks may have prepared nothing."""
+    calls: list[Any] = []
+    data: Any = SimpleNamespace(lend=lambda lists, is_wanted: calls.append(len(lists)) or [])
+    gpu: Any = SimpleNamespace(execute=lambda entries: calls.append("gpu"))
+    request = replace(allreduce_request("a", specs_of([np.ones(1)]), Average), device=DEVICE_GPU)
+    Executor(data, 2, 1000, gpu).execute([Entry(request, [None], Handle("a"))])
+    assert calls == [0, "gpu", 0]
