@@ -11,8 +11,13 @@ from collections import deque
 import numpy as np
 
 ALIGNMENT = 64
-IDLE_REFERENCES = 2  # the pool's aligned view, and the argument of getrefcount
+IDLE_REFERENCES = 2  # what keeps the block, and the argument of getrefcount
 _KEPT_TURNS = 64
+
+
+def rounded_up(nbytes: int, step: int = ALIGNMENT) -> int:
+    """The smallest multiple of `step` that is not less than `nbytes`."""
+    return -(-nbytes // step) * step
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:

@@ -58,8 +58,8 @@ class DataPlane(ABC):
             is_wanted: Whether this rank wants such results from now on; these it gets in any case.
 
         Returns:
-            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any
-            rank of the host.
+            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any rank of the
+            host.
         """
         return [None] * len(lists)
 

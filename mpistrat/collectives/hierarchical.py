@@ -86,7 +86,7 @@ class HierarchicalData(SharedMemoryData):
 
     def _send(self, work: Work, k: int) -> None:
         """Reduce this rank's slice over the host, and send each other host its part of that."""
-        chunk, number = work.chunks[k], work.first + k + 1
+        chunk, number = work.chunks[k], work.first + k
         if chunk.mine is not None:
             self._memory.await_all(PACKED, number)
             slot = number % self.slots
@@ -124,7 +124,7 @@ class HierarchicalData(SharedMemoryData):
 
     def _combine(self, work: Work, k: int) -> None:
         """Reduce what the hosts have sent, and send them the result."""
-        number, result = work.first + k + 1, work.chunks[k].result
+        number, result = work.first + k, work.chunks[k].result
         if number not in self._underway:
             return
         requests, rows = self._underway.pop(number)
@@ -141,7 +141,7 @@ class HierarchicalData(SharedMemoryData):
 
     def _receive(self, work: Work, k: int) -> None:
         """Await what the other hosts have reduced."""
-        number = work.first + k + 1
+        number = work.first + k
         if number in self._underway:
             self._await(self._underway.pop(number)[0])
         self._publish(work, k)

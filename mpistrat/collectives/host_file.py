@@ -11,6 +11,8 @@ import os
 import socket
 from collections.abc import Sequence
 
+from ..memory import rounded_up
+
 _HAND_OVER_S = 60.0
 
 
@@ -36,8 +38,8 @@ class HostFile:
             OSError: There is none; what comes after it may be there.
         """
         (k, n), start = part, self._end
-        self._end += _rounded_up(nbytes)
-        first, last = (min(_rounded_up(nbytes * i // n), nbytes) for i in (k, k + 1))
+        self._end += rounded_up(nbytes, mmap.ALLOCATIONGRANULARITY)
+        first, last = (min(rounded_up(nbytes * i // n, mmap.ALLOCATIONGRANULARITY), nbytes) for i in (k, k + 1))
         # Without this, memory that is not there would be found missing in the middle of a reduction.
         if first < last:
             os.posix_fallocate(self._descriptor, start + first, last - first)
@@ -49,10 +51,6 @@ class HostFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _rounded_up(nbytes: int) -> int:
-    return -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class HandOver:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ..errors import EngineError
+from ..memory import rounded_up
 
 # The counters of a rank, each used by one class only.
 PACKED, CONSUMED, READY, UNPACKED = range(4)  # chunks; SharedMemoryData
@@ -37,7 +38,7 @@ class HostMemory:
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0):
         self.index, self.ranks = index, tuple(ranks)
         self._limit_s = limit_s
-        header = -(-len(ranks) * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        header = self.size_for(len(ranks), 0)
         view = memoryview(memory)
         self._words = view[:header].cast("Q")
         self._mine = index * _LINE
@@ -53,7 +54,7 @@ class HostMemory:
     @staticmethod
     def size_for(count: int, data_bytes: int) -> int:
         """Bytes to ask for when `count` ranks shall have `data_bytes` of data."""
-        return -(-count * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE + data_bytes
+        return rounded_up(count * _LINE * 8, mmap.PAGESIZE) + data_bytes
 
     def post(self, value: int, *counters: int) -> None:
         """Set some of this rank's counters (0 to 14), after all that this rank has read and written before."""

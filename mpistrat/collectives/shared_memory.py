@@ -27,7 +27,7 @@ class Work(Prepared):
 
     Attributes:
         chunks: Its parts.
-        first: How many chunks there were before. The counters are counted over all of them.
+        first: The number of its first chunk: the counters count the chunks of all all-reduces, from 1.
         inputs, outputs: The sources and the targets, flat.
         are_lent: The targets are memory that all ranks of the host read.
         last_scale: How values are scaled on their way to the targets. Then `scale` is the identity.
@@ -146,7 +146,7 @@ class SharedMemoryData(DataPlane):
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
         scales_last = self._scales_last and are_lent and not is_half(dtype)
-        work = Work(sources, targets, op, prescale, scale, self._chunks, are_lent, scales_last)
+        work = Work(sources, targets, op, prescale, scale, self._chunks + 1, are_lent, scales_last)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
@@ -216,13 +216,13 @@ class SharedMemoryData(DataPlane):
                     stage(work, turn - lag)
         self._chunks += count
         for k in range(max(count - self.slots, 0), count):
-            self._free_at[k % self.slots] = work.first + k + 1
+            self._free_at[k % self.slots] = work.first + k
         self._memory.await_all(READY, self._chunks)
         self._results.learn()
 
     def _room_for(self, work: Work, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before what chunk k uses may be written to."""
-        return self._free_at[k] if k < self.slots else work.first + k + 1 - self.slots
+        return self._free_at[k] if k < self.slots else work.first + k - self.slots
 
     @property
     def in_use(self) -> str:
@@ -247,7 +247,7 @@ class SharedMemoryData(DataPlane):
         if k >= work.packed:
             self._memory.await_all(CONSUMED, self._room_for(work, k))
             self._copy_in(work, work.chunks[k])
-        self._memory.post(work.first + k + 1, PACKED)
+        self._memory.post(work.first + k, PACKED)
 
     def _copy_in(self, work: Work, chunk: Chunk) -> None:
         for array, part, place in chunk.packs:
@@ -255,7 +255,7 @@ class SharedMemoryData(DataPlane):
 
     def _reduce(self, work: Work, k: int) -> None:
         chunk = work.chunks[k]
-        self._memory.await_all(PACKED, work.first + k + 1)
+        self._memory.await_all(PACKED, work.first + k)
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         self._reduce_slice(work, chunk, chunk.result, work.scale)
         self._publish(work, k, CONSUMED)
@@ -276,14 +276,14 @@ class SharedMemoryData(DataPlane):
             work.last_scale.apply(place, work.outputs[array][part])
         if work.are_lent:
             counters = *counters, UNPACKED
-        self._memory.post(work.first + k + 1, READY, *counters)
+        self._memory.post(work.first + k, READY, *counters)
 
     def _unpack(self, work: Work, k: int) -> None:
         """Copy the slices of the others; this rank's own has been copied when it was reduced."""
-        self._memory.await_all(READY, work.first + k + 1)
+        self._memory.await_all(READY, work.first + k)
         for array, part, place in work.chunks[k].others:
             work.outputs[array][part] = place
-        self._memory.post(work.first + k + 1, UNPACKED)
+        self._memory.post(work.first + k, UNPACKED)
 
     def _make_views(self, dtype: np.dtype) -> _Views:
         parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]

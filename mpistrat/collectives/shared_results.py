@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..memory import ALIGNMENT, IDLE_REFERENCES
+from ..memory import IDLE_REFERENCES, rounded_up
 from .host_file import HostFile
 from .host_memory import MADE, SEEN, HostMemory
 
@@ -165,7 +165,7 @@ class SharedResults:
 
 
 def _size_for(arrays: Sequence[np.ndarray]) -> int:
-    return sum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays])
+    return sum([rounded_up(array.nbytes) for array in arrays])
 
 
 def _laid_out(memory: np.ndarray, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -173,5 +173,5 @@ def _laid_out(memory: np.ndarray, arrays: Sequence[np.ndarray]) -> list[np.ndarr
     found, start = [], 0
     for array in arrays:
         found.append(memory[start:start + array.nbytes].view(array.dtype).reshape(array.shape))
-        start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        start += rounded_up(array.nbytes)
     return found
