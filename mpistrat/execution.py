@@ -143,8 +143,13 @@ class Executor:
         for bucket in buckets:
             sources = self._sources_of(bucket, entries)
             are_lent = all(lent.get(place) is not None for place, _ in bucket.members)
-            targets = ([lent[place][i] for place, i in bucket.members] if are_lent else
-                       [self._pool.take(source.shape, source.dtype) for source in sources])
+            if are_lent:
+                targets = [lent[place][i] for place, i in bucket.members]
+                # Until there was memory to lend, results were in the pool's. That is as much again.
+                for source in sources:
+                    self._pool.give_back(source.nbytes)
+            else:
+                targets = [self._pool.take(source.shape, source.dtype) for source in sources]
             jobs.append(_Job(bucket, sources, targets, are_lent))
         return works, jobs
 

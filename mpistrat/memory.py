@@ -62,6 +62,13 @@ class ResultPool:
         if self._turn % _KEPT_TURNS:
             return
         for nbytes in [n for n, last in self._last_use.items() if self._turn - last > _KEPT_TURNS]:
-            self._blocks[nbytes] = deque(b for b in self._blocks[nbytes] if sys.getrefcount(b.base) > IDLE_REFERENCES)
-            if not self._blocks[nbytes]:
-                del self._blocks[nbytes], self._last_use[nbytes]
+            self.give_back(nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Part with the free blocks of a size, if there are any."""
+        blocks = self._blocks.get(nbytes)
+        if blocks is None:
+            return
+        in_use = self._blocks[nbytes] = deque(b for b in blocks if sys.getrefcount(b.base) > IDLE_REFERENCES)
+        if not in_use:
+            del self._blocks[nbytes], self._last_use[nbytes]

@@ -111,6 +111,25 @@ def test_memory_that_is_idle_for_many_turns_is_released() -> None:
     assert block() is None
 
 
+def test_free_memory_of_a_size_can_be_given_back() -> None:
+    pool = ResultPool()
+    held, other = pool.take((8,), F32), weakref.ref(pool.take((9,), F32).base)
+    held.fill(1)
+    in_use, free = weakref.ref(held.base), weakref.ref(pool.take((2, 4), F32).base)
+    pool.give_back(32)
+    assert free() is None
+    assert in_use() is not None and other() is not None
+    again = pool.take((8,), F32)
+    again.fill(2)
+    assert set(held) == {1.0}
+    del held, again
+    pool.give_back(32)
+    assert in_use() is None
+    for _ in range(SOME_TURNS):  # nothing is left of the size that its turns could stumble over
+        pool.next_turn()
+        pool.give_back(32)
+
+
 def test_memory_in_use_outlives_idle_turns() -> None:
     pool = ResultPool()
     held = pool.take((8,), F32)

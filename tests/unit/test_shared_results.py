@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,7 @@ from mpistrat.collectives.shared_results import SharedResults
 from mpistrat.engine import Engine
 from mpistrat.execution import Executor
 from mpistrat.messages import DEVICE_GPU, ReduceOp
-from mpistrat.requests import Average, allreduce_request, specs_of
+from mpistrat.requests import Average, allreduce_request, barrier_request, specs_of
 from mpistrat.scale import IDENTITY, Scale
 from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Entry, Handle
@@ -309,6 +310,27 @@ def test_results_outside_of_graphs_are_the_callers_own(in_graph: tuple[bool, boo
         return any(shared)
 
     assert run_on_all(engines(2), work) == [True, True]
+
+
+def test_memory_of_ones_own_is_given_back_once_results_are_lent() -> None:
+    """With both, a process would have the results twice."""
+    def work(rank: int, engine: Engine) -> list[bool]:
+        array, seen = np.ones(200_000), []
+        request = replace(allreduce_request("a", specs_of([array]), Average), in_graph=True)
+        own: Any = None
+        for _ in range(8):
+            result, = engine.run(request, [array]).wait(LIMIT_S)
+            if isinstance(result.base.base, memoryview):
+                seen.append(own() is None)
+            else:
+                own = weakref.ref(result.base)
+            del result
+            # Until this returns, the engine's thread may still refer to the result before.
+            engine.run(barrier_request("b"), []).wait(LIMIT_S)
+        return seen
+
+    for seen in run_on_all(engines(2), work):
+        assert seen and all(seen)
 
 
 def test_what_was_prepared_for_is_forgotten_before_tensors_on_gpus_are_reduced() -> None:
