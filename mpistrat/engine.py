@@ -180,6 +180,8 @@ class Engine:
             with self._driving:
                 self._drive(None, math.inf)
 
+    # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
+    @np.errstate(all="ignore")
     def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
         """Go on until `handle` is done or the deadline has passed; without a handle, until there is nothing to do.
 
@@ -187,26 +189,24 @@ class Engine:
         """
         rounds = self._rounds
         try:
-            # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
-            with np.errstate(all="ignore"):
-                if proposal is not None:
-                    rounds.propose(proposal)
-                    if proposal.handle.done():
+            if proposal is not None:
+                rounds.propose(proposal)
+                if proposal.handle.done():
+                    return
+            while not rounds.ended.is_set():
+                busy = rounds.step()
+                # Asked for even if nothing happened: another driver may have been quicker with this handle.
+                if handle is not None:
+                    if handle.done():
                         return
-                while not rounds.ended.is_set():
-                    busy = rounds.step()
-                    # Asked for even if nothing happened: another driver may have been quicker with this handle.
-                    if handle is not None:
-                        if handle.done():
-                            return
-                    elif not rounds.needs_driver:
-                        return  # Without another look: who has waited for this may want to drive what comes next.
-                    elif busy:
-                        continue
-                    longest_s = deadline - self._clock()
-                    if longest_s <= 0:
-                        return
-                    rounds.wait(longest_s, is_awaited=handle is not None)
+                elif not rounds.needs_driver:
+                    return  # Without another look: who has waited for this may want to drive what comes next.
+                elif busy:
+                    continue
+                longest_s = deadline - self._clock()
+                if longest_s <= 0:
+                    return
+                rounds.wait(longest_s, is_awaited=handle is not None)
         except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
             logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
             rounds.fail(error)

@@ -19,16 +19,15 @@ from .tensor_queue import Entry, complete_all
 _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
 
 
-@dataclass
-class _Work:
-    """An entry in execution: its results, and how many of them are still to come."""
+@dataclass(slots=True)
+class _Partial:
+    """The results of an entry that is in several buckets, or in one with others, and how many are still to come."""
 
-    entry: Entry
     results: list[Any]
     missing: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Job:
     """A bucket in execution: what is reduced, to where, and whether other ranks read that memory too."""
 
@@ -53,8 +52,9 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
-        self._prepared: tuple[_Work, _Job, Prepared] | None = None
+        self._prepared: tuple[Entry, _Job, Prepared] | None = None
         self._is_stale = False  # prepared before `choose` was called
+        self._has_asked = False  # the data plane, to lend something, the last time
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
@@ -73,15 +73,14 @@ class Executor:
             self._prepared = None
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
-            # What `prepare` has asked for is not what comes next.
-            self._data.lend([], False)
+            self._lent([], [])  # They may be staged through the same data plane.
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
-        works, jobs = self._begin(entries)
-        for job in jobs:
+        partials: dict[int, _Partial] = {}
+        for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes)):
             self._run(job)
-            self._deliver(job, works)
+            self._deliver(job, entries, partials)
         for entry in entries:
             if entry.request.kind is Kind.ALLGATHER:
                 entry.handle.complete(self._allgather(entry.arrays))
@@ -99,12 +98,13 @@ class Executor:
         self._prepared, self._is_stale = None, False
         if request.kind is not Kind.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
             return False
-        bucket = self._plans.plan([entry], self._fusion_bytes)[0]
+        buckets = self._plans.plan([entry], self._fusion_bytes)
+        bucket = buckets[0]
         if bucket.whole is None:
             return False
-        (work,), (job,) = self._begin([entry])
+        job, = self._begin([entry], buckets)
         prepared = self._data.prepare(job.sources, job.targets, bucket.op, request.prescale, bucket.scale)
-        self._prepared = work, job, prepared
+        self._prepared = entry, job, prepared
         return prepared.is_packed
 
     def prepare_more(self) -> None:
@@ -124,25 +124,24 @@ class Executor:
         """
         found, self._prepared = self._prepared, None
         # What all ranks have packed is as good after `choose`: there was no collective in between.
-        if found is not None and found[0].entry is entry and (all_ready or not self._is_stale):
-            work, job, prepared = found
+        if found is not None and found[0] is entry and (all_ready or not self._is_stale):
+            _, job, prepared = found
             self._data.finish(prepared, all_ready)
-            self._deliver(job, [work])
+            self._deliver(job, [entry], {})
             self._pool.next_turn()
         elif all_ready:
             raise EngineError(f"{entry.request.name} was ready when all ranks agreed on it, and is no longer.")
         else:
             self.execute([entry])
 
-    def _begin(self, entries: Sequence[Entry]) -> tuple[list[_Work], list[_Job]]:
+    def _begin(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[_Job]:
         """Take the memory for all results: a rank short of it then fails before others wait for it in a collective."""
-        works = [_Work(entry, [None] * len(entry.arrays), len(entry.arrays)) for entry in entries]
-        buckets = self._plans.plan(entries, self._fusion_bytes)
         lent = self._lent(entries, buckets)
         jobs = []
         for bucket in buckets:
-            sources = self._sources_of(bucket, entries)
-            are_lent = all(lent.get(place) is not None for place, _ in bucket.members)
+            sources = (entries[bucket.whole].arrays if bucket.whole is not None else
+                       [entries[place].arrays[i] for place, i in bucket.members])
+            are_lent = bucket.is_large and all(place in lent for place, _ in bucket.members)
             if are_lent:
                 targets = [lent[place][i] for place, i in bucket.members]
                 # Until there was memory to lend, results were in the pool's. That is as much again.
@@ -151,20 +150,22 @@ class Executor:
             else:
                 targets = [self._pool.take(source.shape, source.dtype) for source in sources]
             jobs.append(_Job(bucket, sources, targets, are_lent))
-        return works, jobs
+        return jobs
 
-    def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, Any]:
-        """What the data plane lends for the results of some entries, by their places."""
-        places = sorted({place for bucket in buckets if bucket.is_large for place, _ in bucket.members})
+    def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, list[np.ndarray]]:
+        """What the data plane lends for the results of some entries, by their places.
+
+        Asked for nothing, if `prepare` has asked for what does not come next: other ranks may have prepared nothing.
+        """
+        large = [bucket for bucket in buckets if bucket.is_large]
+        if not large and not self._has_asked:
+            return {}
+        self._has_asked = bool(large)
+        places = sorted({place for bucket in large for place, _ in bucket.members})
         # TensorFlow does not write to what its graphs are given. Other callers may, for it is theirs.
         are_in_graph = all(entries[place].request.in_graph for place in places)
-        return dict(zip(places, self._data.lend([entries[place].arrays for place in places], are_in_graph),
-                        strict=True))
-
-    def _sources_of(self, bucket: Bucket, entries: Sequence[Entry]) -> Sequence[np.ndarray]:
-        if bucket.whole is not None:
-            return entries[bucket.whole].arrays
-        return [entries[place].arrays[i] for place, i in bucket.members]
+        lists = self._data.lend([entries[place].arrays for place in places], are_in_graph)
+        return {place: lent for place, lent in zip(places, lists, strict=True) if lent is not None}
 
     def _run(self, job: _Job) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
@@ -173,28 +174,34 @@ class Executor:
         else:
             self._broadcast(sources, targets, request.root_rank)
 
-    def _deliver(self, job: _Job, works: list[_Work]) -> None:
+    def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
         """Give the job's results to their entries, and complete those that had nothing but it to wait for."""
         bucket = job.bucket
+        results = self._owned(job, entries) if job.are_lent else job.targets
         if bucket.whole is not None:
-            entry = works[bucket.whole].entry
-            entry.handle.complete([self._own(result, job, entry) for result in job.targets])
+            entries[bucket.whole].handle.complete(results)
             return
         done = []
-        for (place, i), result in zip(bucket.members, job.targets, strict=True):
-            work = works[place]
-            work.results[i] = self._own(result, job, work.entry)
-            work.missing -= 1
-            if work.missing == 0:
-                done.append((work.entry.handle, work.results))
+        for (place, i), result in zip(bucket.members, results, strict=True):
+            partial = partials.get(place)
+            if partial is None:
+                count = len(entries[place].arrays)
+                partial = partials[place] = _Partial([None] * count, count)
+            partial.results[i] = result
+            partial.missing -= 1
+            if partial.missing == 0:
+                done.append((entries[place].handle, partial.results))
         complete_all(done)
 
-    def _own(self, result: np.ndarray, job: _Job, entry: Entry) -> np.ndarray:
-        if entry.request.in_graph or not job.are_lent:
-            return result
-        copy = self._pool.take(result.shape, result.dtype)
-        copy[...] = result
-        return copy
+    def _owned(self, job: _Job, entries: Sequence[Entry]) -> list[np.ndarray]:
+        """The job's results, those outside of graphs in memory of their own."""
+        results = []
+        for (place, _), result in zip(job.bucket.members, job.targets, strict=True):
+            if not entries[place].request.in_graph:
+                lent, result = result, self._pool.take(result.shape, result.dtype)
+                result[...] = lent
+            results.append(result)
+        return results
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:

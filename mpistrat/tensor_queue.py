@@ -80,7 +80,10 @@ class Handle:
 
     def complete(self, arrays: list[Any]) -> None:
         """Deliver the result. Engine only."""
-        complete_all([(self, arrays)])
+        self._arrays = arrays
+        calls = self._finish()
+        if calls:
+            _call(calls)
 
     def fail(self, error: Exception) -> None:
         """Deliver an error. Engine only."""

@@ -64,6 +64,7 @@ class HierarchicalData(SharedMemoryData):
     # Exchanges between hosts cost more than missing the cache (16 MB on 2 hosts of 2 ranks, with two exchanges a chunk:
     # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
     chunk_bytes = 2 * 1024 * 1024
+    at_once_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults, cross: MPI.Comm,
                  senders: int, limit_s: float):
@@ -73,9 +74,6 @@ class HierarchicalData(SharedMemoryData):
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
-
-    def _is_at_once(self, nbytes: int) -> bool:
-        return False
 
     @property
     def _stages(self) -> Sequence[Stage]:

@@ -48,7 +48,7 @@ class HostMemory:
         fence = threading.Lock()
         fence.acquire()
         # A release of a lock followed by its acquisition is what Python has for a full memory barrier. It takes 0.1 us.
-        # `post` and `await_all` have it in their own lines: a call more takes longer than the barrier.
+        # Methods that are called for each small all-reduce have it in their own lines: a call takes longer than that.
         self._release, self._acquire = fence.release, fence.acquire
 
     @staticmethod
@@ -81,7 +81,8 @@ class HostMemory:
         for other in self._others:
             if self._words[other * _LINE + counter] < value:
                 return False
-        self.fence()
+        self._release()
+        self._acquire()
         return True
 
     def counter_of(self, rank: int, counter: int) -> int:

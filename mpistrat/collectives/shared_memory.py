@@ -16,8 +16,6 @@ from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
 from .shared_results import SharedResults
 
-# Up to this many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
-AT_ONCE_BYTES = 512 * 1024
 # So many views are remembered, of some ten megabytes; they are enough for a few gigabytes of large tensors.
 _KEPT_VIEWS = 2**15
 
@@ -90,6 +88,8 @@ class SharedMemoryData(DataPlane):
     # with 4 MiB twice as long where the cache is smaller. On more ranks a slice is smaller, and Python's time for a
     # chunk longer (90 ms of 102 MB on 64 ranks, and 135 with 256 KiB), while a host for them has more cache.
     chunk_bytes = 512 * 1024
+    # Up to so many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
+    at_once_bytes = 512 * 1024
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults):
         self._memory, self._others, self._results = memory, others, results
@@ -103,7 +103,7 @@ class SharedMemoryData(DataPlane):
         self._free_at = [0] * self.slots
         self._scratch = FusionBuffer()
         self._used_bytes = chunk
-        self._at_once_bytes = min(AT_ONCE_BYTES // self._count, self.slots * chunk)
+        self._at_once_bytes = min(self.at_once_bytes // self._count, self.slots * chunk)
         self._is_used = True
 
     @classmethod
@@ -139,7 +139,7 @@ class SharedMemoryData(DataPlane):
         nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
         are_lent = self._results.are_lent(targets)
         # At once, every rank would write all of the result.
-        if self._is_at_once(nbytes) and not are_lent:
+        if nbytes <= self._at_once_bytes and not are_lent:
             if scale.divisor != 1:
                 before, scale = divided_before(scale, dtype)
                 prescale *= before
@@ -181,10 +181,6 @@ class SharedMemoryData(DataPlane):
     def _reducers(self, nbytes: int) -> int:
         """How many ranks, the first ones of the host, reduce a slice of a chunk of so many bytes."""
         return self._count
-
-    def _is_at_once(self, nbytes: int) -> bool:
-        """Whether every rank reduces all of it, in one step."""
-        return nbytes <= self._at_once_bytes
 
     def pack_ahead(self, prepared: Prepared) -> None:
         if isinstance(prepared, Work):

@@ -75,8 +75,8 @@ class SharedResults:
         """As DataPlane.lend."""
         if lists:
             self._is_wanted = is_wanted
-        free = self._common if self._common & _WANTED else 0
         self._lent, self._missed = [], []
+        free = self._common if self._common & _WANTED else 0
         found: list[list[np.ndarray] | None] = []
         for arrays in lists:
             nbytes = _size_for(arrays)
@@ -93,8 +93,8 @@ class SharedResults:
     def are_lent(self, targets: Sequence[np.ndarray]) -> bool:
         """Whether `targets`, all of which are lent or none is, are what `lend` has given."""
         base = targets[0].base
-        return isinstance(base, np.ndarray) and any(self._blocks[number].array is base
-                                                    for number in self._numbers.get(base.nbytes, ()))
+        numbers = self._numbers.get(base.nbytes) if isinstance(base, np.ndarray) else None
+        return numbers is not None and any(self._blocks[number].array is base for number in numbers)
 
     def declare(self) -> None:
         """Tell what is free on this rank. To be followed by a counter that the others wait for."""

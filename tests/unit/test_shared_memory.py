@@ -15,7 +15,7 @@ from mpistrat.collectives import host_file
 from mpistrat.collectives.host_file import HandOver
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadGroup
-from mpistrat.collectives.shared_memory import AT_ONCE_BYTES, SharedMemoryData
+from mpistrat.collectives.shared_memory import SharedMemoryData
 from mpistrat.errors import EngineError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
@@ -25,8 +25,8 @@ from ..shared_memory_of_threads import host_files, shared_memory_planes
 LIMIT_S = 20.0
 CHUNK = 4096
 FITTING = SharedMemoryData.slots * CHUNK // 4  # float32 that are reduced at once at the most, with chunks so small
-SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE_BYTES // 4, AT_ONCE_BYTES // 4 + 1, 3 * CHUNK // 4,
-         20 * CHUNK // 4 + 7]
+AT_ONCE = SharedMemoryData.at_once_bytes // 4
+SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE, AT_ONCE + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
 
 
 def memories(count: int, limit_s: float = LIMIT_S) -> list[HostMemory]:

@@ -336,8 +336,14 @@ def test_memory_of_ones_own_is_given_back_once_results_are_lent() -> None:
 def test_what_was_prepared_for_is_forgotten_before_tensors_on_gpus_are_reduced() -> None:
     """They may be staged through the same data plane; and other ranks may have prepared nothing."""
     calls: list[Any] = []
-    data: Any = SimpleNamespace(lend=lambda lists, is_wanted: calls.append(len(lists)) or [])
+    data: Any = SimpleNamespace(lend=lambda lists, is_wanted: calls.append(len(lists)) or [None] * len(lists),
+                                prepare=lambda *args: SimpleNamespace(is_packed=False))
     gpu: Any = SimpleNamespace(execute=lambda entries: calls.append("gpu"))
-    request = replace(allreduce_request("a", specs_of([np.ones(1)]), Average), device=DEVICE_GPU)
-    Executor(data, 2, 1000, gpu).execute([Entry(request, [None], Handle("a"))])
-    assert calls == [0, "gpu", 0]
+    large = np.ones(100_000)
+    executor = Executor(data, 2, 2**20, gpu)
+    on_gpu = replace(allreduce_request("a", specs_of([np.ones(1)]), Average), device=DEVICE_GPU)
+    executor.execute([Entry(on_gpu, [None], Handle("a"))])
+    executor.prepare(Entry(allreduce_request("b", specs_of([large]), Average), [large], Handle("b")))
+    for _ in range(2):
+        executor.execute([Entry(on_gpu, [None], Handle("a"))])
+    assert calls == ["gpu", 1, 0, "gpu", "gpu"]
