@@ -50,6 +50,7 @@ class Executor:
     def __init__(self, data: DataPlane, size: int, fusion_bytes: int, gpu: GpuExecutor):
         self._data, self._size, self._fusion_bytes, self._gpu = data, size, fusion_bytes, gpu
         self._pool = ResultPool()
+        self._to_give_back: set[int] = set()  # sizes of blocks of the pool, in bytes, once there is memory to lend
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
         self._prepared: tuple[Entry, _Job, Prepared] | None = None
@@ -144,13 +145,20 @@ class Executor:
             are_lent = bucket.is_large and all(place in lent for place, _ in bucket.members)
             if are_lent:
                 targets = [lent[place][i] for place, i in bucket.members]
-                # Until there was memory to lend, results were in the pool's. That is as much again.
-                for source in sources:
-                    self._pool.give_back(source.nbytes)
+                if self._to_give_back:
+                    self._give_back({source.nbytes for source in sources})
             else:
                 targets = [self._pool.take(source.shape, source.dtype) for source in sources]
+                if bucket.is_large:
+                    self._to_give_back.update(source.nbytes for source in sources)
             jobs.append(_Job(bucket, sources, targets, are_lent))
         return jobs
+
+    def _give_back(self, sizes: set[int]) -> None:
+        """Until there was memory to lend, results were in the pool's. To keep that too would be as much again."""
+        for nbytes in sizes & self._to_give_back:
+            if self._pool.give_back(nbytes):
+                self._to_give_back.remove(nbytes)
 
     def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, list[np.ndarray]]:
         """What the data plane lends for the results of some entries, by their places.

@@ -64,11 +64,12 @@ class ResultPool:
         for nbytes in [n for n, last in self._last_use.items() if self._turn - last > _KEPT_TURNS]:
             self.give_back(nbytes)
 
-    def give_back(self, nbytes: int) -> None:
-        """Part with the free blocks of a size, if there are any."""
-        blocks = self._blocks.get(nbytes)
-        if blocks is None:
-            return
-        in_use = self._blocks[nbytes] = deque(b for b in blocks if sys.getrefcount(b.base) > IDLE_REFERENCES)
-        if not in_use:
-            del self._blocks[nbytes], self._last_use[nbytes]
+    def give_back(self, nbytes: int) -> bool:
+        """Part with the free blocks of a size. Returns whether there are no others."""
+        blocks = self._blocks.pop(nbytes, ())
+        in_use = deque(block for block in blocks if sys.getrefcount(block.base) > IDLE_REFERENCES)
+        if in_use:
+            self._blocks[nbytes] = in_use
+        else:
+            self._last_use.pop(nbytes, None)
+        return not in_use

@@ -116,18 +116,18 @@ def test_free_memory_of_a_size_can_be_given_back() -> None:
     held, other = pool.take((8,), F32), weakref.ref(pool.take((9,), F32).base)
     held.fill(1)
     in_use, free = weakref.ref(held.base), weakref.ref(pool.take((2, 4), F32).base)
-    pool.give_back(32)
+    assert not pool.give_back(32)
     assert free() is None
     assert in_use() is not None and other() is not None
     again = pool.take((8,), F32)
     again.fill(2)
     assert set(held) == {1.0}
     del held, again
-    pool.give_back(32)
+    assert pool.give_back(32)
     assert in_use() is None
     for _ in range(SOME_TURNS):  # nothing is left of the size that its turns could stumble over
         pool.next_turn()
-        pool.give_back(32)
+    assert pool.give_back(32)
 
 
 def test_memory_in_use_outlives_idle_turns() -> None:
