@@ -57,7 +57,7 @@ class Cluster:
         self._runtime.engine.announce_end()
         died = self._line.wait(timeout_s)
         if died:
-            self._runtime.engine.abandon(DIED.format(ranks=list(died)))
+            self._runtime.abandon(DIED.format(ranks=list(died)))
         return died is not None
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Cluster:
         if isinstance(self._line, Lifelines):
             died = self._line.close()
             if died:
-                self._runtime.engine.abandon(DIED.format(ranks=list(died)))
+                self._runtime.abandon(DIED.format(ranks=list(died)))
         else:
             self._line.leave()
         self._port.close()

@@ -49,6 +49,21 @@ def takes_gpu_memory(mpi: Any, environ: Mapping[str, str]) -> str:
     return "MPIX_Query_cuda_support" if ask() == 1 else ""
 
 
+def finalize_without_barrier(mpi: Any) -> bool:
+    """Let MPI_Finalize not wait for all processes, since some have died. Returns whether the library knows of that.
+
+    Open MPI 5 waits for them in its launcher, which survives the death of a process with `--with-ft ulfm`, but then
+    sometimes lets those that are left wait for ever. Its parameter `async_mpi_finalize` makes it not wait; as that is
+    read by MPI_Init, when nobody has died yet, the variable behind it is set.
+    """
+    try:
+        is_without = ctypes.c_bool.in_dll(ctypes.CDLL(mpi.__file__), "ompi_async_mpi_finalize")
+    except (OSError, ValueError):
+        return False
+    is_without.value = True
+    return True
+
+
 def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
     require_thread_level(mpi)
     world = mpi.COMM_WORLD

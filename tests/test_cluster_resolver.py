@@ -75,6 +75,14 @@ def test_a_killed_worker_is_survived(tmp_path: Path) -> None:
     assert "Traceback" not in job.output, job.output
 
 
+def test_those_that_survive_do_not_wait_for_the_dead_in_mpi_finalize() -> None:
+    """Which takes for ever, one time in ten."""
+    job = run(4, "tests/scripts/worker_dies.py", survive=True)
+    assert job.code == 0, job.output
+    for rank in (0, 2, 3):
+        assert job.of_rank(rank) == ["ends", "MPI_Finalize does not wait"], job.output
+
+
 def test_without_the_option_of_mpirun_a_killed_worker_ends_the_job(tmp_path: Path) -> None:
     assert kill(1, 4, tmp_path, survive=False).code != 0
 

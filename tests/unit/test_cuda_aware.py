@@ -236,6 +236,11 @@ def test_a_library_that_cannot_be_asked_says_nothing(monkeypatch: pytest.MonkeyP
     assert mpi_setup.takes_gpu_memory(library("Intel(R) MPI Library"), {"MPICH_GPU_SUPPORT_ENABLED": "1"}) == ""
 
 
+def test_a_library_without_a_barrier_in_finalize_is_left_as_it_is() -> None:
+    assert not mpi_setup.finalize_without_barrier(library("No such file"))
+    assert not mpi_setup.finalize_without_barrier(np.linalg._umath_linalg)
+
+
 def test_cray_mpich_has_a_variable_for_it() -> None:
     cray = library("MPI VERSION    : CRAY MPICH version 8.1.29.19 (ANL base 3.4a2)")
     assert mpi_setup.takes_gpu_memory(cray, {"MPICH_GPU_SUPPORT_ENABLED": "1"}) == "MPICH_GPU_SUPPORT_ENABLED=1"
