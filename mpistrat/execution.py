@@ -17,6 +17,7 @@ from .stream import Stream
 from .tensor_queue import Entry, complete_all
 
 _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
+_GIVEN_BACK = 64 * 1024  # bytes of a result from which on its memory is worth giving back at once
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class Executor:
     def choose(self, choice: Mapping[str, Any]) -> None:
         """Work in this way from now on. Collective."""
         self._is_stale = True
+        self._lent([], [])  # Asked of what may not be used from now on.
         self._data.choose(choice)
         self._fusion_bytes = choice["fusion_bytes"]
 
@@ -150,7 +152,7 @@ class Executor:
             else:
                 targets = [self._pool.take(source.shape, source.dtype) for source in sources]
                 if bucket.is_large:
-                    self._to_give_back.update(source.nbytes for source in sources)
+                    self._to_give_back.update(source.nbytes for source in sources if source.nbytes >= _GIVEN_BACK)
             jobs.append(_Job(bucket, sources, targets, are_lent))
         return jobs
 

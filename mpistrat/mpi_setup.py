@@ -58,7 +58,7 @@ def finalize_without_barrier(mpi: Any) -> bool:
     """
     try:
         is_without = ctypes.c_bool.in_dll(ctypes.CDLL(mpi.__file__), "ompi_async_mpi_finalize")
-    except (OSError, ValueError):
+    except (OSError, AttributeError, ValueError):
         return False
     is_without.value = True
     return True

@@ -93,9 +93,9 @@ class Runtime:
 
     def abandon(self, reason: str) -> None:
         """End this rank's part without the other ranks, some of which have died; `reason` says which. Local."""
-        self.engine.abandon(reason)
         if self.comm is not None:
             mpi_setup.finalize_without_barrier(mpi_setup.load_mpi())
+        self.engine.abandon(reason)
 
     def _report_waiting(self, waited_s: float) -> None:
         logger.info("rank %d has shut down and has waited %.0f s for the other ranks to do so", self.topology.rank,

@@ -23,6 +23,7 @@ mpistrat.init()
 atexit.register(say_how_mpi_ends)
 cluster = form({"chief": 1, "worker": mpistrat.size() - 2, "ps": 1})
 if mpistrat.rank() == 1:
+    time.sleep(0.5)  # so that the others have formed the cluster, too
     os.kill(os.getpid(), signal.SIGKILL)
 if cluster.role is mpistrat.Role.CHIEF:
     while 1 in cluster._workers:

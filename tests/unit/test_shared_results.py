@@ -333,11 +333,25 @@ def test_memory_of_ones_own_is_given_back_once_results_are_lent() -> None:
         assert seen and all(seen)
 
 
+def noting_lends(calls: list[Any]) -> Any:
+    """A data plane that notes for how many lists it is asked to lend memory, and what is chosen."""
+    return SimpleNamespace(lend=lambda lists, is_wanted: calls.append(len(lists)) or [None] * len(lists),
+                           prepare=lambda *args: SimpleNamespace(is_packed=False), choose=calls.append)
+
+
+def test_what_was_prepared_for_is_forgotten_before_another_backend_is_chosen() -> None:
+    calls: list[Any] = []
+    large, choice = np.ones(100_000), {"fusion_bytes": 2**20}
+    executor = Executor(noting_lends(calls), 2, 2**20, SimpleNamespace())  # type: ignore[arg-type]
+    executor.prepare(Entry(allreduce_request("a", specs_of([large]), Average), [large], Handle("a")))
+    executor.choose(choice)
+    assert calls == [1, 0, choice]
+
+
 def test_what_was_prepared_for_is_forgotten_before_tensors_on_gpus_are_reduced() -> None:
     """They may be staged through the same data plane; and other ranks may have prepared nothing."""
     calls: list[Any] = []
-    data: Any = SimpleNamespace(lend=lambda lists, is_wanted: calls.append(len(lists)) or [None] * len(lists),
-                                prepare=lambda *args: SimpleNamespace(is_packed=False))
+    data = noting_lends(calls)
     gpu: Any = SimpleNamespace(execute=lambda entries: calls.append("gpu"))
     large = np.ones(100_000)
     executor = Executor(data, 2, 2**20, gpu)
