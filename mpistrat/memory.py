@@ -15,9 +15,9 @@ IDLE_REFERENCES = 2  # what keeps the block, and the argument of getrefcount
 _KEPT_TURNS = 64
 
 
-def rounded_up(nbytes: int, step: int = ALIGNMENT) -> int:
-    """The smallest multiple of `step` that is not less than `nbytes`."""
-    return -(-nbytes // step) * step
+def rounded_up(count: int, step: int = ALIGNMENT) -> int:
+    """The smallest multiple of `step` that is not less than `count`."""
+    return -(-count // step) * step
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:

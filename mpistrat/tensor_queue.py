@@ -81,9 +81,7 @@ class Handle:
     def complete(self, arrays: list[Any]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
-        calls = self._finish()
-        if calls:
-            _call(calls)
+        _call(self._finish())
 
     def fail(self, error: Exception) -> None:
         """Deliver an error. Engine only."""

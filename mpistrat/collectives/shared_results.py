@@ -75,8 +75,8 @@ class SharedResults:
         """As DataPlane.lend."""
         if lists:
             self._is_wanted = is_wanted
-        self._lent, self._missed = [], []
         free = self._common if self._common & _WANTED else 0
+        self._lent, self._missed = [], []
         found: list[list[np.ndarray] | None] = []
         for arrays in lists:
             nbytes = _size_for(arrays)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..memory import rounded_up
 from ..scale import IDENTITY, Scale
 
 # The row of one piece. `count` is in elements; blocks from `first_block` up to that of the next row work on it.
@@ -70,7 +71,7 @@ def fused_offsets(counts: Sequence[int], itemsize: int) -> tuple[list[int], int]
     offsets, end = [], 0
     for count in counts:
         offsets.append(end)
-        end += -(-count // step) * step
+        end += rounded_up(count, step)
     return offsets, end
 
 
