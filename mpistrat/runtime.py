@@ -247,17 +247,20 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
 
     The ranks can vote if those of each host share memory.
     """
+    from .collectives.freight import Freight
     from .collectives.hierarchical import HierarchicalData, counterparts
     from .collectives.host_file import HandOver
     from .collectives.host_mail import HostMail
     from .collectives.host_memory import HostMemory
     from .collectives.hosts_ballot import HostsBallot
+    from .collectives.hosts_vote import hosts_vote
     from .collectives.mpi import MpiControl, MpiData
     from .collectives.shared_ballot import SharedBallot
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
     elsewhere = [other for other in range(topology.size) if other not in here]
+    leads = bool(elsewhere) and rank == here[0]  # and votes with those of the other hosts, over MPI
     host_mail = HostMail(rank, here, token)
     mail: Mail = host_mail
     ballot: Ballot | None = None
@@ -268,7 +271,8 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
         one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
-        shared = _shared_memory(comm, topology, settings, hand_over, plane_bytes + mail_bytes(edges))
+        freight_at, each = plane_bytes + mail_bytes(edges), 0 if one_host else Freight.largest(topology.local_sizes)
+        shared = _shared_memory(comm, topology, settings, hand_over, freight_at + Freight.memory_bytes(len(here), each))
         if shared is not None:
             memory, results = shared
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
@@ -276,15 +280,17 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
                 ballot = SharedBallot(memory, shared_mail.rouse)
                 data = SharedMemoryData(memory, plane.chunk_bytes, data, results)
             else:
-                ballot = HostsBallot(memory, shared_mail.rouse, counterparts(comm, topology), elsewhere)
+                freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
+                ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere, freight)
                 data = HierarchicalData(memory, plane.chunk_bytes, data, results, counterparts(comm, topology),
-                                        min(topology.local_sizes), settings.stall_abort_s)
-            shared_mail.watch(ballot.has_news)
+                                        min(topology.local_sizes), settings.stall_abort_s, freight)
+            if not leads:
+                shared_mail.watch(ballot.has_news)
     elif max(topology.local_sizes) == 1:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
-        ballot = HostsBallot(alone, host_mail.wake_other, counterparts(comm, topology), elsewhere)
-    leads = ballot is not None and rank == here[0] and bool(elsewhere)
-    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
+        ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)
+    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size),
+                         ballot.has_news if ballot is not None and leads else None)
     return control, data, ballot
 
 

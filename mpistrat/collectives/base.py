@@ -203,6 +203,9 @@ class Mail(Protocol):
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have come, as (sender, message). Does not wait."""
 
+    def has_come(self) -> bool:
+        """Whether something has come, a call of `wake` among it."""
+
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
         """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""
 

@@ -9,9 +9,11 @@ from mpi4py import MPI
 
 from ..errors import EngineError
 from ..fusion import FusionBuffer
-from ..scale import IDENTITY
+from ..messages import ReduceOp
+from ..scale import IDENTITY, Scale
 from ..topology import Topology
-from .base import DataPlane
+from .base import DataPlane, Prepared
+from .freight import Freight, Load
 from .host_memory import CONSUMED, PACKED, UNPACKED, HostMemory
 from .reduction import combine
 from .shared_memory import SharedMemoryData, Stage, Work
@@ -55,6 +57,7 @@ class HierarchicalData(SharedMemoryData):
         cross: As `counterparts` gives it; nobody else uses it.
         senders: How many ranks every host has at least.
         limit_s: How long a wait for another host may take; 0: for ever.
+        freight: Takes small all-reduces along with votes; None: nobody votes.
     """
 
     name = "hierarchical"
@@ -67,13 +70,30 @@ class HierarchicalData(SharedMemoryData):
     at_once_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults, cross: MPI.Comm,
-                 senders: int, limit_s: float):
+                 senders: int, limit_s: float, freight: Freight | None = None):
         super().__init__(memory, chunk, others, results)
+        self._freight = freight
         self._cross, self._senders, self._limit_s = cross, senders, limit_s
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
+
+    def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                scale: Scale) -> Prepared:
+        if self._is_used and self._freight is not None:
+            elements = sum([source.size for source in sources])
+            if self._freight.has_room(elements * sources[0].itemsize) and not self._results.are_lent(targets):
+                return self._freight.pack(sources, targets, op, prescale, scale, elements)
+        return super().prepare(sources, targets, op, prescale, scale)
+
+    def finish(self, prepared: Prepared, all_packed: bool) -> None:
+        if not isinstance(prepared, Load):
+            super().finish(prepared, all_packed)
+        elif all_packed and self._freight is not None:
+            self._freight.take(prepared)
+        else:
+            self.allreduce(prepared.sources, prepared.targets, prepared.op, prepared.prescale, prepared.scale)
 
     @property
     def _stages(self) -> Sequence[Stage]:

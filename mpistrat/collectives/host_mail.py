@@ -99,12 +99,16 @@ class HostMail:
         if spin_s:
             until = time.monotonic() + min(spin_s, timeout_s)
             while time.monotonic() < until:
-                if self._has_come(0.0):
+                if self.has_come():
                     return True
                 os.sched_yield()
-        return self._has_come(timeout_s)
+        return self._await(timeout_s)
 
-    def _has_come(self, timeout_s: float) -> bool:
+    def has_come(self) -> bool:
+        """Whether something has come. A system call, so that other threads may run meanwhile."""
+        return self._await(0.0)
+
+    def _await(self, timeout_s: float) -> bool:
         if self._socket.fileno() < _SELECT_LIMIT:
             return bool(select.select([self._socket], [], [], timeout_s)[0])
         return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
@@ -126,10 +130,6 @@ class HostMail:
             self._waker.sendto(_WAKE, self._addresses[rank])
         except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
             pass  # Its queue is full, so it does not sleep; or its process has ended, which the launcher tells of.
-
-    def look(self) -> bool:
-        """Whether something has come. A system call, so that other threads may run meanwhile."""
-        return self._has_come(0.0)
 
     def close(self) -> None:
         """Release the sockets."""

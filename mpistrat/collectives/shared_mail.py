@@ -153,25 +153,26 @@ class SharedMail:
             until = time.monotonic() + min(spin_s, timeout_s)
             while True:
                 for _ in range(_LOOKS):
-                    if self._has_come():
+                    if self.has_come():
                         return True
                 if time.monotonic() >= until:
                     break
-                self._mail.look()
+                self._mail.has_come()
                 os.sched_yield()
         self._memory.post(1, ASLEEP)
         self._memory.fence()
         try:
-            if self._has_come():
+            if self.has_come():
                 return True
             is_called = self._mail.wait(timeout_s)
         finally:
             self._memory.post(0, ASLEEP)
         if is_called:
             self._mail.receive()  # which takes the call away
-        return is_called or self._has_come()
+        return is_called or self.has_come()
 
-    def _has_come(self) -> bool:
+    def has_come(self) -> bool:
+        """Whether something has come. No system call."""
         if self._is_called:
             self._is_called = False
             return True

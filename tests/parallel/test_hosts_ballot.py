@@ -5,15 +5,20 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.collectives import hosts_vote
 from mpistrat.collectives.base import Outcome
-from mpistrat.collectives.hierarchical import counterparts
+from mpistrat.collectives.freight import Freight
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.hosts_ballot import HostsBallot
+from mpistrat.messages import ReduceOp
+from mpistrat.scale import IDENTITY, Scale
 from mpistrat.topology import Topology
 
+EACH = 4 * hosts_vote._PIECE_BYTES  # bytes that may go with a vote
 LIMIT_S = 30.0  # only a failing test waits for so long
 
 
@@ -23,17 +28,23 @@ class Host:
     Args:
         sizes: How many ranks each host has.
         host: Which host this is.
+        has_freight: Whether something may go with the votes.
     """
 
-    def __init__(self, sizes: Sequence[int], host: int):
-        self.size = sum(sizes)
+    def __init__(self, sizes: Sequence[int], host: int, has_freight: bool):
+        self.size, self.sizes = sum(sizes), sizes
         self.ranks = list(range(sum(sizes[:host]), sum(sizes[:host + 1])))
         self.roused: list[int] = []
-        block = mmap.mmap(-1, HostMemory.size_for(len(self.ranks), 0))
+        count = len(self.ranks)
+        block = mmap.mmap(-1, HostMemory.size_for(count, Freight.memory_bytes(count, EACH)))
+        memories = [HostMemory(block, i, self.ranks) for i in range(count)]
+        self.freights = [Freight(memory.data, i, count, EACH) if has_freight else None
+                         for i, memory in enumerate(memories)]
         elsewhere = [rank for rank in range(self.size) if rank not in self.ranks]
-        between = counterparts(MPI.COMM_WORLD, Topology(host, tuple(f"host {h}" for h in range(len(sizes)))))
-        self.ballots = [HostsBallot(HostMemory(block, i, self.ranks), self.roused.append,
-                                    between if i == 0 else MPI.COMM_NULL, elsewhere) for i in range(len(self.ranks))]
+        topology = Topology(host, tuple(f"host {h}" for h in range(len(sizes))))
+        vote = hosts_vote.hosts_vote(MPI.COMM_WORLD, topology, self.freights[0])
+        self.ballots = [HostsBallot(memory, self.roused.append, None if i else vote, elsewhere, self.freights[i])
+                        for i, memory in enumerate(memories)]
 
     def outcomes(self) -> list[Outcome]:
         """Of the round in which all ranks of all hosts have voted, or will."""
@@ -48,13 +59,29 @@ class Host:
         return list(found.values())
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one rank each", "up to three ranks"])
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """This process's host, of as many hosts as there are processes."""
-    made = Host([1 + h % request.param for h in range(MPI.COMM_WORLD.Get_size())], MPI.COMM_WORLD.Get_rank())
+def made_host(most: int, has_freight: bool, most_direct: int = hosts_vote.MOST_HOSTS) -> Iterator[Host]:
+    """This process's host, of as many hosts as there are processes, which have one rank, two ... `most`, one ..."""
+    sizes = [1 + h % most for h in range(MPI.COMM_WORLD.Get_size())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts_vote, "MOST_HOSTS", most_direct)
+        made = Host(sizes, MPI.COMM_WORLD.Get_rank(), has_freight)
     yield made
     for ballot in made.ballots:
         ballot.close()
+
+
+@pytest.fixture(scope="module", params=[(1, 8), (3, 8), (3, 0)],
+                ids=["one rank each", "up to three ranks", "as if there were many hosts"])
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    """A host, one of a few or, as far as votes between hosts go, one of many."""
+    most, most_direct = request.param
+    yield from made_host(most, has_freight=False, most_direct=most_direct)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one rank each", "up to three ranks"])
+def loaded(request: pytest.FixtureRequest) -> Iterator[Host]:
+    """A host of which the votes take something along."""
+    yield from made_host(request.param, has_freight=True)
 
 
 @pytest.mark.parametrize("number", [1, 2**61 - 1])
@@ -110,3 +137,101 @@ def test_the_first_rank_is_roused_by_votes_and_the_others_by_the_outcome(host: H
     assert host.roused == votes
     host.outcomes()
     assert host.roused == votes + host.ranks[1:]
+
+
+# -- what goes with the votes -----------------------------------------------------------------------------------------
+
+SIZES = [0, 1, 1000, hosts_vote._PIECE_BYTES // 4 - 16, hosts_vote._PIECE_BYTES // 4, EACH // 4]
+
+
+def values(rank: int, elements: int, step: int = 0, dtype: type[np.generic] = np.float32) -> np.ndarray:
+    """What a rank brings: numbers of which the sum depends on the order."""
+    return np.random.default_rng([rank, elements, step]).normal(size=elements).astype(dtype)
+
+
+def expected(host: Host, elements: int, step: int = 0) -> np.ndarray:
+    """The sum over the ranks of each host in their order, and over the hosts in theirs."""
+    ranks, sums = iter(range(host.size)), []
+    for size in host.sizes:
+        total = values(next(ranks), elements, step)
+        for _ in range(size - 1):
+            total = total + values(next(ranks), elements, step)
+        sums.append(total)
+    total = sums[0]
+    for other in sums[1:]:
+        total = total + other
+    return total
+
+
+def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
+             scale: Scale = IDENTITY, unready: int = -1, number: int = 5) -> tuple[list[Outcome], list[np.ndarray]]:
+    """Let the ranks of this host vote with one array each in the freight; what comes of it, on each of them.
+
+    Args:
+        unready: A rank that brings nothing.
+        number: What they vote for.
+    """
+    targets, loads = [np.empty_like(array) for array in arrays], {}
+    for i, (ballot, freight) in enumerate(zip(host.ballots, host.freights, strict=True)):
+        assert freight is not None
+        if host.ranks[i] != unready:
+            # Two arrays, and one result: what is packed is a stream of elements.
+            cut = arrays[i].size // 2
+            loads[i] = freight.pack([arrays[i][:cut], arrays[i][cut:]], [targets[i]], op, prescale, scale,
+                                    arrays[i].size)
+        ballot.cast(number, is_ready=i in loads)
+    outcomes = host.outcomes()
+    if outcomes[0] is Outcome.ALL_READY:
+        for i, load in loads.items():
+            host.freights[i].take(load)  # type: ignore[union-attr]
+    return outcomes, targets
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_what_goes_with_votes_is_summed_in_the_order_of_ranks_and_hosts(loaded: Host, elements: int) -> None:
+    for step in range(5):
+        outcomes, results = vote_for(loaded, [values(rank, elements, step) for rank in loaded.ranks])
+        assert outcomes == [Outcome.ALL_READY] * len(results)
+        for result in results:
+            np.testing.assert_array_equal(result, expected(loaded, elements, step))
+
+
+def test_what_goes_with_votes_is_scaled_before_and_after(loaded: Host) -> None:
+    _, results = vote_for(loaded, [np.full(100, rank, np.int32) for rank in loaded.ranks], prescale=2.0,
+                          scale=Scale(1.0, loaded.size))
+    _, largest = vote_for(loaded, [np.full(100, rank, np.float64) for rank in loaded.ranks], ReduceOp.MAX)
+    for result, most in zip(results, largest, strict=True):
+        np.testing.assert_array_equal(result, np.full(100, sum(range(loaded.size)) * 2 // loaded.size))
+        np.testing.assert_array_equal(most, np.full(100, loaded.size - 1.0))
+
+
+def test_halves_that_go_with_votes_are_summed_in_float32(loaded: Host) -> None:
+    large = np.full(100, 30000, np.float16)
+    _, results = vote_for(loaded, [large] * len(loaded.ranks), prescale=1 / loaded.size)
+    for result in results:
+        np.testing.assert_allclose(result, large, rtol=2e-3)
+
+
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize("unready", ["first rank", "last rank"])
+def test_what_some_hosts_have_sent_in_vain_is_in_nobodys_way(loaded: Host, elements: int, unready: str) -> None:
+    lazy = 0 if unready == "first rank" else loaded.size - 1
+    for step in range(4):
+        arrays = [values(rank, elements, step) for rank in loaded.ranks]
+        outcomes, _ = vote_for(loaded, arrays, unready=lazy)
+        assert outcomes == [Outcome.AGREED] * len(arrays)
+        outcomes, results = vote_for(loaded, arrays)
+        assert outcomes == [Outcome.ALL_READY] * len(arrays)
+        np.testing.assert_array_equal(results[-1], expected(loaded, elements, step))
+
+
+def test_hosts_that_vote_for_different_things_may_send_different_amounts(loaded: Host) -> None:
+    if len(loaded.sizes) == 1:
+        pytest.skip("needs two hosts")
+    host = MPI.COMM_WORLD.Get_rank()
+    for step in range(4):
+        outcomes, _ = vote_for(loaded, [values(rank, SIZES[host % len(SIZES)]) for rank in loaded.ranks],
+                               number=5 + host)
+        assert outcomes == [Outcome.REFUSED] * len(loaded.ranks)
+        _, results = vote_for(loaded, [values(rank, 1000, step) for rank in loaded.ranks])
+        np.testing.assert_array_equal(results[0], expected(loaded, 1000, step))

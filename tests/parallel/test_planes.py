@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.freight import Freight
 from mpistrat.collectives.hierarchical import HierarchicalData
 from mpistrat.collectives.mpi import CHUNK_BYTES, MpiData
 from mpistrat.messages import ReduceOp
@@ -79,3 +80,20 @@ def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: in
         np.testing.assert_array_equal(result, np.full(elements, 6.0 * (step + (size - 1) / 2)))
         del lent, result
     assert (lent_before > 2) == (lends and isinstance(plane, HierarchicalData))
+
+
+def test_what_was_packed_for_a_vote_is_reduced_without_it_as_well(rank: int, size: int) -> None:
+    nbytes, each = HierarchicalData.memory_bytes(1, CHUNK), CHUNK
+    (memory, results), = shared_results([rank], nbytes, 60.0)
+    freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
+    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), results, MPI.COMM_WORLD.Dup(), 1, 60.0,
+                             freight)
+    for elements in (1000, each // 4, each // 4 + 1):
+        source = values(rank, elements)
+        voted_for, plain = np.empty_like(source), np.empty_like(source)
+        prepared = plane.prepare([source], [voted_for], ReduceOp.SUM, 1.0, Scale(1.0, size))
+        assert prepared.is_packed == (elements * 4 <= each)
+        plane.finish(prepared, all_packed=False)
+        plane.allreduce([source], [plain], ReduceOp.SUM, 1.0, Scale(1.0, size))
+        np.testing.assert_array_equal(voted_for, plain)
+    plane.close()

@@ -38,7 +38,7 @@ PACKAGES: dict[str, set[str]] = {
     "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
     # Each of these wraps one package for all others.
     "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
-    "collectives.hosts_ballot": {"numpy", "mpi4py"},
+    "collectives.hosts_vote": {"numpy", "mpi4py"},
     "collectives.device_mpi": {"mpi4py"},
     "collectives.nccl_hosts": {"numpy", "ml_dtypes"},
     "gpu.device": {"numpy", "cupy", "cupyx"}, "tensor_kinds": {"numpy", "ml_dtypes"},

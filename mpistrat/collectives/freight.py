@@ -1,0 +1,122 @@
+"""Small all-reduces between hosts that travel with the votes, so that one trip over the network does for both."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..messages import ReduceOp
+from ..scale import IDENTITY, Scale, scaled_copy
+from ..stream import Stream
+from .base import Prepared
+from .reduction import combine
+
+# Among more hosts it is quicker to agree first, for not every host sends to every other one then.
+MOST_HOSTS = 8
+# Up to so many bytes of all ranks of a host together its first rank reduces everything, and exchanges it by itself.
+_MOST_BYTES = 512 * 1024
+# Each host sends all it has to each other one, which is as little as can be for two hosts only.
+_BYTES_OF_MANY = 32 * 1024
+
+
+class Load(Prepared):
+    """An all-reduce of which this rank's part is in the freight of the next vote."""
+
+    __slots__ = ("parts", "result")
+
+    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+                 scale: Scale, parts: list[np.ndarray], result: np.ndarray):
+        super().__init__(sources, targets, op, prescale, scale)
+        self.parts, self.result = parts, result
+        self.is_packed = True
+
+
+class Freight:
+    """What the ranks of a host bring for one vote, and what comes of it if all ranks of all hosts vote for the same.
+
+    The ranks pack into memory that all of them see. When all have voted, ready, the first rank of the host reduces
+    their parts (`load`), sends that with its host's vote, and reduces what the hosts have sent into the same memory
+    (`unload`), before it tells of the outcome. Then each rank takes the result (`take`).
+
+    That needs no counters, for the votes say it all: who votes has done with the rounds before the last. Two pieces of
+    memory serve in turn, so nobody writes what others still read.
+
+    An element is summed as by HierarchicalData, with the same result.
+
+    Args:
+        memory: `memory_bytes` of it, shared by the ranks of the host.
+        index: This rank's position among them.
+        count: How many they are.
+        each: Bytes that an all-reduce may have, as `largest` gives it.
+
+    Attributes:
+        each: As above.
+        turn: Which piece of memory the next vote uses, 0 or 1: the remainder of its number.
+    """
+
+    def __init__(self, memory: memoryview, index: int, count: int, each: int):
+        self._bytes = np.frombuffer(memory[:self.memory_bytes(count, each)], np.uint8).reshape(2, count + 1, each)
+        self._index, self.each = index, each
+        self._views: dict[np.dtype, list[list[np.ndarray]]] = {}
+        self._latest: Load | None = None
+        self.turn = 1
+
+    @staticmethod
+    def largest(local_sizes: Sequence[int]) -> int:
+        """Bytes that an all-reduce may have, for hosts of so many ranks; 0: there is to be no freight."""
+        hosts = len(local_sizes)
+        if hosts > MOST_HOSTS:
+            return 0
+        return min(_MOST_BYTES // max(local_sizes), _MOST_BYTES if hosts == 2 else _BYTES_OF_MANY // hosts) // 64 * 64
+
+    @staticmethod
+    def memory_bytes(count: int, each: int) -> int:
+        """How much shared memory `count` ranks need."""
+        return 2 * (count + 1) * each
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether an all-reduce of so many bytes can go with a vote."""
+        return nbytes <= self.each
+
+    def pack(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
+             scale: Scale, elements: int) -> Load:
+        """Bring this rank's part for the next vote. Local."""
+        dtype = sources[0].dtype
+        views = self._views.get(dtype) or self._make_views(dtype)
+        *parts, result = [part[:elements] for part in views[self.turn]]
+        mine = parts[self._index]
+        if len(sources) == 1:
+            scaled_copy(sources[0].reshape(-1), prescale, mine)
+        else:
+            Stream(sources).copy_to(mine, prescale)
+        self._latest = Load(sources, targets, op, prescale, scale, parts, result)
+        return self._latest
+
+    def _make_views(self, dtype: np.dtype) -> list[list[np.ndarray]]:
+        views = self._views[dtype] = [[part.view(dtype) for part in parts] for parts in self._bytes]
+        return views
+
+    @property
+    def nbytes(self) -> int:
+        """Of what has been packed for the next vote."""
+        assert self._latest is not None
+        return self._latest.result.nbytes
+
+    def load(self, room: np.ndarray) -> None:
+        """On the first rank, when all ranks of the host have voted for what is packed: put its sum into `room`."""
+        load = self._latest
+        assert load is not None
+        combine(load.parts, load.op, room.view(load.result.dtype), IDENTITY)
+
+    def unload(self, rows: Sequence[np.ndarray]) -> None:
+        """On the first rank: what all hosts have loaded, in their order, and all are agreed on."""
+        load = self._latest
+        assert load is not None
+        combine([row.view(load.result.dtype) for row in rows], load.op, load.result, load.scale)
+
+    def take(self, load: Load) -> None:
+        """Copy the result of an all-reduce on which all ranks agreed, ready, to its targets. Local."""
+        targets = load.targets
+        if len(targets) == 1:
+            np.copyto(targets[0].reshape(-1), load.result)
+        else:
+            Stream(targets).copy_from(load.result)

@@ -1,0 +1,159 @@
+"""How the first ranks of the hosts put the votes of their hosts together, over MPI."""
+
+from typing import Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from ..memory import aligned_empty
+from ..topology import Topology
+from .base import Outcome
+from .freight import MOST_HOSTS, Freight
+
+# A message begins with a vote, behind which data are aligned.
+_HEAD_BYTES, _VOTE_AT = 64, 40
+# MPI sends messages of a certain size at once, and asks the receiver before larger ones, which takes another round
+# trip. Over TCP that is 64 KiB in Open MPI, its own header among it.
+_PIECE_BYTES = 48 * 1024
+
+
+class HostsVote(Protocol):
+    """One round after the other among hosts. Used by the first rank of each host."""
+
+    is_under_way: bool
+
+    def begin(self, number: int, outcome: Outcome) -> None:
+        """Say what the ranks of this host have voted for, and with which outcome."""
+
+    def has_news(self) -> bool:
+        """Whether `poll` gets further."""
+
+    def poll(self) -> Outcome | None:
+        """The outcome over all hosts, once all have said theirs; None before."""
+
+    def close(self) -> None:
+        """Release the communicator. No round is under way."""
+
+
+def hosts_vote(comm: MPI.Comm, topology: Topology, freight: Freight | None) -> HostsVote | None:
+    """This rank's part in the votes among hosts; None if it is not the first of its host. Collective over `comm`.
+
+    Args:
+        comm: Of all ranks.
+        topology: Where they are.
+        freight: What goes with the votes of this rank's host; None, on all ranks: nothing does.
+    """
+    leads = topology.local_rank == 0
+    hosts = comm.Split(0 if leads else MPI.UNDEFINED, topology.hosts.index(topology.host))
+    if not leads:
+        return None
+    return DirectVote(hosts, freight) if len(topology.local_sizes) <= MOST_HOSTS else ReducedVote(hosts)
+
+
+class DirectVote:
+    """Among a few hosts: each sends all others its vote, and right behind it its freight, if all its ranks are ready.
+
+    Args:
+        hosts: One rank of each host; nobody else uses it.
+        freight: As for hosts_vote.
+    """
+
+    def __init__(self, hosts: MPI.Comm, freight: Freight | None):
+        self._hosts, self._host, self._freight = hosts, hosts.Get_rank(), freight
+        self._others = [h for h in range(hosts.Get_size()) if h != self._host]
+        nbytes = _HEAD_BYTES + (freight.each if freight is not None else 0)
+        # What is sent in turn: the others may still receive what was sent in the round before.
+        self._sent = [aligned_empty(nbytes) for _ in range(2)]
+        self._sending: list[list[MPI.Request]] = [[], []]
+        self._messages = [aligned_empty(nbytes) for _ in range(hosts.Get_size())]
+        self._first = min(nbytes, _PIECE_BYTES)
+        self._turn = 0
+        self._awaited: list[MPI.Request] = []
+        self._have_votes = False
+        self.is_under_way = False
+
+    def begin(self, number: int, outcome: Outcome) -> None:
+        """See HostsVote."""
+        self._turn = turn = 1 - self._turn
+        # The others have voted since, so they have what was sent then; MPI must be asked nevertheless.
+        MPI.Request.Waitall(self._sending[turn])
+        message, end = self._sent[turn], _HEAD_BYTES
+        if self._freight is not None and outcome is Outcome.ALL_READY:
+            end += self._freight.nbytes
+            self._freight.load(message[_HEAD_BYTES:end])
+        _vote_in(message)[:] = number, outcome, end
+        self._messages[self._host] = message
+        self._awaited = [self._hosts.Irecv([self._messages[h][_VOTE_AT:self._first], MPI.BYTE], h)
+                         for h in self._others]
+        pieces = [message[_VOTE_AT:min(end, self._first)], *self._more(message, end)]
+        self._sending[turn] = [self._hosts.Isend([piece, MPI.BYTE], h) for piece in pieces for h in self._others]
+        self._have_votes, self.is_under_way = False, True
+
+    def _more(self, message: np.ndarray, end: int) -> list[np.ndarray]:
+        """What of a message does not go in the first piece of it."""
+        return [message[start:min(start + _PIECE_BYTES, end)] for start in range(self._first, end, _PIECE_BYTES)]
+
+    def has_news(self) -> bool:
+        """See HostsVote."""
+        return MPI.Request.Testall(self._awaited)
+
+    def poll(self) -> Outcome | None:
+        """See HostsVote."""
+        if not MPI.Request.Testall(self._awaited):
+            return None
+        votes = [_vote_in(message).tolist() for message in self._messages]
+        if not self._have_votes:
+            self._have_votes = True
+            # It was sent before anybody knew the outcome, and must be received whatever that is.
+            self._awaited = [self._hosts.Irecv([piece, MPI.BYTE], h) for h in self._others
+                             for piece in self._more(self._messages[h], votes[h][2])]
+            if not MPI.Request.Testall(self._awaited):
+                return None
+        self.is_under_way = False
+        number, least, end = votes[self._host][0], min(vote[1] for vote in votes), votes[self._host][2]
+        outcome = Outcome(least) if all(vote[0] == number for vote in votes) else Outcome.REFUSED
+        if self._freight is not None and outcome is Outcome.ALL_READY:
+            self._freight.unload([message[_HEAD_BYTES:end] for message in self._messages])
+        return outcome
+
+    def close(self) -> None:
+        """See HostsVote."""
+        MPI.Request.Waitall([request for requests in self._sending for request in requests])
+        self._hosts.Free()
+
+
+def _vote_in(message: np.ndarray) -> np.ndarray:
+    """The number, the outcome, and where the message ends."""
+    return message[_VOTE_AT:_HEAD_BYTES].view(np.int64)
+
+
+class ReducedVote:
+    """Among many hosts: an all-reduce of the votes, their minimum and that of their negatives. Nothing goes with it."""
+
+    def __init__(self, hosts: MPI.Comm):
+        self._hosts = hosts
+        self._sent, self._least = np.zeros(3, np.int64), np.zeros(3, np.int64)
+        self._request = MPI.REQUEST_NULL
+        self.is_under_way = False
+
+    def begin(self, number: int, outcome: Outcome) -> None:
+        """See HostsVote."""
+        self._sent[:] = number, -number, outcome
+        self._request = self._hosts.Iallreduce(self._sent, self._least, MPI.MIN)
+        self.is_under_way = True
+
+    def has_news(self) -> bool:
+        """See HostsVote."""
+        return self._request.Test()
+
+    def poll(self) -> Outcome | None:
+        """See HostsVote."""
+        if not self._request.Test():
+            return None
+        self.is_under_way = False
+        number, minus_number, least = self._least.tolist()
+        return Outcome(least) if number == -minus_number else Outcome.REFUSED
+
+    def close(self) -> None:
+        """See HostsVote."""
+        self._hosts.Free()
