@@ -81,19 +81,23 @@ class HierarchicalData(SharedMemoryData):
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                 scale: Scale) -> Prepared:
-        if self._is_used and self._freight is not None:
-            elements = sum([source.size for source in sources])
-            if self._freight.has_room(elements * sources[0].itemsize) and not self._results.are_lent(targets):
-                return self._freight.pack(sources, targets, op, prescale, scale, elements)
-        return super().prepare(sources, targets, op, prescale, scale)
+        elements = sum([source.size for source in sources])
+        if not self._is_used or self._freight is None or elements * sources[0].itemsize > self._freight.each:
+            return super().prepare(sources, targets, op, prescale, scale)
+        if self._results.is_asked:
+            self._results.declare()
+        are_lent = self._results.are_lent(targets)
+        return self._freight.pack(sources, targets, op, prescale, scale, elements, are_lent)
 
     def finish(self, prepared: Prepared, all_packed: bool) -> None:
         if not isinstance(prepared, Load):
             super().finish(prepared, all_packed)
-        elif all_packed and self._freight is not None:
-            self._freight.take(prepared)
-        else:
+        elif not all_packed:
             self.allreduce(prepared.sources, prepared.targets, prepared.op, prepared.prescale, prepared.scale)
+        else:
+            prepared.take()
+            if self._results.is_asked:
+                self._results.learn()
 
     @property
     def _stages(self) -> Sequence[Stage]:

@@ -90,6 +90,11 @@ class SharedResults:
                 found.append(_laid_out(self._blocks[number].array, arrays))
         return found
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the latest call of `lend` was for anything."""
+        return bool(self._lent or self._missed)
+
     def are_lent(self, targets: Sequence[np.ndarray]) -> bool:
         """Whether `targets`, all of which are lent or none is, are what `lend` has given."""
         base = targets[0].base

@@ -178,12 +178,12 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
             # Two arrays, and one result: what is packed is a stream of elements.
             cut = arrays[i].size // 2
             loads[i] = freight.pack([arrays[i][:cut], arrays[i][cut:]], [targets[i]], op, prescale, scale,
-                                    arrays[i].size)
+                                    arrays[i].size, are_shared=False)
         ballot.cast(number, is_ready=i in loads)
     outcomes = host.outcomes()
     if outcomes[0] is Outcome.ALL_READY:
-        for i, load in loads.items():
-            host.freights[i].take(load)  # type: ignore[union-attr]
+        for load in loads.values():
+            load.take()
     return outcomes, targets
 
 

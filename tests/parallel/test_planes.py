@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.collectives.base import DataPlane
+from mpistrat.collectives.base import DataPlane, Outcome
 from mpistrat.collectives.freight import Freight
 from mpistrat.collectives.hierarchical import HierarchicalData
+from mpistrat.collectives.hosts_ballot import HostsBallot
+from mpistrat.collectives.hosts_vote import hosts_vote
 from mpistrat.collectives.mpi import CHUNK_BYTES, MpiData
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
+from mpistrat.topology import Topology
 
 from ..shared_memory_of_threads import shared_results
 
@@ -82,18 +85,66 @@ def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: in
     assert (lent_before > 2) == (lends and isinstance(plane, HierarchicalData))
 
 
-def test_what_was_packed_for_a_vote_is_reduced_without_it_as_well(rank: int, size: int) -> None:
-    nbytes, each = HierarchicalData.memory_bytes(1, CHUNK), CHUNK
-    (memory, results), = shared_results([rank], nbytes, 60.0)
+@pytest.fixture
+def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HostsBallot]]:
+    """A plane whose small all-reduces travel with votes, with this rank as one of so many hosts."""
+    each = 8 * CHUNK
+    (memory, results), = shared_results([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
     freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
+    vote = hosts_vote(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), freight)
+    ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank], freight)
     plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), results, MPI.COMM_WORLD.Dup(), 1, 60.0,
                              freight)
-    for elements in (1000, each // 4, each // 4 + 1):
-        source = values(rank, elements)
-        voted_for, plain = np.empty_like(source), np.empty_like(source)
-        prepared = plane.prepare([source], [voted_for], ReduceOp.SUM, 1.0, Scale(1.0, size))
-        assert prepared.is_packed == (elements * 4 <= each)
-        plane.finish(prepared, all_packed=False)
-        plane.allreduce([source], [plain], ReduceOp.SUM, 1.0, Scale(1.0, size))
-        np.testing.assert_array_equal(voted_for, plain)
+    yield plane, ballot
+    ballot.close()
     plane.close()
+
+
+def reduce_by_vote(plane: HierarchicalData, ballot: HostsBallot, sources: list[np.ndarray], targets: list[np.ndarray],
+                   is_ready: bool = True) -> Outcome:
+    """The average of `sources`, by the way that all ranks have voted for."""
+    prepared = plane.prepare(sources, targets, ReduceOp.SUM, 1.0, Scale(1.0, MPI.COMM_WORLD.Get_size()))
+    ballot.cast(5, prepared.is_packed and is_ready)
+    outcome = None
+    while outcome is None:
+        outcome = ballot.outcome()
+    plane.finish(prepared, outcome is Outcome.ALL_READY)
+    return outcome
+
+
+def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[HierarchicalData, HostsBallot], rank: int,
+                                                              size: int) -> None:
+    plane, ballot = voting
+    for elements in (1000, CHUNK // 4, 2 * CHUNK, 2 * CHUNK + 1):
+        source = values(rank, elements)
+        results = [np.empty_like(source) for _ in range(3)]
+        fits = source.nbytes <= 8 * CHUNK
+        outcomes = [reduce_by_vote(plane, ballot, [source], [results[0]]),
+                    reduce_by_vote(plane, ballot, [source], [results[1]], is_ready=rank != size - 1)]
+        assert outcomes == [Outcome.ALL_READY if fits else Outcome.AGREED, Outcome.AGREED]
+        plane.allreduce([source], [results[2]], ReduceOp.SUM, 1.0, Scale(1.0, size))
+        np.testing.assert_array_equal(results[0], results[2])
+        np.testing.assert_array_equal(results[1], results[2])
+
+
+@pytest.mark.parametrize("shapes", [[(50_000,)], [(200, 100), (3,), (30_000,)]], ids=["one", "list"])
+def test_results_of_what_travels_with_votes_are_lent(voting: tuple[HierarchicalData, HostsBallot], rank: int, size: int,
+                                                     shapes: list[tuple[int, ...]]) -> None:
+    plane, ballot = voting
+    lent_before, kept = 0, []
+    for step in range(12):
+        sources = [np.full(shape, float(step + rank + k)) for k, shape in enumerate(shapes)]
+        lent, = plane.lend([sources], True)
+        lent_before += lent is not None
+        results = [np.empty_like(source) for source in sources] if lent is None else lent
+        # Now and then a rank is not ready, so that it is reduced without a vote.
+        reduce_by_vote(plane, ballot, sources, results, is_ready=step % 5 != 4 or rank != 0)
+        for k, result in enumerate(results):
+            np.testing.assert_array_equal(result, np.full(shapes[k], step + k + (size - 1) / 2))
+        if step in (6, 9):
+            kept.append((step, results))
+        del lent, results
+    assert lent_before >= 8
+    for step, results in kept:
+        for k, result in enumerate(results):
+            np.testing.assert_array_equal(result, np.full(shapes[k], step + k + (size - 1) / 2))
