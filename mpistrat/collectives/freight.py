@@ -112,6 +112,10 @@ class Freight:
         self._latest = Load(sources, targets, op, prescale, scale, are_shared, parts, result)
         return self._latest
 
+    def forget(self) -> None:
+        """Refer no longer to what has been packed, and least of all to its targets."""
+        self._latest = None
+
     def _make_views(self, dtype: np.dtype) -> list[list[np.ndarray]]:
         views = self._views[dtype] = [[part.view(dtype) for part in parts] for parts in self._bytes]
         return views
