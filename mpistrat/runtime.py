@@ -260,7 +260,6 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
     elsewhere = [other for other in range(topology.size) if other not in here]
-    leads = bool(elsewhere) and rank == here[0]  # and votes with those of the other hosts, over MPI
     host_mail = HostMail(rank, here, token)
     mail: Mail = host_mail
     ballot: Ballot | None = None
@@ -281,16 +280,16 @@ def _planes(comm: Any, topology: Topology, settings: Settings, token: str,
                 data = SharedMemoryData(memory, plane.chunk_bytes, data, results)
             else:
                 freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
-                ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere, freight)
+                ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
                 data = HierarchicalData(memory, plane.chunk_bytes, data, results, counterparts(comm, topology),
                                         min(topology.local_sizes), settings.stall_abort_s, freight)
-            if not leads:
-                shared_mail.watch(ballot.has_news)
     elif max(topology.local_sizes) == 1:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
         ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)
-    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size),
-                         ballot.has_news if ballot is not None and leads else None)
+    if ballot is not None:
+        mail.watch(ballot.has_news)
+    leads = ballot is not None and rank == here[0] and bool(elsewhere)
+    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
     return control, data, ballot
 
 

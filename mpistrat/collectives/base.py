@@ -5,7 +5,7 @@ calls it on all ranks in the same order, with arguments on which the ranks have 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -204,7 +204,10 @@ class Mail(Protocol):
         """The messages that have come, as (sender, message). Does not wait."""
 
     def has_come(self) -> bool:
-        """Whether something has come, a call of `wake` among it."""
+        """Whether something has come, or was brought about that is watched for, or `wake` was called, told of once."""
+
+    def watch(self, has_news: Callable[[], bool]) -> None:
+        """Let `has_come`, and this rank's wait while it is awake, also answer to `has_news()`."""
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
         """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""

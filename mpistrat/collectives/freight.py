@@ -13,7 +13,8 @@ from .reduction import combine
 # Among more hosts it is quicker to agree first, for not every host sends to every other one then.
 MOST_HOSTS = 8
 # Up to so many bytes of all ranks of a host together its first rank reduces everything, and exchanges it by itself (two
-# hosts of two ranks, alternated with the other way: 256 KB 2.5 ms instead of 3.8, 1 MB 5.1 instead of 5.9).
+# hosts of two ranks, alternated with the other way: 256 KB 2.5 ms instead of 3.8, 1 MB 5.1 instead of 5.9; with more
+# ranks on a host it was not measured).
 _MOST_BYTES = 2 * 1024 * 1024
 # Each host sends all it has to each other one, which is as little as can be for two hosts only.
 _BYTES_OF_MANY = 32 * 1024
@@ -24,16 +25,15 @@ class Load(Prepared):
 
     Attributes:
         are_shared: The targets are memory that all ranks of the host see.
-        parts: What each rank of the host has packed.
         result: Other such memory, for what the hosts' sums come to.
     """
 
-    __slots__ = ("are_shared", "parts", "result")
+    __slots__ = ("are_shared", "result")
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                 scale: Scale, are_shared: bool, parts: list[np.ndarray], result: np.ndarray):
+                 scale: Scale, are_shared: bool, result: np.ndarray):
         super().__init__(sources, targets, op, prescale, scale)
-        self.are_shared, self.parts, self.result = are_shared, parts, result
+        self.are_shared, self.result = are_shared, result
         self.is_packed = True
 
     def reduce(self, rows: Sequence[np.ndarray]) -> None:
@@ -43,12 +43,14 @@ class Load(Prepared):
             return
         combine(rows, self.op, self.result, self.scale)
         if self.are_shared:
-            Stream(self.targets).copy_from(self.result)
+            self._copy_out()
 
     def take(self) -> None:
-        """Copy the result to the targets, once all ranks have agreed on it, ready. Local."""
-        if self.are_shared:
-            return
+        """Have the result in the targets, once all ranks have agreed on it, ready. Local."""
+        if not self.are_shared:
+            self._copy_out()
+
+    def _copy_out(self) -> None:
         if len(self.targets) == 1:
             np.copyto(self.targets[0].reshape(-1), self.result)
         else:
@@ -62,8 +64,8 @@ class Freight:
     their parts (`load`), sends that with its host's vote, and reduces what the hosts have sent into the same memory
     (`unload`), before it tells of the outcome. Then each rank takes the result (`Load.take`).
 
-    That needs no counters, for the votes say it all: who votes has done with the rounds before the last. Two pieces of
-    memory serve in turn, so nobody writes what others still read.
+    That needs no counters, for the votes say it all: a rank packs again when it has heard the outcome, for which its
+    part was read; and there is another result when all ranks have voted again, after they took the one before.
 
     An element is summed as by HierarchicalData, with the same result.
 
@@ -75,15 +77,13 @@ class Freight:
 
     Attributes:
         each: As above.
-        turn: Which piece of memory the next vote uses, 0 or 1: the remainder of its number.
     """
 
     def __init__(self, memory: memoryview, index: int, count: int, each: int):
-        self._bytes = np.frombuffer(memory[:self.memory_bytes(count, each)], np.uint8).reshape(2, count + 1, each)
+        self._bytes = np.frombuffer(memory[:self.memory_bytes(count, each)], np.uint8).reshape(count + 1, each)
         self._index, self.each = index, each
-        self._views: dict[np.dtype, list[list[np.ndarray]]] = {}
-        self._latest: Load | None = None
-        self.turn = 1
+        self._views: dict[np.dtype, list[np.ndarray]] = {}
+        self._latest: Load | None = None  # on the first rank
 
     @staticmethod
     def largest(local_sizes: Sequence[int]) -> int:
@@ -96,44 +96,50 @@ class Freight:
     @staticmethod
     def memory_bytes(count: int, each: int) -> int:
         """How much shared memory `count` ranks need."""
-        return 2 * (count + 1) * each
+        return (count + 1) * each
 
     def pack(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
              scale: Scale, elements: int, are_shared: bool) -> Load:
         """Bring this rank's part for the next vote: `elements` in all, `each` bytes at most. Local."""
-        dtype = sources[0].dtype
-        views = self._views.get(dtype) or self._make_views(dtype)
-        *parts, result = [part[:elements] for part in views[self.turn]]
-        mine = parts[self._index]
+        views = self._views_of(sources[0].dtype)
+        mine = views[self._index][:elements]
         if len(sources) == 1:
             scaled_copy(sources[0].reshape(-1), prescale, mine)
         else:
             Stream(sources).copy_to(mine, prescale)
-        self._latest = Load(sources, targets, op, prescale, scale, are_shared, parts, result)
-        return self._latest
+        load = Load(sources, targets, op, prescale, scale, are_shared, views[-1][:elements])
+        if self._index == 0:
+            self._latest = load
+        return load
 
-    def forget(self) -> None:
-        """Refer no longer to what has been packed, and least of all to its targets."""
-        self._latest = None
-
-    def _make_views(self, dtype: np.dtype) -> list[list[np.ndarray]]:
-        views = self._views[dtype] = [[part.view(dtype) for part in parts] for parts in self._bytes]
+    def _views_of(self, dtype: np.dtype) -> list[np.ndarray]:
+        """The memory for the part of each rank, and for the result."""
+        views = self._views.get(dtype)
+        if views is None:
+            views = self._views[dtype] = [part.view(dtype) for part in self._bytes]
         return views
+
+    # -- on the first rank of a host, when all its ranks have voted for what is packed --------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Of what has been packed for the next vote."""
+        """Of what `load` gives."""
         assert self._latest is not None
         return self._latest.result.nbytes
 
     def load(self, room: np.ndarray) -> None:
-        """On the first rank, when all ranks of the host have voted for what is packed: put its sum into `room`."""
+        """Put the host's sum into `room`, `nbytes` of it."""
         load = self._latest
         assert load is not None
-        combine(load.parts, load.op, room.view(load.result.dtype), IDENTITY)
+        size, dtype = load.result.size, load.result.dtype
+        combine([part[:size] for part in self._views_of(dtype)[:-1]], load.op, room.view(dtype), IDENTITY)
 
     def unload(self, rows: Sequence[np.ndarray]) -> None:
-        """On the first rank: what all hosts have loaded, in their order, and all are agreed on."""
+        """Reduce what all hosts have loaded, in their order; all are agreed on it."""
         load = self._latest
         assert load is not None
         load.reduce([row.view(load.result.dtype) for row in rows])
+
+    def forget(self) -> None:
+        """Refer no longer to what was packed, nor to its targets, which may be lent memory. The vote is over."""
+        self._latest = None

@@ -90,16 +90,14 @@ class HierarchicalData(SharedMemoryData):
         return self._freight.pack(sources, targets, op, prescale, scale, elements, are_lent)
 
     def finish(self, prepared: Prepared, all_packed: bool) -> None:
-        if self._freight is None or not isinstance(prepared, Load):
+        if not isinstance(prepared, Load):
             super().finish(prepared, all_packed)
-            return
-        self._freight.forget()
-        if not all_packed:
+        elif not all_packed:
             self.allreduce(prepared.sources, prepared.targets, prepared.op, prepared.prescale, prepared.scale)
-            return
-        prepared.take()
-        if self._results.is_asked:
-            self._results.learn()
+        else:
+            prepared.take()
+            if self._results.is_asked:
+                self._results.learn()
 
     @property
     def _stages(self) -> Sequence[Stage]:

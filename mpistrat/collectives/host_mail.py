@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _FRAGMENT_BYTES = 32 * 1024  # Well below the kernel's default for one datagram.
 _LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
@@ -43,6 +43,11 @@ class HostMail:
         self._outbox: dict[int, deque[bytes]] = {}
         self._partial: dict[int, list[bytes]] = {}
         self._is_woken = False
+        self._has_other_news: Callable[[], bool] = bool
+
+    def watch(self, has_news: Callable[[], bool]) -> None:
+        """Let `has_come`, and a wait while it is awake, also answer to `has_news()`."""
+        self._has_other_news = has_news
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
         """Whether something waits for room in the queue of one of `ranks`."""
@@ -106,7 +111,7 @@ class HostMail:
 
     def has_come(self) -> bool:
         """Whether something has come. A system call, so that other threads may run meanwhile."""
-        return self._await(0.0)
+        return self._await(0.0) or self._has_other_news()
 
     def _await(self, timeout_s: float) -> bool:
         if self._socket.fileno() < _SELECT_LIMIT:

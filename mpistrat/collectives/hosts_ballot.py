@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from .base import Outcome
-from .freight import Freight
 from .host_memory import VERDICT, HostMemory
 from .hosts_vote import HostsVote
 from .shared_ballot import TAG, SharedBallot
@@ -22,14 +21,13 @@ class HostsBallot(SharedBallot):
         rouse: Makes another rank of this host look, if it sleeps.
         hosts: As hosts_vote gives it. Closed by `close`.
         elsewhere: The ranks of the other hosts.
-        freight: What goes with the votes, as for hosts_vote; None: nothing does.
     """
 
     def __init__(self, memory: HostMemory, rouse: Callable[[int], None], hosts: HostsVote | None,
-                 elsewhere: Sequence[int], freight: Freight | None = None):
+                 elsewhere: Sequence[int]):
         super().__init__(memory, rouse)
         self._elsewhere = list(elsewhere)
-        self._hosts, self._freight, self._leader = hosts, freight, memory.ranks[0]
+        self._hosts, self._leader = hosts, memory.ranks[0]
         self._listeners = [] if hosts is not None else [self._leader]
 
     def outcome(self) -> Outcome | None:
@@ -39,27 +37,20 @@ class HostsBallot(SharedBallot):
         result = self._heard() if self._hosts is None else self._between_hosts(self._hosts)
         if result is not None:
             self._next_round()
-            if self._freight is not None:
-                self._freight.turn = self._round % 2
         return result
 
     def _between_hosts(self, hosts: HostsVote) -> Outcome | None:
-        if not hosts.is_under_way and not self._begin(hosts):
-            return None
+        if not hosts.is_under_way:
+            votes = self._of_host()
+            if votes is None:
+                return None
+            hosts.begin(*votes)
         result = hosts.poll()
         if result is None:
             return None
         self._memory.post(result * _OUTCOME | (self._round & TAG), VERDICT)
         self._rouse_all(self._others)
         return result
-
-    def _begin(self, hosts: HostsVote) -> bool:
-        """Tell the other hosts how this one has voted, if it has. Returns whether."""
-        votes = self._of_host()
-        if votes is None:
-            return False
-        hosts.begin(*votes)
-        return True
 
     def _heard(self) -> Outcome | None:
         verdict = self._memory.counter_of(self._leader, VERDICT)

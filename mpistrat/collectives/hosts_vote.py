@@ -47,7 +47,9 @@ def hosts_vote(comm: MPI.Comm, topology: Topology, freight: Freight | None) -> H
     hosts = comm.Split(0 if leads else MPI.UNDEFINED, topology.hosts.index(topology.host))
     if not leads:
         return None
-    return DirectVote(hosts, freight) if len(topology.local_sizes) <= MOST_HOSTS else ReducedVote(hosts)
+    if freight is not None or len(topology.local_sizes) <= MOST_HOSTS:
+        return DirectVote(hosts, freight)
+    return ReducedVote(hosts)
 
 
 class DirectVote:
@@ -62,31 +64,24 @@ class DirectVote:
         self._hosts, self._host, self._freight = hosts, hosts.Get_rank(), freight
         self._others = [h for h in range(hosts.Get_size()) if h != self._host]
         nbytes = _HEAD_BYTES + (freight.each if freight is not None else 0)
-        # What is sent in turn: the others may still receive what was sent in the round before.
-        self._sent = [aligned_empty(nbytes) for _ in range(2)]
-        self._sending: list[list[MPI.Request]] = [[], []]
         self._messages = [aligned_empty(nbytes) for _ in range(hosts.Get_size())]
         self._first = min(nbytes, _PIECE_BYTES)
-        self._turn = 0
-        self._awaited: list[MPI.Request] = []
+        self._sending: list[MPI.Request] = []
+        self._receiving: list[MPI.Request] = []
         self._have_votes = False
         self.is_under_way = False
 
     def begin(self, number: int, outcome: Outcome) -> None:
         """See HostsVote."""
-        self._turn = turn = 1 - self._turn
-        # The others have voted since, so they have what was sent then; MPI must be asked nevertheless.
-        MPI.Request.Waitall(self._sending[turn])
-        message, end = self._sent[turn], _HEAD_BYTES
+        message, end = self._messages[self._host], _HEAD_BYTES
         if self._freight is not None and outcome is Outcome.ALL_READY:
             end += self._freight.nbytes
             self._freight.load(message[_HEAD_BYTES:end])
         _vote_in(message)[:] = number, outcome, end
-        self._messages[self._host] = message
-        self._awaited = [self._hosts.Irecv([self._messages[h][_VOTE_AT:self._first], MPI.BYTE], h)
-                         for h in self._others]
+        self._receiving = [self._hosts.Irecv([self._messages[h][_VOTE_AT:self._first], MPI.BYTE], h)
+                           for h in self._others]
         pieces = [message[_VOTE_AT:min(end, self._first)], *self._more(message, end)]
-        self._sending[turn] = [self._hosts.Isend([piece, MPI.BYTE], h) for piece in pieces for h in self._others]
+        self._sending = [self._hosts.Isend([piece, MPI.BYTE], h) for piece in pieces for h in self._others]
         self._have_votes, self.is_under_way = False, True
 
     def _more(self, message: np.ndarray, end: int) -> list[np.ndarray]:
@@ -95,30 +90,34 @@ class DirectVote:
 
     def has_news(self) -> bool:
         """See HostsVote."""
-        return MPI.Request.Testall(self._awaited)
+        return MPI.Request.Testall(self._receiving)
 
     def poll(self) -> Outcome | None:
         """See HostsVote."""
-        if not MPI.Request.Testall(self._awaited):
+        if not MPI.Request.Testall(self._receiving):
             return None
         votes = [_vote_in(message).tolist() for message in self._messages]
         if not self._have_votes:
             self._have_votes = True
             # It was sent before anybody knew the outcome, and must be received whatever that is.
-            self._awaited = [self._hosts.Irecv([piece, MPI.BYTE], h) for h in self._others
-                             for piece in self._more(self._messages[h], votes[h][2])]
-            if not MPI.Request.Testall(self._awaited):
+            self._receiving = [self._hosts.Irecv([piece, MPI.BYTE], h) for h in self._others
+                               for piece in self._more(self._messages[h], votes[h][2])]
+            if not MPI.Request.Testall(self._receiving):
                 return None
+        # Once there is an outcome this rank may not ask MPI for a while, and others wait for what it still has to send.
+        if not MPI.Request.Testall(self._sending):
+            return None
         self.is_under_way = False
         number, least, end = votes[self._host][0], min(vote[1] for vote in votes), votes[self._host][2]
         outcome = Outcome(least) if all(vote[0] == number for vote in votes) else Outcome.REFUSED
-        if self._freight is not None and outcome is Outcome.ALL_READY:
-            self._freight.unload([message[_HEAD_BYTES:end] for message in self._messages])
+        if self._freight is not None:
+            if outcome is Outcome.ALL_READY:
+                self._freight.unload([message[_HEAD_BYTES:end] for message in self._messages])
+            self._freight.forget()
         return outcome
 
     def close(self) -> None:
         """See HostsVote."""
-        MPI.Request.Waitall([request for requests in self._sending for request in requests])
         self._hosts.Free()
 
 

@@ -6,7 +6,7 @@ library and initialises it.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -115,7 +115,7 @@ class MpiControl(ControlPlane):
         mail: The mailbox of this rank.
         local_ranks: The ranks on this host.
         peers: The ranks that will ever send to this one.
-        has_news: Tells whether MPI has brought something else, for which it must be polled too; None: there is no such.
+        polls: Whether MPI must be polled for something else, too, of which the mail knows.
     """
 
     _TAG = 1
@@ -125,11 +125,10 @@ class MpiControl(ControlPlane):
     _LONGEST_S = 3e-3
 
     def __init__(self, comm: MPI.Comm, mail: Mail, local_ranks: Sequence[int], peers: Sequence[int],
-                 has_news: Callable[[], bool] | None = None):
+                 polls: bool = False):
         self._comm, self._mail = comm, mail
         self._local = frozenset(local_ranks)
-        self._polls = has_news is not None or any(peer not in self._local for peer in peers)
-        self._has_other_news = has_news or bool
+        self._polls = polls or any(peer not in self._local for peer in peers)
         self._status = MPI.Status()
         self._sending: list[tuple[MPI.Request, bytes]] = []
 
@@ -166,16 +165,16 @@ class MpiControl(ControlPlane):
             return
         spin_s = (self._CALLERS_SPIN_S if spin_s else self._SPIN_S) - quiet_s
         if spin_s > 0:
-            until = time.monotonic() + min(spin_s, timeout_s)
-            while not self._has_come() and time.monotonic() < until:
+            # What waits for room in the mail is for the caller to send on.
+            until = time.monotonic() + (0.0 if self._mail.is_sending else min(spin_s, timeout_s))
+            while True:
                 os.sched_yield()
-            return
+                # Far less than a round of the engine: what a rank does while it looks, another on its processor waits
+                # for.
+                if self._mail.has_come() or self._comm.Iprobe(tag=self._TAG) or time.monotonic() >= until:
+                    return
         # A pause in proportion to the wait so far makes no wait much longer than it must be.
         self._mail.wait(min(timeout_s, max(quiet_s / 8, self._SHORTEST_S), self._LONGEST_S))
-
-    def _has_come(self) -> bool:
-        # Far less than a round of the engine: what a rank does while it looks, another on its processor waits for.
-        return self._mail.has_come() or self._has_other_news() or self._comm.Iprobe(tag=self._TAG)
 
     def wake(self) -> None:
         self._mail.wake()

@@ -40,10 +40,10 @@ class _Block:
 class SharedResults:
     """Blocks of memory that are the same on all ranks of a host, under the same numbers.
 
-    A block may be lent again when it is free on all ranks. With every all-reduce each rank declares which are free on
-    it; when that is over all ranks see what all have declared, and the next all-reduce is lent a block that was free
-    on all of them. So a choice takes no exchange of its own, and is late by one: where all-reduces of one size follow
-    each other, two blocks are lent in turn.
+    A block may be lent again when it is free on all ranks. With every large all-reduce each rank declares which are
+    free on it; when that is over all ranks see what all have declared, and the next all-reduce is lent a block that was
+    free on all of them. So a choice takes no exchange of its own, and is late by one: where all-reduces of one size
+    follow each other, two blocks are lent in turn.
 
     Used by the engine's thread alone. `declare` and `learn` are called on all ranks, for the same all-reduces.
 
@@ -92,7 +92,7 @@ class SharedResults:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the latest call of `lend` was for anything."""
+        """Whether `lend` was asked for something since `learn` was called, so that both it and `declare` are due."""
         return bool(self._lent or self._missed)
 
     def are_lent(self, targets: Sequence[np.ndarray]) -> bool:

@@ -43,7 +43,7 @@ class Host:
         elsewhere = [rank for rank in range(self.size) if rank not in self.ranks]
         topology = Topology(host, tuple(f"host {h}" for h in range(len(sizes))))
         vote = hosts_vote.hosts_vote(MPI.COMM_WORLD, topology, self.freights[0])
-        self.ballots = [HostsBallot(memory, self.roused.append, None if i else vote, elsewhere, self.freights[i])
+        self.ballots = [HostsBallot(memory, self.roused.append, None if i else vote, elsewhere)
                         for i, memory in enumerate(memories)]
 
     def outcomes(self) -> list[Outcome]:
@@ -181,6 +181,8 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
                                     arrays[i].size, are_shared=False)
         ballot.cast(number, is_ready=i in loads)
     outcomes = host.outcomes()
+    first = host.freights[0]
+    assert first is not None and first._latest is None, "what was packed, and its targets, are kept alive"
     if outcomes[0] is Outcome.ALL_READY:
         for load in loads.values():
             load.take()

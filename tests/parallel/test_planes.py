@@ -92,7 +92,7 @@ def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HostsBallot
     (memory, results), = shared_results([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
     freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
     vote = hosts_vote(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), freight)
-    ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank], freight)
+    ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank])
     plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), results, MPI.COMM_WORLD.Dup(), 1, 60.0,
                              freight)
     yield plane, ballot
