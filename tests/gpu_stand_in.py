@@ -5,6 +5,7 @@ shows that what is enqueued is the right work, waits for what it must wait for, 
 """
 
 import random
+import threading
 import weakref
 import zlib
 from collections import deque
@@ -64,7 +65,7 @@ class Array:
     def __init__(self, device: "Device", shape: tuple[int, ...], dtype: np.dtype):
         self.memory = device.allocate(max(int(np.prod(shape)) * dtype.itemsize, 1))
         self.shape, self.dtype, self.device = shape, dtype, device
-        device.used_bytes += self.memory.nbytes
+        device.count(self.memory.nbytes)
         weakref.finalize(self, device.free, self.memory)
 
     def __dlpack__(self, **_: Any) -> Any:
@@ -87,7 +88,7 @@ class Scratch:
 
 
 class Device:
-    """In place of mpistrat.gpu.device.Device.
+    """In place of mpistrat.gpu.device.Device. Like that one it is used by the engine's thread and by callers at once.
 
     Args:
         number: Of the GPU.
@@ -103,6 +104,8 @@ class Device:
         self.used_bytes = 0
         self.log: list[tuple[Any, ...]] = []
         self._random = random.Random(seed)
+        # Of what is counted, and of the streams; one thread may come back to it, by way of a finalizer.
+        self._lock = threading.RLock()
         self._streams: list[Stream] = []
         self._all_memory: list[np.ndarray] = []  # Never freed, so that what is used too long is poison and no crash.
         self._user = self.stream()
@@ -137,11 +140,12 @@ class Device:
 
     def run_a_little(self) -> None:
         """Go on with some streams, as far as each can."""
-        for stream in self._random.sample(self._streams, len(self._streams)):
-            for _ in range(self._random.randrange(1, 4)):
-                if not stream.work or not stream.work[0]():
-                    break
-                stream.work.popleft()
+        with self._lock:
+            for stream in self._random.sample(self._streams, len(self._streams)):
+                for _ in range(self._random.randrange(1, 4)):
+                    if not stream.work or not stream.work[0]():
+                        break
+                    stream.work.popleft()
 
     def run_all(self) -> None:
         """Until nothing is left."""
@@ -152,25 +156,32 @@ class Device:
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Poisoned memory."""
-        self._all_memory.append(np.full(nbytes + 64, _POISON, np.uint8))
-        start = -self._all_memory[-1].ctypes.data % 64
-        return self._all_memory[-1][start:start + nbytes]
+        memory = np.full(nbytes + 64, _POISON, np.uint8)
+        self._all_memory.append(memory)
+        start = -memory.ctypes.data % 64
+        return memory[start:start + nbytes]
+
+    def count(self, nbytes: int) -> None:
+        """A tensor has taken so much memory; less than 0: it has given it back."""
+        with self._lock:
+            self.used_bytes += nbytes
 
     def free(self, memory: np.ndarray) -> None:
         """Poison a tensor's memory."""
         memory.fill(_POISON)
-        self.used_bytes -= memory.nbytes
+        self.count(-memory.nbytes)
 
     def scratch(self, nbytes: int) -> GpuArray | None:
         if nbytes > self.free_bytes:
             return None
         memory = Scratch(self.allocate(nbytes))
-        self.free_bytes -= nbytes
+        self._take_back(-nbytes)
         weakref.finalize(memory, self._take_back, nbytes)
         return GpuArray(memory.bytes.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
 
     def _take_back(self, nbytes: int) -> None:
-        self.free_bytes += nbytes
+        with self._lock:
+            self.free_bytes += nbytes
 
     def pinned(self, nbytes: int) -> np.ndarray:
         return self.allocate(nbytes)

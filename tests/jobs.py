@@ -63,9 +63,8 @@ def run_job(ranks: int, command: Sequence[str], *, env: Mapping[str, str] | None
             mpirun_args: Sequence[str] = ()) -> Finished:
     """Run `command` on `ranks` ranks and return what it left. The command's output is stdout and stderr together.
 
-    After `limit_s` every Python process of the job prints its stacks (SIGABRT, with faulthandler on), everything is
-    killed, and the test fails with the output and the processes that were left. Plain `python` stands for this
-    interpreter.
+    After `limit_s` every Python process of the job prints its stacks, everything is killed, and the test fails with the
+    output and the processes that were left. Plain `python` stands for this interpreter.
     """
     mpirun = find_mpirun()
     assert mpirun is not None
@@ -87,9 +86,7 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
         return Finished(process.returncode, output, seconds, ended_at, living_after(job, 5))
     except subprocess.TimeoutExpired:
         living = [(stuck, stuck.name()) for stuck in processes_of(job)]
-        for stuck, name in living:
-            if "python" in name:
-                stuck.send_signal(signal.SIGABRT)
+        _print_stacks(living)
         try:
             output, _ = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
@@ -101,6 +98,22 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
     finally:
         for left in processes_of(job):
             left.kill()
+
+
+def _print_stacks(processes: Sequence[tuple[psutil.Process, str]]) -> None:
+    """Have every Python process among these print its stacks and end."""
+    launchers = [process for process, name in processes if "python" not in name]
+    ranks = [process for process, name in processes if "python" in name]
+    for launcher in launchers:
+        launcher.suspend()  # It would kill the other ranks when it sees the first one end.
+    for rank in ranks:
+        rank.send_signal(signal.SIGABRT)  # which faulthandler answers
+    until = time.monotonic() + 5
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks) \
+            and time.monotonic() < until:
+        time.sleep(0.05)
+    for launcher in launchers:
+        launcher.resume()
 
 
 def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
