@@ -108,7 +108,7 @@ def _mpi() -> dict[str, Any]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from ..runtime import backends
+    from ..planes import backends
     return [{"name": b.name, "available": b.available, "reason": b.reason} for b in backends()]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import mpi_setup, runtime, tensor_kinds
+from mpistrat import mpi_setup, planes, tensor_kinds
 from mpistrat.collectives.mpi import MpiData
 from mpistrat.gpu.connection import Hosts
 from tests import gpu_stand_in
@@ -134,7 +134,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
         # Its memory is the host's, which every MPI library takes.
         patch.setattr(mpi_setup, "takes_gpu_memory", lambda mpi, environ: "the stand-in")
         if operations == "hierarchical":
-            patch.setattr(runtime, "_hosts", pretended_hosts)
+            patch.setattr(planes, "_hosts", pretended_hosts)
     mpistrat.init()
     yield found
     mpistrat.shutdown()

