@@ -13,7 +13,7 @@ from .fusion import FusionBuffer
 from .gpu.execution import GpuExecutor
 from .memory import ResultPool
 from .messages import DEVICE_GPU, Kind
-from .stream import Stream
+from .stream import join, split
 from .tensor_queue import Entry, complete_all
 
 _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
@@ -219,9 +219,9 @@ class Executor:
             self._data.broadcast(targets[0].reshape(-1), root_rank)
             return
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        Stream(sources).copy_to(packed)
+        join(sources, packed)
         self._data.broadcast(packed, root_rank)
-        Stream(targets).copy_from(packed)
+        split(packed, targets)
 
     def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         # How many rows each rank brings is not negotiated but gathered here, so that a step with other row counts is

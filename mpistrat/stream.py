@@ -53,3 +53,19 @@ class Stream:
     def pieces(self, count: int) -> list[tuple[slice, np.ndarray]]:
         """The first `count` elements, as (which of them, view) for each array that they lie in."""
         return [(here, self._arrays[array][part]) for array, part, here in self._line.pieces(0, count)]
+
+
+def join(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:
+    """Copy all of `arrays`, times `scale`, one after the other to 1-D `target`, which is as long as they are."""
+    if len(arrays) == 1:
+        scaled_copy(arrays[0].reshape(-1), scale, target)
+    else:
+        Stream(arrays).copy_to(target, scale)
+
+
+def split(source: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+    """Copy 1-D `source` to `arrays`, one after the other, which are as long together."""
+    if len(arrays) == 1:
+        np.copyto(arrays[0].reshape(-1), source)
+    else:
+        Stream(arrays).copy_from(source)

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
-from ..scale import Scale, scaled_copy
-from ..stream import Stream
+from ..scale import Scale
+from ..stream import Stream, join, split
 from .base import Prepared
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
@@ -48,11 +48,7 @@ class AtOnce(Prepared):
             self._pack()
 
     def _pack(self) -> None:
-        mine, sources = self._parts[self._memory.index], self.sources
-        if len(sources) == 1:
-            scaled_copy(sources[0].reshape(-1), self.prescale, mine)
-        else:
-            Stream(sources).copy_to(mine, self.prescale)
+        join(self.sources, self._parts[self._memory.index], self.prescale)
         self.is_packed = True
 
     def finish(self, all_packed: bool, scratch: FusionBuffer) -> None:
@@ -72,7 +68,7 @@ class AtOnce(Prepared):
         else:
             result = scratch.view(self._parts[0].size, self._parts[0].dtype)
             combine(self._parts, self.op, result, self.scale)
-            Stream(targets).copy_from(result)
+            split(result, targets)
         memory.post(self._number, PACKED, CONSUMED, READY, UNPACKED)
 
 

@@ -29,6 +29,15 @@ class Read(NamedTuple):
     here: slice  # which elements of the slice they are
 
 
+class Out(NamedTuple):
+    """Elements of an array that this rank reduces."""
+
+    array: int
+    part: slice
+    place: np.ndarray  # where they are, reduced, in the shared memory
+    here: slice  # which elements of the slice they are
+
+
 class Chunk(NamedTuple):
     """Consecutive elements, of which each of some ranks reduces a slice.
 
@@ -47,7 +56,7 @@ class Chunk(NamedTuple):
     parts: list[np.ndarray]
     reads: list[Read]
     result: np.ndarray
-    outs: list[Move]
+    outs: list[Out]
     others: list[Move]
 
     @property
@@ -78,11 +87,12 @@ def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.nd
         if mine is None:
             chunks.append(Chunk(packs, None, [], [], reduced[:0], [], others))
             continue
-        parts = [part[mine] for part in slot[:-1]]
+        parts, result = [part[mine] for part in slot[:-1]], reduced[mine]
+        own = line.pieces(start + mine.start, mine.stop - mine.start)
         reads = [] if packs_own else [
-            Read(array, part, [packed[here] for packed in parts], here)
-            for array, part, here in line.pieces(start + mine.start, mine.stop - mine.start)]
-        chunks.append(Chunk(packs, mine, parts, reads, reduced[mine], _moves(line, start, [mine], reduced), others))
+            Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own]
+        outs = [Out(array, part, result[here], here) for array, part, here in own]
+        chunks.append(Chunk(packs, mine, parts, reads, result, outs, others))
     return chunks
 
 

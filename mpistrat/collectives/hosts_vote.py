@@ -75,8 +75,7 @@ class DirectVote:
         """See HostsVote."""
         message, end = self._messages[self._host], _HEAD_BYTES
         if self._freight is not None and outcome is Outcome.ALL_READY:
-            end += self._freight.nbytes
-            self._freight.load(message[_HEAD_BYTES:end])
+            end += self._freight.load(message[_HEAD_BYTES:])
         _vote_in(message)[:] = number, outcome, end
         self._receiving = [self._hosts.Irecv([self._messages[h][_VOTE_AT:self._first], MPI.BYTE], h)
                            for h in self._others]

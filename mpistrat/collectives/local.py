@@ -10,7 +10,7 @@ import numpy as np
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale
-from ..stream import Stream
+from ..stream import join, split
 from .base import ControlPlane, DataPlane
 from .host_memory import HostMemory
 from .reduction import combine
@@ -69,9 +69,9 @@ class ThreadData(DataPlane):
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                   scale: Scale) -> None:
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        Stream(sources).copy_to(packed, prescale)
+        join(sources, packed, prescale)
         combine(self._exchange(packed), op, packed, scale)
-        Stream(targets).copy_from(packed)
+        split(packed, targets)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         np.concatenate(self._exchange(source), out=target)

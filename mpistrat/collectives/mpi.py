@@ -14,7 +14,7 @@ from mpi4py import MPI
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale
-from ..stream import Stream
+from ..stream import join, split
 from .base import ControlPlane, DataPlane, Mail
 from .reduction import combine
 
@@ -50,9 +50,9 @@ class MpiData(DataPlane):
             self._allreduce(sources[0].reshape(-1), targets[0].reshape(-1), op, scale)
             return
         packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
-        Stream(sources).copy_to(packed, prescale)
+        join(sources, packed, prescale)
         self._allreduce(packed, packed, op, scale)
-        Stream(targets).copy_from(packed)
+        split(packed, targets)
 
     def _allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         size, dtype = self._size, source.dtype

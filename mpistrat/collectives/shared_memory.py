@@ -254,6 +254,8 @@ class SharedMemoryData(DataPlane):
         self._memory.await_all(PACKED, work.first + k)
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         self._reduce_slice(work, chunk, chunk.result, work.scale)
+        # Before the others do, for they take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
+        self._take_own(work, k)
         self._publish(work, k, CONSUMED)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
@@ -265,11 +267,13 @@ class SharedMemoryData(DataPlane):
             pieces[self._index] = work.inputs[array][part]
             combine(pieces, work.op, result[here], scale)
 
+    def _take_own(self, work: Work, k: int) -> None:
+        """Copy this rank's slice to its own result."""
+        for array, part, place, _ in work.chunks[k].outs:
+            work.last_scale.apply(place, work.outputs[array][part])
+
     def _publish(self, work: Work, k: int, *counters: int) -> None:
         """Have the other ranks see this one's slice, and these counters."""
-        # First its own result, for the others take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
-        for array, part, place in work.chunks[k].outs:
-            work.last_scale.apply(place, work.outputs[array][part])
         if work.are_lent:
             counters = *counters, UNPACKED
         self._memory.post(work.first + k, READY, *counters)

@@ -164,21 +164,22 @@ def expected(host: Host, elements: int, step: int = 0) -> np.ndarray:
 
 
 def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
-             scale: Scale = IDENTITY, unready: int = -1, number: int = 5) -> tuple[list[Outcome], list[np.ndarray]]:
+             scale: Scale = IDENTITY, unready: int = -1, number: int = 5, whole: bool = False,
+             ) -> tuple[list[Outcome], list[np.ndarray]]:
     """Let the ranks of this host vote with one array each in the freight; what comes of it, on each of them.
 
     Args:
         unready: A rank that brings nothing.
         number: What they vote for.
+        whole: They bring one array each; otherwise two, of which the result is one: what is packed is a stream.
     """
     targets, loads = [np.empty_like(array) for array in arrays], {}
     for i, (ballot, freight) in enumerate(zip(host.ballots, host.freights, strict=True)):
         assert freight is not None
         if host.ranks[i] != unready:
-            # Two arrays, and one result: what is packed is a stream of elements.
             cut = arrays[i].size // 2
-            loads[i] = freight.pack([arrays[i][:cut], arrays[i][cut:]], [targets[i]], op, prescale, scale,
-                                    arrays[i].size, are_shared=False)
+            sources = [arrays[i]] if whole else [arrays[i][:cut], arrays[i][cut:]]
+            loads[i] = freight.pack(sources, [targets[i]], op, prescale, scale, arrays[i].size, are_shared=False)
         ballot.cast(number, is_ready=i in loads)
     outcomes = host.outcomes()
     first = host.freights[0]
@@ -191,16 +192,18 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
 
 @pytest.mark.parametrize("elements", SIZES)
 def test_what_goes_with_votes_is_summed_in_the_order_of_ranks_and_hosts(loaded: Host, elements: int) -> None:
-    for step in range(5):
-        outcomes, results = vote_for(loaded, [values(rank, elements, step) for rank in loaded.ranks])
+    for step in range(6):
+        arrays = [values(rank, elements, step) for rank in loaded.ranks]
+        outcomes, results = vote_for(loaded, arrays, whole=step % 2 == 1)
         assert outcomes == [Outcome.ALL_READY] * len(results)
         for result in results:
             np.testing.assert_array_equal(result, expected(loaded, elements, step))
 
 
-def test_what_goes_with_votes_is_scaled_before_and_after(loaded: Host) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_goes_with_votes_is_scaled_before_and_after(loaded: Host, whole: bool) -> None:
     _, results = vote_for(loaded, [np.full(100, rank, np.int32) for rank in loaded.ranks], prescale=2.0,
-                          scale=Scale(1.0, loaded.size))
+                          scale=Scale(1.0, loaded.size), whole=whole)
     _, largest = vote_for(loaded, [np.full(100, rank, np.float64) for rank in loaded.ranks], ReduceOp.MAX)
     for result, most in zip(results, largest, strict=True):
         np.testing.assert_array_equal(result, np.full(100, sum(range(loaded.size)) * 2 // loaded.size))

@@ -71,17 +71,21 @@ def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
     np.testing.assert_array_equal(result, large)
 
 
-@pytest.mark.parametrize("elements", [1000, CHUNK // 4, 20 * CHUNK // 4 + 7])
-def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: int, size: int, elements: int) -> None:
+# One array of each kind, large ones that share a chunk, and small ones that do.
+@pytest.mark.parametrize("elements", [[1000], [CHUNK // 4], [20 * CHUNK // 4 + 7], [CHUNK // 2 + 3, CHUNK], [7] * 5000])
+def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: int, size: int,
+                                                      elements: list[int]) -> None:
     lends, lent_before = rank != 1, 0
     for step in range(8):
-        source = np.full(elements, float(step + rank))
-        lent, = plane.lend([[source]], lends)
+        sources = [np.full(count, float(step + rank + k)) for k, count in enumerate(elements)]
+        lent, = plane.lend([sources], lends)
         lent_before += lent is not None
-        result, = [np.empty_like(source)] if lent is None else lent
-        plane.allreduce([source], [result], ReduceOp.SUM, 1.0, Scale(6.0, size))
-        np.testing.assert_array_equal(result, np.full(elements, 6.0 * (step + (size - 1) / 2)))
-        del lent, result
+        results = [np.empty_like(source) for source in sources] if lent is None else lent
+        plane.allreduce(sources, results, ReduceOp.SUM, 1.0, Scale(6.0, size))
+        for k, result in enumerate(results):
+            np.testing.assert_array_equal(result, np.full(elements[k], 6.0 * (step + k + (size - 1) / 2)))
+            del result
+        del lent, results
     assert (lent_before > 2) == (lends and isinstance(plane, HierarchicalData))
 
 
