@@ -1,4 +1,4 @@
-"""A list of arrays as one sequence of elements: to copy any part of it in or out, without joining the arrays first."""
+"""A list of C-contiguous arrays of one dtype as one sequence of elements: which of them are where, and copies."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -33,39 +33,26 @@ class Line:
         return pieces
 
 
-class Stream:
-    """C-contiguous arrays of one dtype, as if they were one after the other."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self._arrays = [array.reshape(-1) for array in arrays]
-        self._line = Line([array.size for array in self._arrays])
-
-    def copy_to(self, target: np.ndarray, scale: float = 1.0) -> None:
-        """Fill 1-D `target` with the first elements, times `scale`."""
-        for here, piece in self.pieces(target.size):
-            scaled_copy(piece, scale, target[here])
-
-    def copy_from(self, source: np.ndarray) -> None:
-        """Overwrite the first elements with 1-D `source`."""
-        for here, piece in self.pieces(source.size):
-            piece[...] = source[here]
-
-    def pieces(self, count: int) -> list[tuple[slice, np.ndarray]]:
-        """The first `count` elements, as (which of them, view) for each array that they lie in."""
-        return [(here, self._arrays[array][part]) for array, part, here in self._line.pieces(0, count)]
+def pieces(arrays: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
+    """The elements of each of `arrays` that has any, 1-D: (which of all elements, view)."""
+    flat = [array.reshape(-1) for array in arrays]
+    line = Line([array.size for array in flat])
+    return [(here, flat[i][part]) for i, part, here in line.pieces(0, line.length)]
 
 
 def join(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:
     """Copy all of `arrays`, times `scale`, one after the other to 1-D `target`, which is as long as they are."""
     if len(arrays) == 1:
         scaled_copy(arrays[0].reshape(-1), scale, target)
-    else:
-        Stream(arrays).copy_to(target, scale)
+        return
+    for here, piece in pieces(arrays):
+        scaled_copy(piece, scale, target[here])
 
 
 def split(source: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
     """Copy 1-D `source` to `arrays`, one after the other, which are as long together."""
     if len(arrays) == 1:
         np.copyto(arrays[0].reshape(-1), source)
-    else:
-        Stream(arrays).copy_from(source)
+        return
+    for here, piece in pieces(arrays):
+        piece[...] = source[here]

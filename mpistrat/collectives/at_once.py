@@ -12,7 +12,7 @@ import numpy as np
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import Scale
-from ..stream import Stream, join, split
+from ..stream import join, pieces, split
 from .base import Prepared
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
@@ -63,7 +63,7 @@ class AtOnce(Prepared):
         if len(targets) == 1:
             combine(self._parts, self.op, targets[0].reshape(-1), self.scale)
         elif are_large(self._parts[0].nbytes, targets):
-            for here, piece in Stream(targets).pieces(self._parts[0].size):
+            for here, piece in pieces(targets):
                 combine([part[here] for part in self._parts], self.op, piece, self.scale)
         else:
             result = scratch.view(self._parts[0].size, self._parts[0].dtype)

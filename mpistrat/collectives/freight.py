@@ -55,9 +55,10 @@ class Load(Prepared):
 class Freight:
     """What the ranks of a host bring for one vote, and what comes of it if all ranks of all hosts vote for the same.
 
-    The ranks pack into memory that all of them see. When all have voted, ready, the first rank of the host reduces
-    their parts (`load`), sends that with its host's vote, and reduces what the hosts have sent into the same memory
-    (`unload`), before it tells of the outcome. Then each rank takes the result (`Load.take`).
+    The ranks pack into memory that all of them see, but for a single array of the first one, which it reads where it
+    is. When all have voted, ready, the first rank of the host reduces their parts (`load`), sends that with its host's
+    vote, and reduces what the hosts have sent into the same memory (`unload`), before it tells of the outcome. Then
+    each rank takes the result (`Load.take`).
 
     That needs no counters, for the votes say it all: a rank packs again when it has heard the outcome, for which its
     part was read; and there is another result when all ranks have voted again, after they took the one before.

@@ -4,7 +4,7 @@ The tensors of a bucket go through in chunks, as one stream of bytes: while the 
 to the host, and the one before on its way back.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..gpu.arrays import GpuArray
 from ..gpu.plane import Completion, GpuPlane, await_on_host
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
+from ..stream import Line
 from .base import DataPlane
 
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -124,7 +125,7 @@ class StagedData(GpuPlane):
         if not self._slots:
             self._slots = [self._device.pinned(self._chunk_bytes) for _ in range(_SLOTS)]
         sizes = [source.nbytes for source in sources]
-        chunks = list(_chunks(sizes, self._chunk_bytes))
+        chunks = _chunks(sizes, self._chunk_bytes)
         arrived: list[Any] = []
         returned: list[Any] = []
 
@@ -154,18 +155,9 @@ class StagedData(GpuPlane):
         self._device.wait(self._to_host, self._device.record(self._to_gpu))
 
 
-def _chunks(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Chunks of at most `limit` bytes, each as pieces (index of the tensor, first byte, bytes); see Stream."""
-    chunk: list[tuple[int, int, int]] = []
-    room = limit
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            nbytes = min(size - start, room)
-            chunk.append((index, start, nbytes))
-            start, room = start + nbytes, room - nbytes
-            if room == 0:
-                yield chunk
-                chunk, room = [], limit
-    if chunk:
-        yield chunk
+def _chunks(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
+    """Chunks of at most `limit` bytes, each as pieces (index of the tensor, first byte, bytes)."""
+    line = Line(sizes)
+    return [[(i, part.start, part.stop - part.start)
+             for i, part, _ in line.pieces(start, min(limit, line.length - start))]
+            for start in range(0, line.length, limit)]

@@ -131,6 +131,7 @@ def test_a_module_imports_only_what_its_layer_may_need(module: str) -> None:
 
 def test_the_walk_sees_imports_of_every_form() -> None:
     assert {"errors", "mpi_setup", "collectives.mpi", "collectives.local"} <= own_imports("planes")
+    assert {"engine", "errors", "planes"} <= own_imports("runtime")
     assert {"runtime", "topology"} <= own_imports("basics")
     assert {"array_ops", "runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
     assert {"", "process_sets", "keras", "tensorflow.ops"} <= own_imports("tensorflow")

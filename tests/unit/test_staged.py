@@ -28,7 +28,7 @@ def on_gpu(device: Device, *values: np.ndarray) -> list[GpuArray]:
 ])
 def test_tensors_are_cut_into_chunks_as_if_they_were_one(sizes: list[int],
                                                          chunks: list[list[tuple[int, int, int]]]) -> None:
-    assert list(_chunks(sizes, 16)) == chunks
+    assert _chunks(sizes, 16) == chunks
 
 
 @pytest.mark.parametrize("seed", range(5))
