@@ -35,9 +35,8 @@ class Line:
 
 def pieces(arrays: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
     """The elements of each of `arrays` that has any, 1-D: (which of all elements, view)."""
-    flat = [array.reshape(-1) for array in arrays]
-    line = Line([array.size for array in flat])
-    return [(here, flat[i][part]) for i, part, here in line.pieces(0, line.length)]
+    ends = accumulate([array.size for array in arrays])
+    return [(slice(end - array.size, end), array.reshape(-1)) for array, end in zip(arrays, ends) if array.size]
 
 
 def join(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:

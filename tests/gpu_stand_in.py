@@ -175,13 +175,13 @@ class Device:
         if nbytes > self.free_bytes:
             return None
         memory = Scratch(self.allocate(nbytes))
-        self._take_back(-nbytes)
-        weakref.finalize(memory, self._take_back, nbytes)
+        self._count_scratch(nbytes)
+        weakref.finalize(memory, self._count_scratch, -nbytes)
         return GpuArray(memory.bytes.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
 
-    def _take_back(self, nbytes: int) -> None:
+    def _count_scratch(self, nbytes: int) -> None:
         with self._lock:
-            self.free_bytes += nbytes
+            self.free_bytes -= nbytes
 
     def pinned(self, nbytes: int) -> np.ndarray:
         return self.allocate(nbytes)

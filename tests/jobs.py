@@ -86,7 +86,7 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
         return Finished(process.returncode, output, seconds, ended_at, living_after(job, 5))
     except subprocess.TimeoutExpired:
         living = [(stuck, stuck.name()) for stuck in processes_of(job)]
-        _print_stacks(living)
+        _print_stacks(job)
         try:
             output, _ = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
@@ -100,18 +100,15 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
             left.kill()
 
 
-def _print_stacks(processes: Sequence[tuple[psutil.Process, str]]) -> None:
-    """Have every Python process among these print its stacks and end."""
-    launchers = [process for process, name in processes if "python" not in name]
-    ranks = [process for process, name in processes if "python" in name]
+def _print_stacks(job: str) -> None:
+    """Have every Python process of a job print its stacks and end."""
+    ranks = processes_of(job, "python")
+    launchers = [process for process in processes_of(job) if process not in ranks]
     for launcher in launchers:
         launcher.suspend()  # It would kill the other ranks when it sees the first one end.
     for rank in ranks:
         rank.send_signal(signal.SIGABRT)  # which faulthandler answers
-    until = time.monotonic() + 5
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks) \
-            and time.monotonic() < until:
-        time.sleep(0.05)
+    living_after(job, 5, "python")
     for launcher in launchers:
         launcher.resume()
 
@@ -129,20 +126,20 @@ def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
     return result
 
 
-def living_after(job: str, patience_s: float) -> tuple[int, ...]:
-    """The ids of a job's processes that live on for `patience_s` after its end; mostly none, at once."""
+def living_after(job: str, patience_s: float, named: str = "") -> tuple[int, ...]:
+    """The ids of a job's processes, as `processes_of` has them, that live on for `patience_s`; mostly none, at once."""
     until = time.monotonic() + patience_s
-    while (living := processes_of(job)) and time.monotonic() < until:
+    while (living := processes_of(job, named)) and time.monotonic() < until:
         time.sleep(0.05)
     return tuple(process.pid for process in living)
 
 
-def processes_of(job: str) -> list[psutil.Process]:
-    """The living processes that were started by a job, its orphans included."""
+def processes_of(job: str, named: str = "") -> list[psutil.Process]:
+    """The living processes that were started by a job, its orphans included, with `named` in their names."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(JOB_VARIABLE) == job:
+            if process.environ().get(JOB_VARIABLE) == job and named in process.name():
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
