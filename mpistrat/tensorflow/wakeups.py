@@ -1,107 +1,173 @@
 """How the engine's thread wakes nodes of running graphs: by queues, which TensorFlow reads without holding a thread.
 
-Every wait has a queue of its own while it lasts, and its ticket says which. One queue for all executions of a place in
-a graph would not do: when an execution is given up, for an error elsewhere in its graph, its wake-up stays in the
-queue, and the next execution would run on before its collective is complete.
+Every wait has a queue of its own while it lasts. One queue for all executions of a call site would not do: when an
+execution is given up, for an error elsewhere in its graph, its wake-up stays in the queue, and the next execution would
+run on before its collective is complete.
+
+A graph captures no queue. The callback that begins a wait returns its ticket: the number of the wait, and the queue's
+handle as a string. So the gradient of a branch or of a loop, which can capture nothing, may wait like any other graph,
+and there are as many queues as collectives were ever under way at the same time.
+
+A wait is over when its result is fetched. Some results are never fetched: the execution was given up, or has no use for
+them. That is seen from the references to the ticket's memory, which TensorFlow does not copy. While there is one, a
+node may still read the ticket or the queue.
 """
 
-import bisect
-import itertools
+import sys
 import threading
-import weakref
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
+from ..memory import ALIGNMENT, aligned_empty
 from ..tensor_queue import Handle
+from .own_executor import at_once
 
-_GROUP = 16  # queues are made in groups, and a graph captures those of all places in it as one tensor
-_SPARE = 16  # beyond one per place: for iterations of a loop that TensorFlow runs at the same time
+# A ticket: the number of the wait, how many elements to read from its queue (one), and the queue's handle.
+TICKET = (tf.int64, tf.int32, tf.string)
+
+_GROUP = 16  # so many queues are made at a time
 _TOGETHER = (64, 8)  # so many queues can be written to by one operation
-_SLOTS = 2**16  # ticket % _SLOTS is the number of the queue
+
+
+class _Wait:
+    """From a ticket to the fetch of the result.
+
+    Attributes:
+        handle: The collective; None until it is known.
+        is_woken: The queue has been written to.
+    """
+
+    __slots__ = ("handle", "is_woken", "queue")
+
+    def __init__(self, queue: tf.Tensor):
+        self.queue = queue
+        self.handle: Handle | None = None
+        self.is_woken = False
+
+
+class _Slot:
+    """A queue and its ticket, for one wait after another."""
+
+    __slots__ = ("_idle", "number", "queue", "ticket", "wait")
+
+    def __init__(self, number: int, queue: tf.Tensor):
+        memory = aligned_empty(2 * ALIGNMENT)
+        views = [memory[:8].view(np.int64).reshape(()), memory[ALIGNMENT:][:4].view(np.int32).reshape(())]
+        views[0][...], views[1][...] = number, 1
+        self.number, self.queue = number, queue
+        self.ticket = [*views, np.array(tf.io.serialize_tensor(queue).numpy(), object)]
+        self.wait: _Wait | None = None
+        del memory, views
+        self._idle = self._references()
+
+    def _references(self) -> list[int]:
+        number, count, _ = self.ticket
+        return [sys.getrefcount(number), sys.getrefcount(count), sys.getrefcount(number.base)]
+
+    def is_left(self) -> bool:
+        """Whether nobody can fetch the result, and nothing will be written to the queue or read from it any more."""
+        wait = self.wait
+        return wait is not None and (wait.is_woken or wait.handle is None) and self._references() == self._idle
 
 
 class Wakeups:
     """The queues, and which collective under way has which. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a place's end may come in the middle of anything
-        self._queues: list[tf.Tensor] = []
-        self._stacked: tf.Tensor | None = None
-        self._free: list[int] = []  # sorted
-        self._taken: dict[int, Handle] = {}  # by ticket, the oldest first
-        self._numbers = itertools.count()
-        self._places = 0
+        self._lock = threading.RLock()  # a signal handler may come in the middle of anything
+        self._slots: list[_Slot] = []  # by number
+        self._free: list[_Slot] = []
+        self._taken: dict[int, _Slot] = {}  # by number
         self._element: tf.Tensor | None = None  # to make one takes as long as to enqueue it
         self._enqueues: dict[int, Any] = {}  # by how many queues they write to
 
-    def queues_for(self, place: Any) -> tf.Tensor:
-        """Handles of as many queues as are enough with one more place in a graph, for that graph to capture.
-
-        At any time one collective of each place is incomplete at most, since its name is the same every time. A place
-        takes the highest free queue that it has captured, so that places captured earlier find a lower one.
-        """
+    def prepare(self) -> None:
+        """Make what all waits have in common, while a graph is traced, so that its execution need not."""
         with self._lock:
-            self._places += 1
-            weakref.finalize(place, self._forget_place)
-            while len(self._queues) < self._places + _SPARE:
-                self._grow()
-            return self._stacked
-
-    def _forget_place(self) -> None:
-        with self._lock:
-            self._places -= 1
+            if self._enqueues:
+                return
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._element = tf.constant(0, tf.int64)
+                self._enqueues = {count: _enqueue_to(count) for count in _TOGETHER}
+            self._grow()
 
     def _grow(self) -> None:
-        first = len(self._queues)
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._element = tf.constant(0, tf.int64)
-            self._queues += [tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
-                                                    shared_name=f"mpistrat_wakeup_{slot}")
-                             for slot in range(first, first + _GROUP)]
-            self._stacked = tf.stack(self._queues)
-        self._free += range(first, first + _GROUP)
-        for count in _TOGETHER:
-            if count <= len(self._queues) and count not in self._enqueues:
-                self._enqueues[count] = _enqueue_to(count)
+        with ExitStack() as stack:
+            stack.enter_context(tf.init_scope())
+            stack.enter_context(at_once())
+            stack.enter_context(tf.device("CPU:0"))
+            for number in range(len(self._slots), len(self._slots) + _GROUP):
+                queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
+                                               shared_name=f"mpistrat_wakeup_{number}")
+                self._slots.append(_Slot(number, queue))
+        self._free += self._slots[-_GROUP:]
 
-    def ticket_for(self, handle: Handle, queues: int) -> int:
-        """A ticket that stands for `handle` until `redeem`, with one of the first `queues` queues."""
-        with self._lock:
-            position = bisect.bisect_left(self._free, queues) - 1
-            slot = self._free.pop(position) if position >= 0 else self._reclaim(queues)
-            ticket = next(self._numbers) * _SLOTS + slot
-            self._taken[ticket] = handle
-        handle.when_done(self._wake, slot)
+    def ticket_for(self, handle: Handle) -> list[np.ndarray]:
+        """A ticket whose wait ends when the collective is complete."""
+        ticket = self.open_ticket()
+        self.attach(int(ticket[0]), handle)
         return ticket
 
-    def _reclaim(self, queues: int) -> int:
-        """The queue of the oldest complete collective: its execution was given up, or has no use for the result."""
-        for ticket, handle in self._taken.items():
-            slot = ticket % _SLOTS
-            if slot < queues and handle.done():
-                del self._taken[ticket]
-                while tf.raw_ops.QueueSizeV2(handle=self._queues[slot]) > 0:
-                    tf.raw_ops.QueueDequeueV2(handle=self._queues[slot], component_types=[tf.int64])
-                return slot
-        raise AssertionError(f"{queues} queues are not enough for the collectives under way")
-
-    def _wake(self, slots: list[int]) -> None:
-        queues = [self._queues[slot] for slot in slots]
-        for count in _TOGETHER:
-            while len(queues) >= count:
-                _run_here(self._enqueues[count], [self._element, *queues[:count]])
-                del queues[:count]
-        for queue in queues:
-            tf.raw_ops.QueueEnqueueV2(handle=queue, components=[self._element], timeout_ms=-1)
-
-    def redeem(self, ticket: int) -> Handle:
-        """The handle that the ticket stands for, once its wait is over."""
+    def open_ticket(self) -> list[np.ndarray]:
+        """A ticket for a collective that will be attached to it. TensorFlow must get these very arrays."""
         with self._lock:
-            handle = self._taken.pop(ticket)
-            bisect.insort(self._free, ticket % _SLOTS)
-        return handle
+            # Two for each that is added, so that they do not become more and more.
+            self._reclaim(2)
+            if not self._free:
+                self._reclaim(len(self._taken))
+            if not self._free:
+                self._grow()
+            slot = self._free.pop()
+            slot.wait = _Wait(slot.queue)
+            self._taken[slot.number] = slot
+            return [*slot.ticket]  # more references, so that the wait is not taken for one that is left
+
+    def attach(self, number: int, handle: Handle) -> None:
+        """Let a wait end when this collective is complete."""
+        wait = self._slots[number].wait
+        assert wait is not None and wait.handle is None
+        wait.handle = handle
+        handle.when_done(self._wake, wait)
+
+    def _reclaim(self, count: int) -> None:
+        """Look at the waits that began the longest ago, or were looked at the longest ago; take back those left."""
+        for number in [number for number, _ in zip(self._taken, range(count), strict=False)]:
+            slot = self._taken.pop(number)
+            if not slot.is_left():
+                self._taken[number] = slot
+                continue
+            with at_once():
+                while tf.raw_ops.QueueSizeV2(handle=slot.queue) > 0:
+                    tf.raw_ops.QueueDequeueV2(handle=slot.queue, component_types=[tf.int64])
+            self._release(slot)
+
+    def _release(self, slot: _Slot) -> None:
+        slot.wait = None
+        self._free.append(slot)
+
+    def _wake(self, waits: list[_Wait]) -> None:
+        queues = [wait.queue for wait in waits]
+        with at_once():
+            for count in _TOGETHER:
+                while len(queues) >= count:
+                    _run_here(self._enqueues[count], [self._element, *queues[:count]])
+                    del queues[:count]
+            for queue in queues:
+                tf.raw_ops.QueueEnqueueV2(handle=queue, components=[self._element], timeout_ms=-1)
+        for wait in waits:
+            wait.is_woken = True
+
+    def redeem(self, number: int) -> Handle:
+        """The handle of the wait with this ticket, once it is over."""
+        with self._lock:
+            slot = self._taken.pop(number)
+            wait = slot.wait
+            self._release(slot)
+        assert wait is not None and wait.handle is not None
+        return wait.handle
 
 
 WAKEUPS = Wakeups()  # of all graphs in this process
@@ -116,8 +182,7 @@ def _enqueue_to(count: int) -> Any:
         for queue in queues:
             tf.raw_ops.QueueEnqueueV2(handle=queue, components=[element], timeout_ms=-1)
 
-    with tf.init_scope(), tf.device("CPU:0"):
-        return enqueue.get_concrete_function()
+    return enqueue.get_concrete_function()
 
 
 def _run_here(function: Any, inputs: list[tf.Tensor]) -> None:
@@ -131,19 +196,15 @@ def _run_here(function: Any, inputs: list[tf.Tensor]) -> None:
         tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
-def awaited(ticket: tf.Tensor, queues: tf.Tensor) -> tf.Tensor:
-    """In a graph: `ticket`, once its collective is complete."""
-    queue = tf.gather(seen_from_here(queues), ticket % _SLOTS)
-    done = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int64])
+def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
+    """In a graph: the number of the wait, once its collective is complete.
+
+    Args:
+        ticket: Scalars, what a callback returned. The dequeue takes the count from there, and not a constant, since an
+            input lives as long as the node: without a use for the number nothing else would hold the ticket's memory.
+    """
+    number, count, queue = ticket
+    handle = tf.io.parse_tensor(queue, tf.resource)
+    done = tf.raw_ops.QueueDequeueManyV2(handle=handle, n=count, component_types=[tf.int64])
     with tf.control_dependencies(done):
-        return tf.identity(ticket)
-
-
-def seen_from_here(resource: tf.Tensor) -> tf.Tensor:
-    """The resource as a tensor of the function around this graph: the gradient of a loop can capture no other."""
-    graph = tf.compat.v1.get_default_graph()
-    if not isinstance(graph, ControlFlowFuncGraph):
-        return resource
-    while isinstance(graph, ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    return graph.capture(resource)
+        return tf.identity(number)

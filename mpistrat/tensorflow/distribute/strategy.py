@@ -60,7 +60,6 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         kinds = array_ops.allgather_object(variables)
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
-        collectives.create_token()
         extended = RankExtended(self, resolve(device or _default_device()), options, _resolver(), random_per_rank,
                                 variables == "central")
         # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
