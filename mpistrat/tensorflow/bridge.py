@@ -34,22 +34,15 @@ from ..errors import (
     MpistratError,
     NotInitializedError,
 )
-from ..memory import aligned_empty
 from ..messages import Request
 from . import executions, gpu_bridge
 from .executions import Execution
 from .host_call import host_call
 from .program_order import calls_in_order
 from .thread_state import keep_thread_state
-from .wakeups import TICKET, WAKEUPS, awaited
+from .wakeups import TICKET, WAKEUPS, awaited, done_ticket, execution_of, is_done
 
 _PATIENCE_S = 10e-3
-_NUMBER_OF_DONE = aligned_empty(8).view(np.int64).reshape(())  # TensorFlow need not copy it.
-_NUMBER_OF_DONE[...] = -1
-_DONE = [_NUMBER_OF_DONE, np.array(0, np.int32), np.array(b"", object)]  # in place of a ticket
-_NO_NUMBER = np.array(0)
-HEADER = (*TICKET, tf.int64)  # the dtypes of a ticket and the number of the execution
-
 _MOST_BRANCHES = 8  # of collectives in one graph that wait if they are the last; each takes 10 ms when it is traced
 
 # Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit; the same for the same shapes.
@@ -118,17 +111,17 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
 
     with tf.device("CPU:0"):
         if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > _MOST_BRANCHES):
-            *ticket, number = scalars(host_call(site.submit, [*tensors, *past], HEADER, stateful=True))
+            ticket = scalars(host_call(site.submit, [*tensors, *past], TICKET, stateful=True))
             results = fetched(ticket)
         else:
-            returned = host_call(site.submit_and_wait, [*tensors, *past], [*HEADER, *dtypes], stateful=True)
-            (*ticket, number), ready = scalars(returned[:len(HEADER)]), returned[len(HEADER):]
+            returned = host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes], stateful=True)
+            ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
             # Bare Switch and Merge nodes are no quicker, and what stands in line behind the dequeue would be dead with
             # it.
-            results = list(tf.cond(ticket[0] < 0, lambda: shaped([tf.identity(result) for result in ready]),
+            results = list(tf.cond(is_done(ticket), lambda: shaped([tf.identity(result) for result in ready]),
                                    lambda: fetched(ticket)))
-    if site.counts:
-        execution.number = number
+        if site.counts:
+            execution.number = execution_of(ticket)
     return results
 
 
@@ -179,29 +172,29 @@ class _CallSite:
         self._latest: dict[str, tuple[list[tuple[int, ...]], Request]] = {}  # by what is added to the name
 
     def submit(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """A ticket for the result, and the number of the execution."""
+        """A ticket for the result."""
         keep_thread_state()
         request, arrays, number = self._prepared(inputs)
-        return [*WAKEUPS.ticket_for(runtime.current().engine.submit(request, arrays)), number]
+        return WAKEUPS.ticket_for(runtime.current().engine.submit(request, arrays), number)
 
     def submit_and_wait(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """_DONE, the number and the results; or a ticket, the number and empty arrays."""
+        """What stands for a ticket and the results, or a ticket and empty arrays."""
         keep_thread_state()
         engine, (request, arrays, number) = runtime.current().engine, self._prepared(inputs)
         if self._wait is Wait.ALWAYS or self._position == self._line.length:
             handle = engine.run(request, arrays, _PATIENCE_S)
             if handle.done():
-                return [*_DONE, number, *handle.wait()]
+                return [*done_ticket(number), *handle.wait()]
         else:
             handle = engine.submit(request, arrays)
-        return [*WAKEUPS.ticket_for(handle), number, *self._nothing]
+        return [*WAKEUPS.ticket_for(handle, number), *self._nothing]
 
-    def fetch(self, number: np.int64) -> list[np.ndarray]:
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The results."""
         keep_thread_state()
-        return WAKEUPS.redeem(int(number)).wait()
+        return WAKEUPS.redeem(int(ticket)).wait()
 
-    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, list[np.ndarray], np.ndarray]:
+    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, list[np.ndarray], int]:
         arrays = [np.asarray(array) for array in inputs]
         suffix = executions.suffix(int(arrays.pop())) if self.has_past else ""
         shapes = [array.shape for array in arrays]
@@ -210,8 +203,7 @@ class _CallSite:
             request = self._make_request(arrays)
             latest = shapes, dataclasses.replace(request, name=request.name + suffix, in_graph=True)
             self._latest[suffix] = latest
-        number = np.array(executions.next_number(latest[1].name)) if self.counts else _NO_NUMBER
-        return latest[1], arrays, number
+        return latest[1], arrays, executions.next_number(latest[1].name) if self.counts else 0
 
 
 def as_tf_error(error: MpistratError) -> Exception:

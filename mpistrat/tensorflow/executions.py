@@ -6,19 +6,19 @@ collective in a graph that has a gradient returns the number of its execution, w
 executions meet in this order, and the gradient has the number in its name.
 """
 
-from collections import Counter
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from .. import runtime
 
-_NAMES = 32  # Of a name; so many executions of one gradient may be under way. More names would crowd the engine's tables.
+# So many executions of one gradient may be under way. More names would crowd the engine's tables.
+_NAMES = 32
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Execution:
 
 
 _current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-_counts: "WeakKeyDictionary[Any, Counter[str]]" = WeakKeyDictionary()  # by engine: they begin anew with it, on all ranks
+_counted: tuple[Callable[[], Any], dict[str, int]] = lambda: None, {}  # a reference to the engine, and by name
 
 
 def current() -> Execution | None:
@@ -55,9 +55,13 @@ def scope(execution: Execution) -> Iterator[Execution]:
 
 def next_number(name: str) -> int:
     """The number of the execution that begins of a collective of this name."""
-    counts = _counts.setdefault(runtime.current().engine, Counter())
-    counts[name] += 1
-    return counts[name] - 1
+    global _counted
+    engine = runtime.current().engine
+    if _counted[0]() is not engine:
+        _counted = weakref.ref(engine), {}  # They begin anew with each engine, on all ranks.
+    counts = _counted[1]
+    number = counts[name] = counts.get(name, -1) + 1
+    return number
 
 
 def suffix(number: int) -> str:

@@ -37,12 +37,12 @@ from ..requests import allgather_request, specs_of
 from ..tensor_kinds import go_by_host
 from ..tensor_queue import Handle, complete_all
 from . import bridge, executions, gpu_bridge
-from .bridge import HEADER, MakeRequest
+from .bridge import MakeRequest
 from .executions import Execution
 from .host_call import host_call, tensor_call
 from .program_order import calls_in_order
 from .thread_state import keep_thread_state
-from .wakeups import WAKEUPS, awaited
+from .wakeups import TICKET, WAKEUPS, awaited, execution_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     calls_in_order()
     WAKEUPS.prepare()
     with tf.device("CPU:0"):
-        *ticket, number = bridge.scalars(host_call(site.begin, past, HEADER, stateful=True))
+        ticket = bridge.scalars(host_call(site.begin, past, TICKET, stateful=True))
         shapes_of_carriers = [tf.stack([size, 0]) for size in (ticket[0], *rows)]
     with tf.device(device):
         carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
@@ -106,7 +106,8 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
             results.append(tf.reshape(result, shape_of_result))
             results[-1].set_shape(shape)
     if site.counts:
-        execution.number = number
+        with tf.device("CPU:0"):
+            execution.number = execution_of(ticket)
     return results
 
 
@@ -140,17 +141,17 @@ class _CallSite:
         self._suffixes: dict[int, str] = {}  # by the number of the ticket
 
     def begin(self, *past: np.int64) -> list[np.ndarray]:
-        """A ticket for the result, and the number of the execution."""
+        """A ticket for the result."""
         keep_thread_state()
-        ticket = WAKEUPS.open_ticket()
+        ticket = WAKEUPS.open_ticket(executions.next_number(self._name) if self.counts else 0)
         self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
-        return [*ticket, np.array(executions.next_number(self._name) if self.counts else 0)]
+        return ticket
 
     def submit(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
         """A tensor for each result.
 
         Args:
-            inputs: The tensors, and then those whose first dimensions are the ticket's number and numbers of rows.
+            inputs: The tensors, and then those whose first dimensions are the ticket and numbers of rows.
         """
         keep_thread_state()
         tensors, (ticket, *rows) = inputs[:self._tensors], inputs[self._tensors:]
@@ -177,10 +178,10 @@ class _CallSite:
             return
         submitted.when_done(_pass_on, (submitted, handle))
 
-    def fetch(self, number: np.int64) -> list[np.ndarray]:
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The shapes of the results."""
         keep_thread_state()
-        return [np.array(result.shape, np.int64) for result in WAKEUPS.redeem(int(number)).wait()]
+        return [np.array(result.shape, np.int64) for result in WAKEUPS.redeem(int(ticket)).wait()]
 
 
 def _pass_on(pairs: list[tuple[Handle, Handle]]) -> None:

@@ -6,9 +6,9 @@ a node with two results, when the node itself takes 25.
 
 A node knows its function by a token. TensorFlow keeps the functions behind tokens by weak references only, so that
 somebody must keep a function for as long as the node can run. tf.numpy_function keeps it for as long as the process
-lives. Here it lives as long as the Python object of the graph that the node was made in, or of one around that. Whatever
-runs the node later keeps that object: a ConcreteFunction, a function or a gradient that calls it, a branch or a loop
-that was made of it. A function must not refer to the graph, or both would live for ever.
+lives. Here it lives as long as the Python object of the graph that the node was made in, or of one around that.
+Whatever runs the node later keeps that object: a ConcreteFunction, a function or a gradient that calls it, a branch or
+a loop that was made of it. A function must not refer to the graph, or both would live for ever.
 """
 
 import weakref

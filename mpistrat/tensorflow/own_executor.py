@@ -1,18 +1,14 @@
 """Eager operations of threads that must not stand in line with the program's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager.context import context
 
 
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Let eager operations of this thread be executed on the CPU, in this thread and before the next statement.
+class at_once:  # noqa: N801
+    """A context in which eager operations of this thread are executed in it, each before the next statement.
 
     After tf.config.experimental.set_synchronous_execution(False) an eager operation is put into the queue of its
     thread's executor, which is the same one for all threads. There a function that waits for a collective may be in
@@ -21,19 +17,25 @@ def at_once() -> Iterator[None]:
     TensorFlow's executor_scope does not serve: it reads the thread's executor as an object that, when it is deleted,
     waits for all that is in the queue.
     """
-    own = _executor()
-    here = context()._handle
-    previous = pywrap_tfe.TFE_ContextGetExecutorForThread(here)
-    pywrap_tfe.TFE_ContextSetExecutorForThread(here, own)
-    try:
-        yield
-    finally:
-        pywrap_tfe.TFE_ContextSetExecutorForThread(here, previous)
-        pywrap_tfe.TFE_DeleteExecutor(previous)  # this reference to it
+
+    __slots__ = ("_previous",)
+
+    def __enter__(self) -> None:
+        previous = pywrap_tfe.TFE_ContextGetExecutorForThread(context()._handle)
+        if pywrap_tfe.TFE_ExecutorIsAsync(previous):
+            pywrap_tfe.TFE_ContextSetExecutorForThread(context()._handle, _synchronous())
+            self._previous = previous
+        else:
+            pywrap_tfe.TFE_DeleteExecutor(previous)  # this reference to it
+            self._previous = None
+
+    def __exit__(self, *error: Any) -> None:
+        if self._previous is not None:
+            pywrap_tfe.TFE_ContextSetExecutorForThread(context()._handle, self._previous)
+            pywrap_tfe.TFE_DeleteExecutor(self._previous)
 
 
 @cache
-def _executor() -> Any:
-    """One for all threads: a synchronous executor has no queue."""
-    context().ensure_initialized()
+def _synchronous() -> Any:
+    """An executor for all threads; it has no queue."""
     return pywrap_tfe.TFE_NewExecutor(False, True, 0)

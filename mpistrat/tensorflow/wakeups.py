@@ -4,9 +4,9 @@ Every wait has a queue of its own while it lasts. One queue for all executions o
 execution is given up, for an error elsewhere in its graph, its wake-up stays in the queue, and the next execution would
 run on before its collective is complete.
 
-A graph captures no queue. The callback that begins a wait returns its ticket: the number of the wait, and the queue's
-handle as a string. So the gradient of a branch or of a loop, which can capture nothing, may wait like any other graph,
-and there are as many queues as collectives were ever under way at the same time.
+A graph captures no queue. The callback that begins a wait returns its ticket, in which the queue's handle is a string.
+So the gradient of a branch or of a loop, which can capture nothing, may wait like any other graph, and there are as
+many queues as collectives were ever under way at the same time.
 
 A wait is over when its result is fetched. Some results are never fetched: the execution was given up, or has no use for
 them. That is seen from the references to the ticket's memory, which TensorFlow does not copy. While there is one, a
@@ -15,6 +15,7 @@ node may still read the ticket or the queue.
 
 import sys
 import threading
+from collections import OrderedDict
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,8 +26,10 @@ from ..memory import ALIGNMENT, aligned_empty
 from ..tensor_queue import Handle
 from .own_executor import at_once
 
-# A ticket: the number of the wait, how many elements to read from its queue (one), and the queue's handle.
+# A ticket: the number of the execution and that of the queue, packed; how many elements to read from the queue (one);
+# and the queue's handle.
 TICKET = (tf.int64, tf.int32, tf.string)
+_QUEUES = 2**20  # no more than these
 
 _GROUP = 16  # so many queues are made at a time
 _TOGETHER = (64, 8)  # so many queues can be written to by one operation
@@ -36,6 +39,7 @@ class _Wait:
     """From a ticket to the fetch of the result.
 
     Attributes:
+        queue: What is written to when the collective is complete.
         handle: The collective; None until it is known.
         is_woken: The queue has been written to.
     """
@@ -49,28 +53,39 @@ class _Wait:
 
 
 class _Slot:
-    """A queue and its ticket, for one wait after another."""
+    """A queue, for one wait after another."""
 
-    __slots__ = ("_idle", "number", "queue", "ticket", "wait")
+    __slots__ = ("_idle", "_ticket", "number", "queue", "wait")
 
     def __init__(self, number: int, queue: tf.Tensor):
-        memory = aligned_empty(2 * ALIGNMENT)
-        views = [memory[:8].view(np.int64).reshape(()), memory[ALIGNMENT:][:4].view(np.int32).reshape(())]
-        views[0][...], views[1][...] = number, 1
         self.number, self.queue = number, queue
-        self.ticket = [*views, np.array(tf.io.serialize_tensor(queue).numpy(), object)]
         self.wait: _Wait | None = None
-        del memory, views
+        self._ticket = [np.empty(0), np.empty(0), np.array(tf.io.serialize_tensor(queue).numpy(), object)]
+        self._renew()
         self._idle = self._references()
 
-    def _references(self) -> list[int]:
-        number, count, _ = self.ticket
-        return [sys.getrefcount(number), sys.getrefcount(count), sys.getrefcount(number.base)]
+    def _renew(self) -> None:
+        memory = aligned_empty(2 * ALIGNMENT)
+        self._ticket[:2] = memory[:8].view(np.int64).reshape(()), memory[ALIGNMENT:][:4].view(np.int32).reshape(())
+        self._ticket[1][...] = 1
+
+    def _references(self) -> int:
+        ticket, count, _ = self._ticket
+        return sys.getrefcount(ticket) + sys.getrefcount(count) + sys.getrefcount(ticket.base)
+
+    def begin(self, execution: int) -> list[np.ndarray]:
+        """The ticket of a wait that begins. TensorFlow must get these very arrays."""
+        if self._references() != self._idle:
+            self._renew()  # A tensor of an earlier execution is still there.
+        self._ticket[0][...] = execution * _QUEUES + self.number
+        self.wait = _Wait(self.queue)
+        return self._ticket.copy()  # with references of its own, so that the wait is not taken for one that is left
 
     def is_left(self) -> bool:
         """Whether nobody can fetch the result, and nothing will be written to the queue or read from it any more."""
         wait = self.wait
-        return wait is not None and (wait.is_woken or wait.handle is None) and self._references() == self._idle
+        assert wait is not None
+        return (wait.is_woken or wait.handle is None) and self._references() == self._idle
 
 
 class Wakeups:
@@ -80,7 +95,7 @@ class Wakeups:
         self._lock = threading.RLock()  # a signal handler may come in the middle of anything
         self._slots: list[_Slot] = []  # by number
         self._free: list[_Slot] = []
-        self._taken: dict[int, _Slot] = {}  # by number
+        self._taken: OrderedDict[int, _Slot] = OrderedDict()  # by number
         self._element: tf.Tensor | None = None  # to make one takes as long as to enqueue it
         self._enqueues: dict[int, Any] = {}  # by how many queues they write to
 
@@ -105,40 +120,54 @@ class Wakeups:
                 self._slots.append(_Slot(number, queue))
         self._free += self._slots[-_GROUP:]
 
-    def ticket_for(self, handle: Handle) -> list[np.ndarray]:
-        """A ticket whose wait ends when the collective is complete."""
-        ticket = self.open_ticket()
-        self.attach(int(ticket[0]), handle)
+    def ticket_for(self, handle: Handle, execution: int = 0) -> list[np.ndarray]:
+        """A ticket for the result of a collective. TensorFlow must get these very arrays.
+
+        Args:
+            handle: Of the collective.
+            execution: What `execution_of` finds in the ticket, 0 or above.
+        """
+        with self._lock:
+            slot = self._take()
+            ticket = slot.begin(execution)
+        self._attach(slot, handle)
         return ticket
 
-    def open_ticket(self) -> list[np.ndarray]:
-        """A ticket for a collective that will be attached to it. TensorFlow must get these very arrays."""
+    def open_ticket(self, execution: int = 0) -> list[np.ndarray]:
+        """As `ticket_for`, for a collective that will be attached to the ticket."""
         with self._lock:
-            # Two for each that is added, so that they do not become more and more.
-            self._reclaim(2)
-            if not self._free:
-                self._reclaim(len(self._taken))
-            if not self._free:
-                self._grow()
-            slot = self._free.pop()
-            slot.wait = _Wait(slot.queue)
-            self._taken[slot.number] = slot
-            return [*slot.ticket]  # more references, so that the wait is not taken for one that is left
+            return self._take().begin(execution)
 
-    def attach(self, number: int, handle: Handle) -> None:
-        """Let a wait end when this collective is complete."""
-        wait = self._slots[number].wait
+    def attach(self, ticket: int, handle: Handle) -> None:
+        """Let the wait of an open ticket end when this collective is complete."""
+        self._attach(self._slots[ticket % _QUEUES], handle)
+
+    def _attach(self, slot: _Slot, handle: Handle) -> None:
+        wait = slot.wait
         assert wait is not None and wait.handle is None
         wait.handle = handle
         handle.when_done(self._wake, wait)
 
+    def _take(self) -> _Slot:
+        """A free slot, for a wait that begins."""
+        if self._taken:
+            self._reclaim(1)  # so that results that nobody fetches do not stay for long
+            if not self._free:
+                self._reclaim(len(self._taken))
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._taken[slot.number] = slot
+        return slot
+
     def _reclaim(self, count: int) -> None:
         """Look at the waits that began the longest ago, or were looked at the longest ago; take back those left."""
-        for number in [number for number, _ in zip(self._taken, range(count), strict=False)]:
-            slot = self._taken.pop(number)
+        for _ in range(min(count, len(self._taken))):
+            number, slot = next(iter(self._taken.items()))
             if not slot.is_left():
-                self._taken[number] = slot
+                self._taken.move_to_end(number)
                 continue
+            del self._taken[number]
             with at_once():
                 while tf.raw_ops.QueueSizeV2(handle=slot.queue) > 0:
                     tf.raw_ops.QueueDequeueV2(handle=slot.queue, component_types=[tf.int64])
@@ -160,10 +189,10 @@ class Wakeups:
         for wait in waits:
             wait.is_woken = True
 
-    def redeem(self, number: int) -> Handle:
-        """The handle of the wait with this ticket, once it is over."""
+    def redeem(self, ticket: int) -> Handle:
+        """The handle of the collective whose wait is over."""
         with self._lock:
-            slot = self._taken.pop(number)
+            slot = self._taken.pop(ticket % _QUEUES)
             wait = slot.wait
             self._release(slot)
         assert wait is not None and wait.handle is not None
@@ -196,15 +225,34 @@ def _run_here(function: Any, inputs: list[tf.Tensor]) -> None:
         tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
+def done_ticket(execution: int = 0) -> list[np.ndarray]:
+    """In place of a ticket, where there is nothing to wait for."""
+    return [np.array(~execution), *_NO_QUEUE]
+
+
+_NO_QUEUE = [np.array(0, np.int32), np.array(b"", object)]
+
+
+def is_done(ticket: list[tf.Tensor]) -> tf.Tensor:
+    """In a graph: whether there is nothing to wait for."""
+    return ticket[0] < 0
+
+
+def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
+    """In a graph: the number of the execution."""
+    return tf.where(is_done(ticket), tf.bitwise.invert(ticket[0]), ticket[0] // _QUEUES)
+
+
 def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: the number of the wait, once its collective is complete.
+    """In a graph: the first part of the ticket, once its collective is complete.
 
     Args:
         ticket: Scalars, what a callback returned. The dequeue takes the count from there, and not a constant, since an
-            input lives as long as the node: without a use for the number nothing else would hold the ticket's memory.
+            input lives as long as the node: where nobody fetches the result nothing else would hold the ticket's
+            memory.
     """
-    number, count, queue = ticket
+    packed, count, queue = ticket
     handle = tf.io.parse_tensor(queue, tf.resource)
     done = tf.raw_ops.QueueDequeueManyV2(handle=handle, n=count, component_types=[tf.int64])
     with tf.control_dependencies(done):
-        return tf.identity(number)
+        return tf.identity(packed)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ... import array_ops, basics, runtime
 from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
 from ..pinning import pin_gpu
-from . import checkpoints, collectives
+from . import checkpoints
 from ._tf_private import resolve
 from .extended import RankExtended
 from .options import agreed
