@@ -40,7 +40,7 @@ from .executions import Execution
 from .host_call import host_call
 from .program_order import calls_in_order
 from .thread_state import keep_thread_state
-from .wakeups import TICKET, WAKEUPS, awaited, done_ticket, execution_of, is_done
+from .wakeups import TICKET, WAKEUPS, awaited, execution_of, is_done, queue_of
 
 _PATIENCE_S = 10e-3
 _MOST_BRANCHES = 8  # of collectives in one graph that wait if they are the last; each takes 10 ms when it is traced
@@ -95,9 +95,9 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     require_function()
     dtypes = [t.dtype for t in tensors]
     line = _lines.setdefault(tf.compat.v1.get_default_graph(), _Line())
-    execution = executions.current()
+    execution = executions.current() or Execution()
     site = _CallSite(make_request, dtypes, line, wait, execution)
-    past = [execution.number] if site.has_past else []
+    past = [execution.number] if execution.is_past else []
     calls_in_order()
     WAKEUPS.prepare()
 
@@ -106,21 +106,22 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
             result.set_shape(shape)
         return list(results)
 
-    def fetched(ticket: list[tf.Tensor]) -> list[tf.Tensor]:
-        return shaped(host_call(site.fetch, [awaited(ticket)], dtypes, stateful=False))
+    def fetched(ticket: list[tf.Tensor], queue: tf.Tensor) -> list[tf.Tensor]:
+        return shaped(host_call(site.fetch, [awaited(ticket, queue)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
         if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > _MOST_BRANCHES):
             ticket = scalars(host_call(site.submit, [*tensors, *past], TICKET, stateful=True))
-            results = fetched(ticket)
+            results = fetched(ticket, queue_of(ticket))
         else:
             returned = host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes], stateful=True)
             ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
+            queue = queue_of(ticket)
             # Bare Switch and Merge nodes are no quicker, and what stands in line behind the dequeue would be dead with
             # it.
             results = list(tf.cond(is_done(ticket), lambda: shaped([tf.identity(result) for result in ready]),
-                                   lambda: fetched(ticket)))
-        if site.counts:
+                                   lambda: fetched(ticket, queue)))
+        if execution.number is None:
             execution.number = execution_of(ticket)
     return results
 
@@ -162,10 +163,9 @@ class _CallSite:
     """
 
     def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], line: _Line, wait: Wait,
-                 execution: Execution | None):
+                 execution: Execution):
         self._make_request, self._line, self._wait = make_request, line, wait
-        self.has_past = execution is not None and execution.is_past
-        self.counts = execution is not None and execution.number is None
+        self._has_past, self._counts = execution.is_past, execution.number is None
         line.length += 1
         self._position = line.length
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
@@ -184,7 +184,7 @@ class _CallSite:
         if self._wait is Wait.ALWAYS or self._position == self._line.length:
             handle = engine.run(request, arrays, _PATIENCE_S)
             if handle.done():
-                return [*done_ticket(number), *handle.wait()]
+                return [*WAKEUPS.done_ticket(number), *handle.wait()]
         else:
             handle = engine.submit(request, arrays)
         return [*WAKEUPS.ticket_for(handle, number), *self._nothing]
@@ -196,14 +196,14 @@ class _CallSite:
 
     def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, list[np.ndarray], int]:
         arrays = [np.asarray(array) for array in inputs]
-        suffix = executions.suffix(int(arrays.pop())) if self.has_past else ""
+        suffix = executions.suffix(int(arrays.pop())) if self._has_past else ""
         shapes = [array.shape for array in arrays]
         latest = self._latest.get(suffix)
         if latest is None or latest[0] != shapes:
             request = self._make_request(arrays)
             latest = shapes, dataclasses.replace(request, name=request.name + suffix, in_graph=True)
             self._latest[suffix] = latest
-        return latest[1], arrays, executions.next_number(latest[1].name) if self.counts else 0
+        return latest[1], arrays, executions.next_number(latest[1].name) if self._counts else 0
 
 
 def as_tf_error(error: MpistratError) -> Exception:

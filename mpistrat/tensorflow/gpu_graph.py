@@ -42,7 +42,7 @@ from .executions import Execution
 from .host_call import host_call, tensor_call
 from .program_order import calls_in_order
 from .thread_state import keep_thread_state
-from .wakeups import TICKET, WAKEUPS, awaited, execution_of
+from .wakeups import TICKET, WAKEUPS, awaited, execution_of, queue_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         rows: The first dimension of each result, int64 on the host; without it results are as large as the tensors.
     """
     bridge.require_function()
-    execution = executions.current()
+    execution = executions.current() or Execution()
     site = _CallSite(name, make_request, len(tensors), execution)
-    past = [execution.number] if site.has_past else []
+    past = [execution.number] if execution.is_past else []
     calls_in_order()
     WAKEUPS.prepare()
     with tf.device("CPU:0"):
@@ -98,14 +98,14 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
         made = tensor_call(site.submit, [*tensors, *carriers], [t.dtype for t in tensors])
     with tf.device("CPU:0"):
-        known = host_call(site.fetch, [awaited(ticket)], [tf.int64] * len(made), stateful=False)
+        known = host_call(site.fetch, [awaited(ticket, queue_of(ticket))], [tf.int64] * len(made), stateful=False)
     results = []
     with tf.device(device):
         for result, shape_of_result, shape in zip(made, known, shapes, strict=True):
             shape_of_result.set_shape([shape.rank])
             results.append(tf.reshape(result, shape_of_result))
             results[-1].set_shape(shape)
-    if site.counts:
+    if execution.number is None:
         with tf.device("CPU:0"):
             execution.number = execution_of(ticket)
     return results
@@ -134,16 +134,15 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
 class _CallSite:
     """Where in a graph a collective on GPU tensors stands; see bridge._CallSite."""
 
-    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution | None):
+    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution):
         self._name, self._make_request, self._tensors = name, make_request, tensors
-        self.has_past = execution is not None and execution.is_past
-        self.counts = execution is not None and execution.number is None
+        self._counts = execution.number is None
         self._suffixes: dict[int, str] = {}  # by the number of the ticket
 
     def begin(self, *past: np.int64) -> list[np.ndarray]:
         """A ticket for the result."""
         keep_thread_state()
-        ticket = WAKEUPS.open_ticket(executions.next_number(self._name) if self.counts else 0)
+        ticket = WAKEUPS.open_ticket(executions.next_number(self._name) if self._counts else 0)
         self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
         return ticket
 

@@ -55,12 +55,13 @@ class _Wait:
 class _Slot:
     """A queue, for one wait after another."""
 
-    __slots__ = ("_idle", "_ticket", "number", "queue", "wait")
+    __slots__ = ("_idle", "_ticket", "number", "queue", "serialized", "wait")
 
     def __init__(self, number: int, queue: tf.Tensor):
         self.number, self.queue = number, queue
         self.wait: _Wait | None = None
-        self._ticket = [np.empty(0), np.empty(0), np.array(tf.io.serialize_tensor(queue).numpy(), object)]
+        self.serialized = np.array(tf.io.serialize_tensor(queue).numpy(), object)
+        self._ticket = [np.empty(0), np.empty(0), self.serialized]
         self._renew()
         self._idle = self._references()
 
@@ -98,6 +99,7 @@ class Wakeups:
         self._taken: OrderedDict[int, _Slot] = OrderedDict()  # by number
         self._element: tf.Tensor | None = None  # to make one takes as long as to enqueue it
         self._enqueues: dict[int, Any] = {}  # by how many queues they write to
+        self._done: list[np.ndarray] = []
 
     def prepare(self) -> None:
         """Make what all waits have in common, while a graph is traced, so that its execution need not."""
@@ -108,6 +110,11 @@ class Wakeups:
                 self._element = tf.constant(0, tf.int64)
                 self._enqueues = {count: _enqueue_to(count) for count in _TOGETHER}
             self._grow()
+            self._done = [np.array(0, np.int32), self._slots[0].serialized]
+
+    def done_ticket(self, execution: int) -> list[np.ndarray]:
+        """In place of a ticket, where there is nothing to wait for. Its queue is not read."""
+        return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
         with ExitStack() as stack:
@@ -225,14 +232,6 @@ def _run_here(function: Any, inputs: list[tf.Tensor]) -> None:
         tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
-def done_ticket(execution: int = 0) -> list[np.ndarray]:
-    """In place of a ticket, where there is nothing to wait for."""
-    return [np.array(~execution), *_NO_QUEUE]
-
-
-_NO_QUEUE = [np.array(0, np.int32), np.array(b"", object)]
-
-
 def is_done(ticket: list[tf.Tensor]) -> tf.Tensor:
     """In a graph: whether there is nothing to wait for."""
     return ticket[0] < 0
@@ -243,16 +242,24 @@ def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
     return tf.where(is_done(ticket), tf.bitwise.invert(ticket[0]), ticket[0] // _QUEUES)
 
 
-def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
+def queue_of(ticket: list[tf.Tensor]) -> tf.Tensor:
+    """In a graph: the queue's handle.
+
+    A branch that waits must get it from outside. TensorFlow executes what is stateful in the order of the program, and
+    so would start nothing more until the branch is done, unless the branch has a resource of its own for an input.
+    """
+    return tf.io.parse_tensor(ticket[2], tf.resource)
+
+
+def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> tf.Tensor:
     """In a graph: the first part of the ticket, once its collective is complete.
 
     Args:
         ticket: Scalars, what a callback returned. The dequeue takes the count from there, and not a constant, since an
             input lives as long as the node: where nobody fetches the result nothing else would hold the ticket's
             memory.
+        queue: Its queue.
     """
-    packed, count, queue = ticket
-    handle = tf.io.parse_tensor(queue, tf.resource)
-    done = tf.raw_ops.QueueDequeueManyV2(handle=handle, n=count, component_types=[tf.int64])
+    done = tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])
     with tf.control_dependencies(done):
-        return tf.identity(packed)
+        return tf.identity(ticket[0])
