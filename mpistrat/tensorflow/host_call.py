@@ -19,9 +19,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
+from .own_executor import is_asynchronous
+
 # By graph object, and not as an attribute of it: TensorFlow takes all attributes from the graph of a ConcreteFunction
 # that is deleted, also when other functions still call it.
 _functions: "weakref.WeakKeyDictionary[tf.Graph, list[Any]]" = weakref.WeakKeyDictionary()
+
+# In asynchronous execution a function may be deleted, with its graph, that was called and has not run yet.
+_kept: list[Any] = []
 
 
 class _Direct(script_ops.EagerFunc):
@@ -54,13 +59,14 @@ def tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequence[tf.Te
                 dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
     """As a stateful `host_call`, with eager tensors on the current device in place of arrays: tf.py_function."""
     called = script_ops.EagerFunc(function, list(dtypes), is_grad_func=False)
-    is_async = not tf.config.experimental.get_synchronous_execution()
     return list(tf.raw_ops.EagerPyFunc(input=list(inputs), token=_kept_by_graph(called), Tout=list(dtypes),
-                                       is_async=is_async))
+                                       is_async=is_asynchronous()))
 
 
 def _kept_by_graph(function: Any) -> str:
     """A token for the function, which lives as long as the current graph or one of those around it."""
+    if is_asynchronous():
+        _kept.append(function)
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and graph.building_function:
         _functions.setdefault(graph, []).append(function)

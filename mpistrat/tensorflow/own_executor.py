@@ -35,6 +35,19 @@ class at_once:  # noqa: N801
             pywrap_tfe.TFE_DeleteExecutor(self._previous)
 
 
+def is_asynchronous() -> bool:
+    """Whether this thread's eager operations go on in the background.
+
+    tf.config.experimental.get_synchronous_execution would wait for all of them.
+    """
+    context().ensure_initialized()
+    here = pywrap_tfe.TFE_ContextGetExecutorForThread(context()._handle)
+    try:
+        return pywrap_tfe.TFE_ExecutorIsAsync(here)
+    finally:
+        pywrap_tfe.TFE_DeleteExecutor(here)
+
+
 @cache
 def _synchronous() -> Any:
     """An executor for all threads; it has no queue."""

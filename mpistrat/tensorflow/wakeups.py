@@ -13,6 +13,7 @@ them. That is seen from the references to the ticket's memory, which TensorFlow 
 node may still read the ticket or the queue.
 """
 
+import itertools
 import sys
 import threading
 from collections import OrderedDict
@@ -31,6 +32,7 @@ from .own_executor import at_once
 TICKET = (tf.int64, tf.int32, tf.string)
 _QUEUES = 2**20  # no more than these
 
+_instances = itertools.count()
 _GROUP = 16  # so many queues are made at a time
 _TOGETHER = (64, 8)  # so many queues can be written to by one operation
 
@@ -94,6 +96,7 @@ class Wakeups:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in the middle of anything
+        self._name = f"mpistrat_wakeup_{next(_instances)}"
         self._slots: list[_Slot] = []  # by number
         self._free: list[_Slot] = []
         self._taken: OrderedDict[int, _Slot] = OrderedDict()  # by number
@@ -123,7 +126,7 @@ class Wakeups:
             stack.enter_context(tf.device("CPU:0"))
             for number in range(len(self._slots), len(self._slots) + _GROUP):
                 queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
-                                               shared_name=f"mpistrat_wakeup_{number}")
+                                               shared_name=f"{self._name}_{number}")
                 self._slots.append(_Slot(number, queue))
         self._free += self._slots[-_GROUP:]
 
