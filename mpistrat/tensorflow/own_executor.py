@@ -21,6 +21,7 @@ class at_once:  # noqa: N801
     __slots__ = ("_previous",)
 
     def __enter__(self) -> None:
+        context().ensure_initialized()
         previous = pywrap_tfe.TFE_ContextGetExecutorForThread(context()._handle)
         if pywrap_tfe.TFE_ExecutorIsAsync(previous):
             pywrap_tfe.TFE_ContextSetExecutorForThread(context()._handle, _synchronous())
