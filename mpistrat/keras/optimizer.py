@@ -49,8 +49,8 @@ class _Distributed:
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
-        # Without a strategy Keras' own changes nothing but for a custom gradient, of which TensorFlow keeps the graph of
-        # the train step as long as the process lives.
+        # Without a strategy Keras' own changes nothing. But it has a custom gradient, for which TensorFlow keeps the
+        # graph of the train step as long as the process lives.
         if tf.distribute.has_strategy():
             return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
         return list(grads_and_vars)

@@ -219,11 +219,14 @@ def test_a_function_lives_as_long_as_something_can_run_it(make: Callable) -> Non
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_gradient_keeps_its_function(nested: bool) -> None:
     watched, x = _Watched(), tf.constant(X)
-    function = traced(lambda x: tf.cond(x[0] > 0.0, lambda: watched.doubles_gradients(x), lambda: x))
+
+    def call() -> Any:
+        function = traced(lambda x: tf.cond(x[0] > 0.0, lambda: watched.doubles_gradients(x), lambda: x))
+        return traced(lambda x: function(x))(x) if nested else function(x)
+
     with tf.GradientTape() as tape:
         tape.watch(x)
-        y = traced(lambda x: function(x))(x) if nested else function(x)
-    del function
+        y = call()
     gc.collect()
     np.testing.assert_array_equal(tape.gradient(y, x), 2 * X)
 

@@ -58,7 +58,7 @@ class _Result:
 
 
 class _Program:
-    """A graph that begins a wait each time, and the handles of its collectives; complete ones, unless told otherwise."""
+    """A graph that begins a wait each time, and the handles of its collectives, which are complete if asked for."""
 
     def __init__(self, wakeups: Wakeups, use: Any, complete: bool = True):
         wakeups.prepare()
