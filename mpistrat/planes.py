@@ -3,6 +3,7 @@
 What a backend needs is imported when it is chosen: mpi4py loads an MPI library, and cupy is often not there.
 """
 
+import contextlib
 import logging
 import mmap
 import os
@@ -128,17 +129,16 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
         freight_at, each = plane_bytes + mail_bytes(edges), 0 if one_host else Freight.largest(topology.local_sizes)
-        shared = _shared_memory(comm, topology, settings, hand_over, freight_at + Freight.memory_bytes(len(here), each))
-        if shared is not None:
-            memory, results = shared
+        memory = _shared_memory(comm, topology, settings, hand_over, freight_at + Freight.memory_bytes(len(here), each))
+        if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
             if one_host:
                 ballot = SharedBallot(memory, shared_mail.rouse)
-                data = SharedMemoryData(memory, plane.chunk_bytes, data, results)
+                data = SharedMemoryData(memory, plane.chunk_bytes, data)
             else:
                 freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
                 ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
-                data = HierarchicalData(memory, plane.chunk_bytes, data, results, counterparts(comm, topology),
+                data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
                                         min(topology.local_sizes), settings.stall_abort_s, freight)
     elif max(topology.local_sizes) == 1:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
@@ -174,22 +174,18 @@ def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
 
 
 def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over: Any, data_bytes: int) -> Any:
-    """HostMemory and SharedResults, or None on all ranks if any rank cannot have them. Collective."""
+    """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
     from .collectives.host_memory import HostMemory
-    from .collectives.shared_results import SharedResults
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
-    shared, file, problem = None, None, ""
+    memory, problem = None, ""
     try:
-        file = hand_over.share()
-        memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
-        shared = memory, SharedResults(memory, file)
+        with contextlib.closing(hand_over.share()) as file:
+            memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
     except OSError as error:
         problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
     problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if not problems:
-        return shared
-    if file is not None:
-        file.close()
+        return memory
     text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")

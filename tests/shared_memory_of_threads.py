@@ -6,7 +6,6 @@ from mpistrat.collectives.base import DataPlane
 from mpistrat.collectives.host_file import HostFile
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.shared_memory import SharedMemoryData
-from mpistrat.collectives.shared_results import SharedResults
 
 
 def host_files(count: int) -> list[HostFile]:
@@ -18,18 +17,18 @@ def host_files(count: int) -> list[HostFile]:
         os.close(descriptor)
 
 
-def shared_results(ranks: list[int], data_bytes: int, limit_s: float) -> list[tuple[HostMemory, SharedResults]]:
+def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[HostMemory]:
     """What each of `ranks`, all those of a host, has of one file."""
+    nbytes = HostMemory.size_for(len(ranks), data_bytes)
     found = []
     for index, file in enumerate(host_files(len(ranks))):
-        memory = HostMemory(file.take(HostMemory.size_for(len(ranks), data_bytes)), index, ranks, limit_s)
-        found.append((memory, SharedResults(memory, file)))
+        found.append(HostMemory(file.take(nbytes), index, ranks, limit_s))
+        file.close()
     return found
 
 
 def shared_memory_planes(ranks: list[int], chunk: int, others: list[DataPlane],
                          limit_s: float) -> list[SharedMemoryData]:
     """The data plane of each of `ranks`, all those of a host; what is not an all-reduce is served by `others`."""
-    shared = shared_results(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
-    return [SharedMemoryData(memory, chunk, other, results)
-            for (memory, results), other in zip(shared, others, strict=True)]
+    memories = host_memories(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
+    return [SharedMemoryData(memory, chunk, other) for memory, other in zip(memories, others, strict=True)]

@@ -47,22 +47,6 @@ class DataPlane(ABC):
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
         """
 
-    def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
-        """Memory for results of the all-reduces that come next, which nobody else may write to. Local.
-
-        It is lent until nothing refers to it. All targets of an all-reduce are lent in the latest call, or none is.
-        Before all-reduces the latest call is for the same lists on all ranks; calls before it count for nothing.
-
-        Args:
-            lists: Arrays of which the results are to be lent, or not, together.
-            is_wanted: Whether this rank wants such results from now on; these it gets in any case.
-
-        Returns:
-            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any rank of the
-            host.
-        """
-        return [None] * len(lists)
-
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                 scale: Scale) -> Prepared:
         """Begin an all-reduce, and do the little that is local and pays in any case. Local, never waits.

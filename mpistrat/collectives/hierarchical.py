@@ -12,13 +12,11 @@ from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
 from ..topology import Topology
-from .at_once import are_large
 from .base import DataPlane, Prepared
 from .freight import Freight, Load
-from .host_memory import CONSUMED, PACKED, UNPACKED, HostMemory
+from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
 from .shared_memory import SharedMemoryData, Stage, Work
-from .shared_results import SharedResults
 
 # One exchange of whole slices is quicker than a scatter and a gather up to about this many bytes from all hosts.
 _SMALL_BYTES = 32 * 1024
@@ -54,7 +52,7 @@ class HierarchicalData(SharedMemoryData):
     Args:
         memory: As for SharedMemoryData.
         chunk: Likewise; the same on all hosts.
-        others, results: Likewise.
+        others: Likewise.
         cross: As `counterparts` gives it; nobody else uses it.
         senders: How many ranks every host has at least.
         limit_s: How long a wait for another host may take; 0: for ever.
@@ -63,16 +61,14 @@ class HierarchicalData(SharedMemoryData):
 
     name = "hierarchical"
     slots = 6
-    # Each host would scale some of what all of them get, and whether targets are lent is a matter of one host.
-    _scales_last = False
     # Exchanges between hosts cost more than missing the cache (16 MB on 2 hosts of 2 ranks, with two exchanges a chunk:
     # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
     chunk_bytes = 2 * 1024 * 1024
     at_once_bytes = -1  # never
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults, cross: MPI.Comm,
-                 senders: int, limit_s: float, freight: Freight | None = None):
-        super().__init__(memory, chunk, others, results)
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, limit_s: float,
+                 freight: Freight | None = None):
+        super().__init__(memory, chunk, others)
         self._freight = freight
         self._cross, self._senders, self._limit_s = cross, senders, limit_s
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0
@@ -85,10 +81,7 @@ class HierarchicalData(SharedMemoryData):
         elements = sum([source.size for source in sources])
         if not self._is_used or self._freight is None or elements * sources[0].itemsize > self._freight.each:
             return super().prepare(sources, targets, op, prescale, scale)
-        if self._results.is_asked:
-            self._results.declare()
-        are_lent = self._results.are_lent(targets)
-        return self._freight.pack(sources, targets, op, prescale, scale, elements, are_lent)
+        return self._freight.pack(sources, targets, op, prescale, scale, elements)
 
     def finish(self, prepared: Prepared, all_packed: bool) -> None:
         if not isinstance(prepared, Load):
@@ -97,8 +90,6 @@ class HierarchicalData(SharedMemoryData):
             self.allreduce(prepared.sources, prepared.targets, prepared.op, prepared.prescale, prepared.scale)
         else:
             prepared.take()
-            if self._results.is_asked:
-                self._results.learn()
 
     @property
     def _stages(self) -> Sequence[Stage]:
@@ -152,10 +143,6 @@ class HierarchicalData(SharedMemoryData):
             return
         requests, rows = self._underway.pop(number)
         self._await(requests)
-        if self._is_direct(work, k):
-            for array, part, _, here in work.chunks[k].outs:
-                combine([row[here] for row in rows], work.op, work.outputs[array][part], work.scale)
-            return
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         if rows[0].size == result.size:
             combine(rows, work.op, result, work.scale)
@@ -171,18 +158,8 @@ class HierarchicalData(SharedMemoryData):
         number = work.first + k
         if number in self._underway:
             self._await(self._underway.pop(number)[0])
-        if not self._is_direct(work, k):
-            self._take_own(work, k)
-        self._publish(work, k)
-
-    def _is_direct(self, work: Work, k: int) -> bool:
-        """Whether what two hosts have sent each other is reduced to where it goes, and to nowhere else.
-
-        The ranks compute 9 % less for 16 MB (two hosts of two ranks): chunks this large are not in the cache any more
-        when they are copied.
-        """
-        chunk = work.chunks[k]
-        return work.are_lent and self._hosts == 2 and are_large(chunk.result.nbytes, chunk.outs)
+        self._take_own(work, k)
+        self._memory.post(work.first + k, READY)
 
     def _await(self, requests: list[MPI.Request]) -> None:
         began = time.monotonic()

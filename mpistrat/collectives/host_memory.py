@@ -14,7 +14,6 @@ PACKED, CONSUMED, READY, UNPACKED = range(4)  # chunks; SharedMemoryData
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedBallot
 ASLEEP = 6  # SharedMail
 VERDICT = 7  # HostsBallot
-MADE, SEEN = 8, 9  # attempts; SharedResults
 
 _LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
 _ABANDONED = _LINE - 1

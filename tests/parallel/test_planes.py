@@ -19,7 +19,7 @@ from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 from mpistrat.topology import Topology
 
-from ..shared_memory_of_threads import shared_results
+from ..shared_memory_of_threads import host_memories
 
 CHUNK = 64 * 1024
 # In float32: nothing, less than an element per host, one exchange of whole slices, a scatter and a gather in one chunk,
@@ -33,8 +33,8 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     between: DataPlane = MpiData(MPI.COMM_WORLD.Dup())
     if request.param == "hierarchical":
         nbytes = HierarchicalData.memory_bytes(1, CHUNK)
-        (memory, results), = shared_results([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
-        between = HierarchicalData(memory, CHUNK, between, results, MPI.COMM_WORLD.Dup(), 1, 60.0)
+        memory, = host_memories([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
+        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, 60.0)
     yield between
     between.close()
 
@@ -71,34 +71,15 @@ def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
     np.testing.assert_array_equal(result, large)
 
 
-# One array of each kind, large ones that share a chunk, and small ones that do.
-@pytest.mark.parametrize("elements", [[1000], [CHUNK // 4], [20 * CHUNK // 4 + 7], [CHUNK // 2 + 3, CHUNK], [7] * 5000])
-def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: int, size: int,
-                                                      elements: list[int]) -> None:
-    lends, lent_before = rank != 1, 0
-    for step in range(8):
-        sources = [np.full(count, float(step + rank + k)) for k, count in enumerate(elements)]
-        lent, = plane.lend([sources], lends)
-        lent_before += lent is not None
-        results = [np.empty_like(source) for source in sources] if lent is None else lent
-        plane.allreduce(sources, results, ReduceOp.SUM, 1.0, Scale(6.0, size))
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, np.full(elements[k], 6.0 * (step + k + (size - 1) / 2)))
-            del result
-        del lent, results
-    assert (lent_before > 2) == (lends and isinstance(plane, HierarchicalData))
-
-
 @pytest.fixture
 def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HostsBallot]]:
     """A plane whose small all-reduces travel with votes, with this rank as one of so many hosts."""
     each = 8 * CHUNK
-    (memory, results), = shared_results([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
+    memory, = host_memories([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
     freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
     vote = hosts_vote(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), freight)
     ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank])
-    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), results, MPI.COMM_WORLD.Dup(), 1, 60.0,
-                             freight)
+    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, 60.0, freight)
     yield plane, ballot
     ballot.close()
     plane.close()
@@ -129,26 +110,3 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         plane.allreduce([source], [results[2]], ReduceOp.SUM, 1.0, Scale(1.0, size))
         np.testing.assert_array_equal(results[0], results[2])
         np.testing.assert_array_equal(results[1], results[2])
-
-
-@pytest.mark.parametrize("shapes", [[(50_000,)], [(200, 100), (3,), (30_000,)]], ids=["one", "list"])
-def test_results_of_what_travels_with_votes_are_lent(voting: tuple[HierarchicalData, HostsBallot], rank: int, size: int,
-                                                     shapes: list[tuple[int, ...]]) -> None:
-    plane, ballot = voting
-    lent_before, kept = 0, []
-    for step in range(12):
-        sources = [np.full(shape, float(step + rank + k)) for k, shape in enumerate(shapes)]
-        lent, = plane.lend([sources], True)
-        lent_before += lent is not None
-        results = [np.empty_like(source) for source in sources] if lent is None else lent
-        # Now and then a rank is not ready, so that it is reduced without a vote.
-        reduce_by_vote(plane, ballot, sources, results, is_ready=step % 5 != 4 or rank != 0)
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, np.full(shapes[k], step + k + (size - 1) / 2))
-        if step in (6, 9):
-            kept.append((step, results))
-        del lent, results
-    assert lent_before >= 8
-    for step, results in kept:
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, np.full(shapes[k], step + k + (size - 1) / 2))
