@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .autotune import Autotuner, Choice
@@ -32,6 +33,16 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
 
 _SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
 _ABRUPT = (End.FAILURE, End.STALL)  # A rank may vote no more.
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A decision that has been learned and not been executed; `message` is its byte form."""
+
+    decision: Decision
+    requests: Sequence[Request]
+    message: bytes
+    is_relayed: bool = False
 
 
 class Rounds:
@@ -61,7 +72,7 @@ class Rounds:
         self._end_requested = False
         self._end_announced = False
         self._abandoned: EngineError | None = None
-        self._decided: deque[tuple[Decision, Sequence[Request]]] = deque()  # and not executed yet
+        self._decided: deque[_Pending] = deque()
         self._busy_at = clock()
         self._awaits_one = False  # what is outstanding is one operation, and a caller awaits it
         self._outstanding = 0
@@ -219,8 +230,7 @@ class Rounds:
             self._coordinator.end(self._completed)
         for source, message in messages:
             if source == self._coordinator.parent:
-                self._relay(message)
-                self._learn(Decision.from_bytes(message))
+                self._learn(Decision.from_bytes(message), message)
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_decisions(now)
@@ -230,9 +240,7 @@ class Rounds:
         if decision is not None:
             if self._may_call_vote(decision):
                 decision = decision._replace(calls_vote=True)
-            if self._coordinator.children:
-                self._relay(decision.to_bytes())
-            self._learn(decision)
+            self._learn(decision, decision.to_bytes() if self._coordinator.children else b"")
             self._execute_decisions(now)
         report = self._coordinator.stall_report(now)
         if report:
@@ -263,17 +271,30 @@ class Rounds:
     def _execute_decisions(self, now: float) -> None:
         """Execute what rank 0 has decided, as soon as no vote is open."""
         while self._decided and not self.ended.is_set():
+            pending = self._decided[0]
+            # At once, for it ends an open vote. But a decision is relayed only when those before it have been executed:
+            # a child that has entered the collective of one reads no further messages, and before this rank enters it,
+            # all that has been relayed must be out.
+            self._relay_decision(pending)
             if self._ends_vote(now):
-                self._execute(*self._decided.popleft())
+                self._decided.popleft()
+                self._execute(pending.decision, pending.requests)
                 continue
-            last, _ = self._decided[-1]
+            last = self._decided[-1].decision
             if last.end in _ABRUPT:
+                for pending in self._decided:
+                    self._relay_decision(pending)
                 self._stop(_ERRORS[last.end](last.end_text), clean=False)
             return
 
-    def _learn(self, decision: Decision) -> None:
+    def _relay_decision(self, pending: _Pending) -> None:
+        if not pending.is_relayed:
+            pending.is_relayed = True
+            self._relay(pending.message)
+
+    def _learn(self, decision: Decision, message: bytes) -> None:
         # Not only when it is executed: children may have executed it, and send numbers that it gives.
-        self._decided.append((decision, self._coordinator.learn(decision)))
+        self._decided.append(_Pending(decision, self._coordinator.learn(decision), message))
 
     def _execute(self, decision: Decision, requests: Sequence[Request]) -> None:
         self._control.flush(self._coordinator.children)

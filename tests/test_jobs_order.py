@@ -47,3 +47,12 @@ def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: 300 steps in one thread, and in 3" in job.output
+
+
+@needs_mpirun
+def test_large_decisions_behind_others_while_votes_are_open_between_hosts() -> None:
+    job = run_job(4, ["python", "tests/scripts/overtaken_decisions.py", "1000", "2"], limit_s=600,
+                  env={"MPISTRAT_STALL_CHECK_TIME_SECONDS": "30", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "60"})
+    assert job.code == 0, job.output
+    for rank in range(4):
+        assert job.of_rank(rank) == ["1000 rounds are right"], job.output

@@ -113,6 +113,34 @@ def test_the_same_names_are_used_again_step_after_step(size: int) -> None:
         assert all(handle.done() for handle in handles)
 
 
+def test_decisions_that_come_together_go_down_the_tree_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 17 reads nothing more once it is in the first one's collective; rank 1 must not wait for it to do so."""
+    job = ByHand(18)
+    control = job.engines[1]._control
+    events: list[str] = []
+    send, flush = control.send, control.flush
+
+    def recording_send(rank: int, message: bytes) -> None:
+        if rank == 17:
+            events.append("send")
+        send(rank, message)
+
+    monkeypatch.setattr(control, "send", recording_send)
+    monkeypatch.setattr(control, "flush", lambda children: (events.append("flush"), flush(children)))
+    for rank, engine in enumerate(job.engines):
+        if rank != 2:
+            submit_barrier(engine, "a")
+            submit_barrier(engine, "b")
+    job.settle()
+    for name in "ab":  # Rank 0 decides twice before rank 1 looks.
+        submit_barrier(job.engines[2], name)
+        for rank in (2, 0):
+            job.engines[rank].step()
+    assert not events
+    job.engines[1].step()
+    assert events == ["send", "flush", "send", "flush"]
+
+
 def test_a_stall_is_reported_once_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     job = ByHand(3)
     for rank in (0, 2):

@@ -547,6 +547,26 @@ def test_a_decision_waits_until_the_vote_has_ended() -> None:
     assert ours.done() and all(handle.done() for handle in handles)
 
 
+def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child in the collective of one decision does not read the next, which may be larger than its mailbox."""
+    ranks = Steps(2)
+    ranks.open_vote()
+    control, events = ranks.rounds[0]._control, []
+    send, flush = control.send, control.flush
+    monkeypatch.setattr(control, "send", lambda rank, message: (events.append("send"), send(rank, message)))
+    monkeypatch.setattr(control, "flush", lambda children: (events.append("flush"), flush(children)))
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.rounds[0]._voting._ballot, "outcome", lambda: None)  # type: ignore[union-attr]
+        for name in ("a", "b"):
+            for rank in range(2):
+                ranks.put(rank, name, is_awaited=False)
+            ranks.step()
+        assert len(ranks.rounds[0]._decided) == 2
+        assert events == ["send"]
+    ranks.step()
+    assert events == ["send", "flush", "send", "flush"]
+
+
 def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
     ranks = Steps(2)
     ours = ranks.vote_of_the_first()
