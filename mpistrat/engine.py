@@ -90,18 +90,22 @@ class Engine:
         """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True)
-        if not self._driving.acquire(blocking=False):
+        drives: list[bool] = []
+        try:
+            # Taken and noted by one call: Ctrl-C raises between calls, and a lock that is not noted is never released.
+            drives.extend(map(self._driving.acquire, [False]))
+            if drives[0]:
+                is_taken = self._rounds.queue.put(entry, is_taken=self._rounds.may_vote)
+                self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
+        finally:
+            if drives == [True]:
+                self._driving.release()
+                if self._rounds.has_work or self._rounds.ended.is_set():
+                    self._attention.set()
+        if not drives[0]:
             self._rounds.queue.put(entry)
             self._call_background()
             handle.await_done(-1 if limit_s == math.inf else limit_s)
-            return handle
-        try:
-            is_taken = self._rounds.queue.put(entry, is_taken=self._rounds.may_vote)
-            self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
-        finally:
-            self._driving.release()
-            if self._rounds.has_work or self._rounds.ended.is_set():
-                self._attention.set()
         return handle
 
     def _call_background(self) -> None:

@@ -343,8 +343,8 @@ class Rounds:
         if not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
             error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._tell_of_failure(str(error))
         self._data.abandon()
+        self._tell_of_failure(str(error))
         self._stop(error, clean=False)
 
     def _tell_of_failure(self, text: str) -> None:

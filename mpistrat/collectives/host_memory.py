@@ -90,6 +90,7 @@ class HostMemory:
 
     def abandon(self) -> None:
         """Tell ranks that wait for this one, now or later, that it will not come."""
+        self._acquire(False)  # If Ctrl-C came between the two halves of a fence; the engine fails then.
         self._words[self._mine + _ABANDONED] = 1
 
     def _await(self, other: int, counter: int, value: int) -> None:

@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import dis
+import itertools
 import logging
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType
 
 import numpy as np
 import pytest
@@ -914,3 +918,56 @@ def test_a_request_has_its_own_handle() -> None:
         second = engines[0].submit(request, [])
         assert second is not first
         assert second.name == "a"
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+def interrupted_after_calls(function: Callable[[], object], code: CodeType) -> Iterator[bool]:
+    """Call `function` again and again, each time interrupted after the next call that `code` makes.
+
+    Python raises KeyboardInterrupt after calls. Yields whether there was an interrupt; the last time there is none.
+    """
+    operations = {operation.offset: operation.opname for operation in dis.get_instructions(code)}
+    for skipped in itertools.count():
+        calls, follows_call, has_interrupted = 0, False, False
+
+        def trace(frame: FrameType, event: str, argument: object) -> Callable | None:
+            nonlocal calls, follows_call, has_interrupted
+            if frame.f_code is not code or has_interrupted:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                if follows_call:
+                    calls += 1
+                    if calls > skipped:  # noqa: B023 - the function is gone before the next round
+                        has_interrupted = True
+                        raise KeyboardInterrupt
+                follows_call = operations[frame.f_lasti].startswith("CALL")
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        yield has_interrupted
+        if not has_interrupted:
+            return
+
+
+def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
+    engines: list[Engine] = []
+    array = np.ones(3)
+
+    def run() -> None:
+        group = ThreadGroup(1)
+        engines.append(Engine(0, 1, group.control(0), group.data(0), Settings()))
+        engines[-1].run(allreduce_request("a", specs_of([array]), Sum), [array])
+
+    interrupts = list(interrupted_after_calls(run, Engine.run.__code__))
+    assert sum(interrupts) > 5
+    assert not any(engine._driving.locked() for engine in engines)

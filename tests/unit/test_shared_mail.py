@@ -122,3 +122,27 @@ def test_a_thousand_questions_are_answered(trio: list[SharedMail]) -> None:
             trio[1].send(4, b"%d" % number)
             assert received(trio[1], 1) == [(4, b"%d!" % number)]
         answering.result(LONG_S)
+
+
+def test_what_is_written_while_a_rank_reads_is_read_the_next_time(trio: list[SharedMail],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence covers what the counter said before it; later bytes may not be visible yet on every processor."""
+    memory = trio[0]._memory
+    fence = memory.fence
+
+    def fence_in_which_another_message_comes() -> None:
+        monkeypatch.setattr(memory, "fence", fence)
+        trio[1].send(4, b"second")
+        fence()
+
+    trio[1].send(4, b"first")
+    monkeypatch.setattr(memory, "fence", fence_in_which_another_message_comes)
+    assert trio[0].receive() == [(5, b"first")]
+    assert trio[0].receive() == [(5, b"second")]
+
+
+def test_a_rank_that_was_interrupted_in_a_fence_can_still_tell_of_its_failure(trio: list[SharedMail]) -> None:
+    trio[1]._memory._release()
+    trio[1]._memory.abandon()
+    trio[1].send(4, b"failed")
+    assert trio[0].receive() == [(5, b"failed")]
