@@ -102,7 +102,7 @@ def planes_alone() -> Planes:
 def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     """Shared memory within a host where all ranks have it, and MPI for the rest. Collective over `comm`.
 
-    The ranks can vote if those of each host share memory.
+    The ranks can vote if those of each host share memory, unless the setting for that is off.
     """
     from .collectives.freight import Freight
     from .collectives.hierarchical import HierarchicalData, counterparts
@@ -128,19 +128,21 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
         one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
-        freight_at, each = plane_bytes + mail_bytes(edges), 0 if one_host else Freight.largest(topology.local_sizes)
+        has_freight = settings.fast_path and not one_host
+        freight_at, each = plane_bytes + mail_bytes(edges), Freight.largest(topology.local_sizes) if has_freight else 0
         memory = _shared_memory(comm, topology, settings, hand_over, freight_at + Freight.memory_bytes(len(here), each))
         if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
             if one_host:
-                ballot = SharedBallot(memory, shared_mail.rouse)
+                ballot = SharedBallot(memory, shared_mail.rouse) if settings.fast_path else None
                 data = SharedMemoryData(memory, plane.chunk_bytes, data)
             else:
                 freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
-                ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
+                if settings.fast_path:
+                    ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
                 data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
-                                        min(topology.local_sizes), settings.stall_abort_s, freight)
-    elif max(topology.local_sizes) == 1:
+                                        min(topology.local_sizes), settings.limit_s, freight)
+    elif max(topology.local_sizes) == 1 and settings.fast_path:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
         ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)
     if ballot is not None:
@@ -180,7 +182,7 @@ def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over:
     memory, problem = None, ""
     try:
         with contextlib.closing(hand_over.share()) as file:
-            memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
+            memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.limit_s)
     except OSError as error:
         problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
     problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}

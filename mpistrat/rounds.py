@@ -59,9 +59,8 @@ class Rounds:
                  ballot: Ballot | None):
         self._rank = rank
         self._control, self._data, self._clock = control, data, clock
-        check = not settings.stall_check_disable
-        warning_s = settings.stall_warning_s if check else None
-        abort_s = (settings.stall_abort_s or None) if check else None
+        warning_s = None if settings.stall_check_disable else settings.stall_warning_s
+        abort_s = settings.limit_s or None
         self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
         self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
         self._gpu = GpuExecutor(rank, size, data, settings, gpu_ways, clock)
