@@ -70,6 +70,10 @@ class EngineError(CollectiveError):
     """The engine has ended. Every outstanding and every later operation fails with this error."""
 
 
+class MessageError(EngineError):
+    """Another rank sent a message that does not have the form that messages have; names the rank."""
+
+
 class StallError(EngineError):
     """Some ranks waited for a tensor longer than `stall_abort_s` while other ranks never submitted it."""
 

@@ -220,7 +220,7 @@ class Rounds:
         for source, message in messages:
             if source == self._coordinator.parent:
                 self._relay(message)
-                self._learn(Decision.from_bytes(message))
+                self._learn(Decision.from_bytes(message, source))
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_decisions(now)
