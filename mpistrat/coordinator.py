@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from .errors import MessageError
 from .messages import Announcement, Decision, End, Request
 from .mismatch import describe_half_done, describe_mismatch, rank_list
 from .tree import children_of, parent_of, subtree, subtree_size
@@ -113,10 +114,16 @@ class Coordinator:
         return bool(self._choice)
 
     def receive(self, source: int, data: bytes, now: float) -> None:
-        """A child's Announcement has come."""
-        message = Announcement.from_bytes(data)
+        """A child's Announcement has come.
+
+        Raises:
+            MessageError: It is none, or is not for this rank.
+        """
+        message = Announcement.from_bytes(data, source)
+        if source not in self._subtree or source == self.rank:
+            raise MessageError(f"rank {source} sent an announcement to rank {self.rank}, which is not its parent.")
         for number in message.ids:
-            self._report(source, self._by_number[number], None, now)
+            self._report(source, self._request_of(number, source), None, now)
         for request, ranks in message.requests:
             self._report(source, request, None if ranks is None else set(ranks), now)
         self._news_ended += message.ended
@@ -125,11 +132,15 @@ class Coordinator:
         self._is_recalled = self._is_recalled or message.recall
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
-        """Take note of rank 0's decision; returns the requests to execute, in order."""
+        """Take note of rank 0's decision; returns the requests to execute, in order.
+
+        Raises:
+            MessageError: It has a number that no request has.
+        """
         requests = []
         for item in decision.agreed:
             if isinstance(item, int):
-                requests.append(self._by_number[item])
+                requests.append(self._request_of(item, 0))
             else:
                 number, request = item
                 if number is not None:
@@ -176,6 +187,13 @@ class Coordinator:
             if pending.sources == self._sources:
                 del self._pending[request.name]
                 self._ready.append(pending)
+
+    def _request_of(self, number: int, sender: int) -> Request:
+        request = self._by_number.get(number)
+        if request is None:
+            raise MessageError(f"rank {sender} sent the number {number}, which stands for no request on rank "
+                               f"{self.rank}.")
+        return request
 
     def _is_complete(self, told: dict[Request, set[int]], source: int) -> bool:
         return sum(map(len, told.values())) >= self._subtree[source]

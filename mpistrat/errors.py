@@ -14,6 +14,7 @@
         ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not make a cluster
         ├── RankDiedError                      a rank has died that the others cannot do without
         └── EngineError                        the engine has ended; every pending and later operation fails
+            ├── MessageError                   another rank sent something that is no message
             ├── StallError                     a tensor was not submitted by all ranks in time
             └── ShutdownError                  a rank ended while others still wait for it
 
@@ -68,6 +69,10 @@ class RankDiedError(CollectiveError):
 
 class EngineError(CollectiveError):
     """The engine has ended. Every outstanding and every later operation fails with this error."""
+
+
+class MessageError(EngineError):
+    """Another rank sent a message that does not have the form that messages have; names the rank."""
 
 
 class StallError(EngineError):

@@ -69,9 +69,9 @@ def backends() -> list[Backend]:
 
 
 def _shared_memory_backend() -> Backend:
-    from .collectives.host_file import HandOver
+    from .collectives.host_file import HostFile
     try:
-        file = HandOver(0, [0], "").share()
+        file = HostFile.make()
         try:
             file.take(4096)
         finally:
@@ -106,8 +106,6 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     """
     from .collectives.freight import Freight
     from .collectives.hierarchical import HierarchicalData, counterparts
-    from .collectives.host_file import HandOver
-    from .collectives.host_mail import HostMail
     from .collectives.host_memory import HostMemory
     from .collectives.hosts_ballot import HostsBallot
     from .collectives.hosts_vote import hosts_vote
@@ -116,21 +114,18 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
-    token = comm.bcast(os.urandom(8).hex() if rank == 0 else None)
     elsewhere = [other for other in range(topology.size) if other not in here]
-    host_mail = HostMail(rank, here, token)
+    link, host_mail = _linked(comm, topology)
     mail: Mail = host_mail
     ballot: Ballot | None = None
     data: DataPlane = MpiData(comm.Dup())
-    hand_over = HandOver(rank, here, token)
-    mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
         one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
         has_freight = settings.fast_path and not one_host
         freight_at, each = plane_bytes + mail_bytes(edges), Freight.largest(topology.local_sizes) if has_freight else 0
-        memory = _shared_memory(comm, topology, settings, hand_over, freight_at + Freight.memory_bytes(len(here), each))
+        memory = _shared_memory(comm, topology, settings, link, freight_at + Freight.memory_bytes(len(here), each))
         if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
             if one_host:
@@ -145,11 +140,40 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     elif max(topology.local_sizes) == 1 and settings.fast_path:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
         ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)
+    link.close()
     if ballot is not None:
         mail.watch(ballot.has_news)
     leads = ballot is not None and rank == here[0] and bool(elsewhere)
     control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
     return Planes(control, data, _ways(comm, topology, settings), ballot)
+
+
+def _linked(comm: Any, topology: Topology) -> tuple[Any, Any]:
+    """The HostLink of this rank's host, to be closed, and this rank's HostMail. Collective.
+
+    Raises:
+        MpistratError: On all ranks; the ranks of some host cannot be connected.
+    """
+    from .collectives.host_link import HostLink
+    link, mail, problem = None, None, ""
+    try:
+        link = HostLink(topology.rank, topology.local_ranks)
+    except OSError as error:
+        problem = str(error)
+    invitations = comm.allgather(None if link is None else link.invitation)
+    if link is not None:
+        try:
+            mail = link.connect(invitations[topology.local_ranks[0]])
+        except OSError as error:
+            problem = str(error)
+    problems = [f"rank {rank} on {topology.host_of[rank]}: {text}"
+                for rank, text in enumerate(comm.allgather(problem)) if text]
+    if problems:
+        for opened in (mail, link):
+            if opened is not None:
+                opened.close()
+        raise MpistratError(f"The ranks of a host cannot be connected. {'; '.join(problems)}")
+    return link, mail
 
 
 def _ways(comm: Any, topology: Topology, settings: Settings) -> Ways:
@@ -175,13 +199,13 @@ def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
     return Hosts(topology.local_ranks, MpiData(counterparts(comm, topology)))
 
 
-def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over: Any, data_bytes: int) -> Any:
+def _shared_memory(comm: Any, topology: Topology, settings: Settings, link: Any, data_bytes: int) -> Any:
     """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
     from .collectives.host_memory import HostMemory
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
     memory, problem = None, ""
     try:
-        with contextlib.closing(hand_over.share()) as file:
+        with contextlib.closing(link.share()) as file:
             memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.limit_s)
     except OSError as error:
         problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"

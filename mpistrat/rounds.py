@@ -229,7 +229,7 @@ class Rounds:
             self._coordinator.end(self._completed)
         for source, message in messages:
             if source == self._coordinator.parent:
-                self._learn(Decision.from_bytes(message), message)
+                self._learn(Decision.from_bytes(message, source), message)
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_decisions(now)

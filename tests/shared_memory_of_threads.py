@@ -1,9 +1,11 @@
-"""Shared memory as the ranks of a host have it, for ranks that are threads of one process."""
+"""Shared memory and mail as the ranks of a host have it, for ranks that are threads of one process."""
 
 import os
+from collections.abc import Sequence
 
 from mpistrat.collectives.base import DataPlane
 from mpistrat.collectives.host_file import HostFile
+from mpistrat.collectives.host_mail import HostMail, MailSockets
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.shared_memory import SharedMemoryData
 
@@ -15,6 +17,17 @@ def host_files(count: int) -> list[HostFile]:
         return [HostFile(os.dup(descriptor)) for _ in range(count)]
     finally:
         os.close(descriptor)
+
+
+def mailboxes(ranks: Sequence[int]) -> list[HostMail]:
+    """The mailbox of each of `ranks`, all those of a host. Each has descriptors of its own, as processes have."""
+    made = MailSockets.make(ranks)
+    try:
+        return [HostMail(rank, MailSockets(made[rank].inbox, {r: s.dup() for r, s in made[rank].outboxes.items()}))
+                for rank in ranks]
+    finally:
+        for outbox in made[ranks[0]].outboxes.values():
+            outbox.close()
 
 
 def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[HostMemory]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from mpistrat.coordinator import Coordinator
+from mpistrat.errors import MessageError
 from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
 from mpistrat.mismatch import describe_half_done, describe_mismatch
 from mpistrat.tree import FAN_OUT, neighbours_of, subtree, subtree_size
@@ -811,3 +812,25 @@ def test_what_is_new_is_told_once_by_each_rank_whatever_the_number_of_ranks_belo
     job.settle()
     assert Counter(rank for rank, _, _ in job.announcements) == dict.fromkeys(range(1, 300), 1)
     assert len({length for _, _, length in job.announcements}) == 1
+
+
+# -- what no rank sends ------------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_stands_for_nothing_is_told_with_its_sender() -> None:
+    job = repeated_step(3, ["a"])
+    with pytest.raises(MessageError, match=r"^rank 2 sent the number 9, which stands for no request on rank 0\.$"):
+        job.nodes[0].receive(2, Announcement(ids=(0, 9)).to_bytes(), 0.0)
+    with pytest.raises(MessageError, match=r"^rank 0 sent the number 9, which stands for no request on rank 1\.$"):
+        job.nodes[1].learn(Decision(agreed=(9,)))
+
+
+@pytest.mark.parametrize("source", [0, 17, 18, 300])
+def test_an_announcement_is_taken_from_children_only(source: int) -> None:
+    with pytest.raises(MessageError, match=rf"^rank {source} sent an announcement to rank 0, which is not its parent"):
+        Job(18).nodes[0].receive(source, Announcement(requests=((allreduce("a", 1), None),)).to_bytes(), 0.0)
+
+
+def test_what_is_no_announcement_is_told_with_its_sender() -> None:
+    with pytest.raises(MessageError, match=r"^rank 1 sent 3 bytes that are no Announcement: "):
+        Job(2).nodes[0].receive(1, b"\2\x95\xc1", 0.0)

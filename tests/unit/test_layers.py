@@ -37,6 +37,7 @@ PACKAGES: dict[str, set[str]] = {
     "0": set(), "1": {"numpy"}, "2": {"numpy"}, "3": {"numpy"}, "4": {"numpy", "mpi4py"},
     "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
     # Each of these wraps one package for all others.
+    "messages": {"msgpack"},
     "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
     "collectives.hosts_vote": {"numpy", "mpi4py"},
     "collectives.device_mpi": {"mpi4py"},

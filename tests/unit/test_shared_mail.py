@@ -2,15 +2,15 @@
 
 import mmap
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mpistrat.collectives.host_mail import HostMail
 from mpistrat.collectives.host_memory import ASLEEP, HostMemory
 from mpistrat.collectives.shared_mail import SharedMail, mail_bytes
+
+from ..shared_memory_of_threads import mailboxes
 
 LONG_S = 20.0
 
@@ -18,10 +18,10 @@ LONG_S = 20.0
 @pytest.fixture
 def trio() -> Iterator[list[SharedMail]]:
     """The mailboxes of ranks 4, 5 and 6 of a host; 5 and 6 exchange messages with 4 only."""
-    ranks, edges, token = (4, 5, 6), [(5, 4), (6, 4)], uuid.uuid4().hex
+    ranks, edges = (4, 5, 6), [(5, 4), (6, 4)]
     block = mmap.mmap(-1, HostMemory.size_for(3, 128 + mail_bytes(edges)))
-    mails = [SharedMail(HostMemory(block, index, ranks), 128, edges, HostMail(rank, ranks, token))
-             for index, rank in enumerate(ranks)]
+    mails = [SharedMail(HostMemory(block, index, ranks), 128, edges, mail)
+             for index, mail in enumerate(mailboxes(ranks))]
     yield mails
     for mail in mails:
         mail.close()
