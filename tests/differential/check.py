@@ -1,12 +1,12 @@
 """One program in all legs, and the comparisons."""
 
+import mpi4py.MPI
+
 from .compare import assert_equal_in_both, assert_equal_on_all_ranks
 from .legs import MPI, legs_for, under
 from .programs import PROGRAMS
 from .random_models import random_recipe
-from .training import Recipe, Trained, train
-
-from mpi4py import MPI as mpi
+from .training import Recipe, train
 
 SEED = "seed "
 
@@ -23,7 +23,7 @@ def assert_same_in_all_legs(name: str) -> None:
         AssertionError: On all ranks, when any of them has other bits than the others, or in one leg than in another.
     """
     recipe = recipe_named(name)
-    size = mpi.COMM_WORLD.Get_size()
+    size = mpi4py.MPI.COMM_WORLD.Get_size()
     legs, trained = legs_for(size), {}
     for leg in legs:
         with under(leg):

@@ -9,7 +9,7 @@ from keras import layers, optimizers
 
 from mpistrat.tensorflow import Compression
 
-from .training import WAYS, Recipe
+from .training import CLASSES, WAYS, Recipe
 
 _WIDTHS = (1, 3, 8, 16, 17, 32, 48, 63, 64, 96, 100, 112, 120, 128, 130)
 _LARGE_WIDTHS = (256, 384, 500, 512)
@@ -28,7 +28,7 @@ def random_recipe(seed: int) -> Recipe:
     policy = chooser.choice(["float32"] * 4 + ["mixed_bfloat16", "float64"])
     optimizer, has_scale = _optimizer(chooser, way)
     return Recipe(
-        model=_MODELS[kind](chooser), optimizer=optimizer, way=way, steps=chooser.randint(3, 6),
+        model=_MODELS[kind](chooser), optimizer=optimizer, way=way, steps=chooser.randint(6, 14),
         batch=chooser.randint(1, 5), tokens=_TOKENS * (kind == "tokens"), policy=policy,
         takes_turns=not has_scale and chooser.random() < 0.75, distribute=_distribute(chooser, way),
         compile=_compile(chooser, way))
@@ -102,7 +102,8 @@ def _head(chooser: random.Random, depth: int, widths: tuple[int, ...]) -> list[C
         elif between < 0.27:
             number = chooser.randrange(10**6)
             makers.append(lambda number=number: layers.Dropout(0.2, seed=number))
-    makers.append(lambda: layers.Dense(4))
+    outputs = chooser.choice([CLASSES, CLASSES, CLASSES + 1])
+    makers.append(lambda: layers.Dense(outputs))
     return makers
 
 
