@@ -122,6 +122,7 @@ class Announcement(NamedTuple):
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
         failure: Why a rank's engine failed, for all others to hear.
         recall: A rank has voted, and others do nothing: rank 0 shall end the vote.
+        is_stalled: `failure` is that it waited too long for other ranks.
     """
 
     ids: tuple[int, ...] = ()
@@ -129,13 +130,14 @@ class Announcement(NamedTuple):
     ended: tuple[tuple[int, int], ...] = ()
     failure: str | None = None
     recall: bool = False
+    is_stalled: bool = False
 
     def to_bytes(self) -> bytes:
         """The byte form."""
         if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
-        return pickle.dumps((self.ids, requests, self.ended, self.failure, self.recall), protocol=5)
+        return pickle.dumps((self.ids, requests, self.ended, self.failure, self.recall, self.is_stalled), protocol=5)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Announcement":

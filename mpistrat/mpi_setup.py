@@ -50,7 +50,9 @@ def takes_gpu_memory(mpi: Any, environ: Mapping[str, str]) -> str:
 
 
 def finalize_without_barrier(mpi: Any) -> bool:
-    """Let MPI_Finalize not wait for all processes, since some have died. Returns whether the library knows of that.
+    """Let MPI_Finalize not wait for all processes, since some have died or are out of reach.
+
+    Returns whether the library knows of that.
 
     Open MPI 5 waits for them in its launcher, which survives the death of a process with `--with-ft ulfm`, but then
     sometimes lets those that are left wait for ever. Its parameter `async_mpi_finalize` makes it not wait; as that is
@@ -87,13 +89,19 @@ def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
     return world.Create_group(world.Get_group().Incl(ranks))
 
 
-def wait_for_all(comm: Any) -> None:
-    """A barrier that sleeps, so that a rank that is early does not take a core from one that still imports."""
-    request = comm.Ibarrier()
+def wait_for_all(comm: Any, limit_s: float = 0.0) -> bool:
+    """A barrier that sleeps, so that a rank that is early does not take a core from one that still imports.
+
+    Returns whether all ranks have come to it before `limit_s` have passed (0: for ever).
+    """
+    request, began = comm.Ibarrier(), time.monotonic()
     pause_s = 1e-5
     while not request.Test():
+        if 0 < limit_s < time.monotonic() - began:
+            return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 5e-3)
+    return True
 
 
 def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import autotune, introduction, mpi_setup
 from .engine import Engine
-from .errors import InvalidRequestError, NotInitializedError, SettingsError
+from .errors import InvalidRequestError, NotInitializedError, SettingsError, StallError
 from .launch_environment import launched_size
 from .planes import Planes, planes_alone, planes_over
 from .settings import Settings, differing, horovod_names
@@ -20,6 +20,7 @@ from .topology import Topology, unique_hosts
 logger = logging.getLogger(__name__)
 
 NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
+_PARTING_S = 5.0  # for other ranks to come to their end as well, after a stall
 
 
 class Runtime:
@@ -30,7 +31,7 @@ class Runtime:
         self._planes = planes
         self.engine = Engine(topology.rank, topology.size, planes.control, planes.data, settings,
                              tuned=self._keep_log if settings.autotune else None, gpu_ways=planes.ways,
-                             ballot=planes.ballot)
+                             ballot=planes.ballot, topology=topology)
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -63,14 +64,35 @@ class Runtime:
         return self._planes.data.in_use
 
     def close(self) -> None:
-        """Wait until all ranks have called this, stop the engine and free what it used. Collective."""
+        """Wait until all ranks have called this, stop the engine and free what it used. Collective.
+
+        Ranks that are out of reach are waited for within the limit on stalls, or for some seconds after a stall.
+        """
         self.engine.end(self._report_waiting)
-        if self.engine.error is not None:
-            return  # The other ranks are in no state to free communicators together with this one.
-        self.engine.close()
-        self._planes.close()
-        if self.comm is not None:
-            self.comm.Free()
+        error = self.engine.error
+        if error is not None:
+            # The other ranks are in no state to free communicators together with this one.
+            self._part(_PARTING_S if isinstance(error, StallError) else self._stall_limit_s)
+        elif self._part(self._stall_limit_s):
+            self.engine.close()
+            self._planes.close()
+            if self.comm is not None:
+                self.comm.Free()
+
+    @property
+    def _stall_limit_s(self) -> float:
+        return 0.0 if self.settings.stall_check_disable else self.settings.stall_abort_s
+
+    def _part(self, limit_s: float) -> bool:
+        """Wait until all ranks have come here, so that none waits for others in MPI_Finalize; whether they have."""
+        if self.comm is None or mpi_setup.wait_for_all(self.comm, limit_s):
+            return True
+        from .collectives.peer_wait import never_free
+        logger.warning("rank %d ends without the other ranks, some of which have not come to their end for %.0f s",
+                       self.topology.rank, limit_s)
+        never_free(self)
+        mpi_setup.finalize_without_barrier(mpi_setup.load_mpi())
+        return False
 
     def abandon(self, reason: str) -> None:
         """End this rank's part without the other ranks, some of which have died; `reason` says which. Local."""

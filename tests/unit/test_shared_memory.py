@@ -16,7 +16,7 @@ from mpistrat.collectives.host_file import HandOver
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadGroup
 from mpistrat.collectives.shared_memory import SharedMemoryData
-from mpistrat.errors import EngineError
+from mpistrat.errors import EngineError, StallError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 
@@ -85,7 +85,7 @@ def test_counters_are_a_ranks_own() -> None:
 
 def test_a_rank_that_never_comes_is_named_after_the_limit() -> None:
     first, _ = memories(2, limit_s=0.05)
-    with pytest.raises(EngineError, match="rank 11 has not come to a collective for 0 s after all ranks had agreed"):
+    with pytest.raises(StallError, match=r"rank 10 has waited 0 s for ranks \[11\]\. The engine of one of them"):
         first.await_all(0, 1)
 
 

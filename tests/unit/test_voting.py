@@ -19,6 +19,7 @@ from mpistrat.errors import EngineError, MismatchError, ShutdownError, StallErro
 from mpistrat.requests import Average, Sum, allreduce_request, barrier_request, specs_of
 from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Entry, Handle
+from mpistrat.topology import Topology
 from mpistrat.voting import Voting
 
 from ..shared_memory_of_threads import shared_memory_planes
@@ -124,7 +125,8 @@ def entry(name: str) -> Entry:
 
 def voters(warning_s: float | None = None, abort_s: float | None = None) -> list[Voting]:
     """Those of two ranks, in a vote that has just been called."""
-    made = [Voting(ballot, rank, warning_s, abort_s) for rank, ballot in enumerate(ballots(2))]
+    made = [Voting(ballot, Topology(rank, ("here", "here")), warning_s, abort_s)
+            for rank, ballot in enumerate(ballots(2))]
     for voting in made:
         voting.call()
     return made
@@ -165,7 +167,7 @@ def test_a_rank_that_votes_against_ends_the_vote() -> None:
 
 
 def test_nobody_votes_against_before_a_vote_is_called() -> None:
-    first = Voting(ballots(2)[0], 0, None, None)
+    first = Voting(ballots(2)[0], Topology(0, ("here", "here")), None, None)
     first.decline(0.0)
     assert not first.has_voted
 
