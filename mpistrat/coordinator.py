@@ -76,6 +76,7 @@ class Coordinator:
         self._pending: dict[str, _Pending] = {}
         # Not on rank 0: since when this rank has been ready for what rank 0 has not decided on; the oldest first.
         self._unanswered: dict[str, float] = {}
+        self._checked_at = self._resumed_at = float("-inf")
         self._numbers: dict[Request, int] = {}
         self._by_number: dict[int, Request] = {}
         self._capacity = cache_capacity
@@ -177,13 +178,18 @@ class Coordinator:
     def check(self, now: float) -> None:
         """Look whether rank 0 answers. Within the limit it decides on a request, or ends the engines for a stall.
 
+        To be called in every round, once the messages that have come are read.
+
         Raises:
             StallError: It does neither.
         """
         if not self._unanswered or self._abort_s is None:
             return
+        if now - self._checked_at > _ANSWER_S:
+            self._resumed_at = now  # This rank was in a collective, or stopped, and may have an answer to read.
+        self._checked_at = now
         name, since = next(iter(self._unanswered.items()))
-        if now - since >= self._abort_s + self._answer_s:
+        if now >= max(since + self._abort_s, self._resumed_at) + self._answer_s:
             raise StallError(f"{name}: {describe_wait(self._topology, [0], now - since)}")
 
     # -- how it is decided --------------------------------------------------------------------------------------------

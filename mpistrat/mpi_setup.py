@@ -104,6 +104,17 @@ def wait_for_all(comm: Any, limit_s: float = 0.0) -> bool:
     return True
 
 
+def end_job(mpi: Any, rank: int, host: str, reason: str, code: int = 1, wait_s: float = 0.0) -> None:
+    """Say why this rank ends the whole job, and do so, after `wait_s`."""
+    try:
+        print(f"[mpistrat] rank {rank} on {host} ends the job: {reason}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(wait_s)
+    finally:
+        # Even if nothing can be printed, since a launcher that has ended before reads it no more.
+        mpi.COMM_WORLD.Abort(code)
+
+
 def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
     """Make an uncaught exception on this rank end the whole job, since the others would wait for it for ever."""
     previous = sys.excepthook
@@ -111,16 +122,12 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
             previous(kind, error, trace)
-            name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
-            print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            if isinstance(error, CollectiveError | SettingsError):
-                # All ranks have been told the same, so leave them the time to say so. They should not abort at the same
-                # moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
-                time.sleep(0.5 + 0.25 * min(rank, 8))
         finally:
-            # Even if nothing can be printed, since a launcher that has ended before reads it no more.
-            mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
+            # All ranks have been told the same of these, so leave them the time to say so. They should not abort at the
+            # same moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
+            wait_s = 0.5 + 0.25 * min(rank, 8) if isinstance(error, CollectiveError | SettingsError) else 0.0
+            end_job(mpi, rank, host, name, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
 
     if getattr(previous, "_mpistrat", False):
         return

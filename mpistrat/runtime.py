@@ -15,12 +15,12 @@ from .errors import InvalidRequestError, NotInitializedError, SettingsError, Sta
 from .launch_environment import launched_size
 from .planes import Planes, planes_alone, planes_over
 from .settings import Settings, differing, horovod_names
+from .stalls import describe_wait
 from .topology import Topology, unique_hosts
 
 logger = logging.getLogger(__name__)
 
 NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
-_PARTING_S = 5.0  # for other ranks to come to their end as well, after a stall
 
 
 class Runtime:
@@ -66,32 +66,29 @@ class Runtime:
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engine and free what it used. Collective.
 
-        Ranks that are out of reach are waited for within the limit on stalls, or for some seconds after a stall.
+        Other ranks may be out of reach. They are waited for within the limit on stalls, and MPI_Finalize, which would
+        wait for ever, is not called after that: the job ends when this script does.
         """
         self.engine.end(self._report_waiting)
         error = self.engine.error
+        if self.comm is not None and (error is None or isinstance(error, StallError)) and not self._all_are_here():
+            return
         if error is not None:
-            # The other ranks are in no state to free communicators together with this one.
-            self._part(_PARTING_S if isinstance(error, StallError) else self._stall_limit_s)
-        elif self._part(self._stall_limit_s):
-            self.engine.close()
-            self._planes.close()
-            if self.comm is not None:
-                self.comm.Free()
+            return  # The other ranks are in no state to free communicators together with this one.
+        self.engine.close()
+        self._planes.close()
+        if self.comm is not None:
+            self.comm.Free()
 
-    @property
-    def _stall_limit_s(self) -> float:
-        return 0.0 if self.settings.stall_check_disable else self.settings.stall_abort_s
-
-    def _part(self, limit_s: float) -> bool:
-        """Wait until all ranks have come here, so that none waits for others in MPI_Finalize; whether they have."""
-        if self.comm is None or mpi_setup.wait_for_all(self.comm, limit_s):
+    def _all_are_here(self) -> bool:
+        """Wait until all ranks have come to their end; whether they have, within the limit."""
+        limit_s = 0.0 if self.settings.stall_check_disable else self.settings.stall_abort_s
+        if mpi_setup.wait_for_all(self.comm, limit_s):
             return True
         from .collectives.peer_wait import never_free
-        logger.warning("rank %d ends without the other ranks, some of which have not come to their end for %.0f s",
-                       self.topology.rank, limit_s)
-        never_free(self)
-        mpi_setup.finalize_without_barrier(mpi_setup.load_mpi())
+        never_free(self)  # MPI has been given some of its memory, and is not told to give it back.
+        others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
+        _end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
         return False
 
     def abandon(self, reason: str) -> None:
@@ -107,6 +104,7 @@ class Runtime:
 
 _runtime: Runtime | None = None
 _lock = threading.Lock()
+_lost = ""  # why this rank must not call MPI_Finalize, if it must not
 
 
 def current() -> Runtime:
@@ -173,6 +171,18 @@ def shutdown() -> None:
             runtime.close()
 
 
+def _end_job_at_exit(reason: str) -> None:
+    """Have the job end when this rank's script does, with an error, and without MPI_Finalize."""
+    global _lost
+    _lost = reason
+
+
+def _end_job_if_lost() -> None:
+    if _lost:
+        mpi = mpi_setup.load_mpi()
+        mpi_setup.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _lost)
+
+
 def _init_alone() -> Runtime:
     settings = Settings.from_env(os.environ)
     _configure(settings, chief=True)
@@ -183,6 +193,9 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     mpi = mpi_setup.load_mpi()
     # From here on, an error on this rank alone would leave the others waiting.
     mpi_setup.end_job_on_exception(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
+    # Called after shutdown(), for that is registered later. It cannot be registered when the script ends already.
+    atexit.unregister(_end_job_if_lost)
+    atexit.register(_end_job_if_lost)
     base = mpi_setup.communicator(mpi, comm, launched, launcher)
     mpi_setup.wait_for_all(base)
     own = base.Dup()

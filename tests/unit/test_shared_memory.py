@@ -19,6 +19,7 @@ from mpistrat.collectives.shared_memory import SharedMemoryData
 from mpistrat.errors import EngineError, StallError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
+from mpistrat.topology import Topology
 
 from ..shared_memory_of_threads import host_files, shared_memory_planes
 
@@ -29,10 +30,11 @@ AT_ONCE = SharedMemoryData.at_once_bytes // 4
 SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE, AT_ONCE + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
 
 
-def memories(count: int, limit_s: float = LIMIT_S) -> list[HostMemory]:
+def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = None) -> list[HostMemory]:
     """What each of `count` ranks has of one block."""
     block = mmap.mmap(-1, HostMemory.size_for(count, 0))
-    return [HostMemory(block, index, [10 + rank for rank in range(count)], limit_s) for index in range(count)]
+    ranks = [10 + rank for rank in range(count)]
+    return [HostMemory(block, index, ranks, limit_s, topology) for index in range(count)]
 
 
 def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -93,6 +95,15 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
     first, second = memories(2)
     second.abandon()
     with pytest.raises(EngineError, match="rank 11 has left in the middle of a collective"):
+        first.await_all(0, 1)
+
+
+def test_a_rank_that_has_waited_too_long_for_another_host_is_named_at_once_and_the_hosts_with_it() -> None:
+    first, second = memories(2, topology=Topology(10, ("there",) * 10 + ("here",) * 2))
+    second.abandon(is_stalled=True)
+    second.abandon()
+    with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, for which it had waited too "
+                                         r"long for other hosts\. Either the network between the hosts here and there"):
         first.await_all(0, 1)
 
 

@@ -221,6 +221,15 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
         first.check(601.0)
 
 
+def test_a_vote_that_another_host_does_not_answer_may_be_for_the_network() -> None:
+    first = Voting(ballots(2)[0], Topology(0, ("here", "there")), None, 5.0)
+    first.call()
+    first.propose(entry("a"), False, 0.0)
+    with pytest.raises(StallError, match=r"^a: rank 0 on here has waited 5 s for ranks \[1\] on there\. Either the "
+                                         "network between the hosts here and there is down"):
+        first.check(5.0)
+
+
 @pytest.mark.parametrize("warning_s", [None, 60.0])
 def test_a_rank_whose_engine_does_not_run_ends_the_wait_in_time(warning_s: float | None) -> None:
     first, _ = voters(warning_s, abort_s=5.0)
@@ -589,6 +598,19 @@ def test_a_rank_that_fails_is_heard_of_while_a_vote_is_open() -> None:
     ranks.step(0)
     with pytest.raises(EngineError, match="broken"):
         pending.wait(0)
+
+
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_a_stall_of_one_rank_is_a_stall_on_all(stalled: int) -> None:
+    ranks = Steps(3)
+    pending = [ranks.put(rank, "a", is_awaited=False) for rank in range(2)]
+    ranks.step()
+    ranks.rounds[stalled].fail(StallError("rank 7 does not come"))
+    ranks.step(*(rank for rank in range(3) if rank != stalled))
+    for handle in pending:
+        with pytest.raises(StallError, match="rank 7 does not come"):
+            handle.wait(0)
+    assert [type(rounds.error) for rounds in ranks.rounds] == [StallError] * 3
 
 
 def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits_for_the_vote(
