@@ -22,7 +22,7 @@ from .topology import Topology
 from .tree import children_of, depth_of, parent_of, subtree, subtree_size
 
 LISTED = 6  # how many names or ranks a message lists before it says "..."
-_ANSWER_S = 2.0  # what rank 0 needs to notice a stall, and its decision to come here, at most
+_ANSWER_S = 4.0  # what rank 0 needs to notice a stall, and its decision to come here, at most
 
 
 class _Pending:

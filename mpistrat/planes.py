@@ -146,9 +146,9 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
                 freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
                 if settings.fast_path:
                     ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
+                across = PeerWait(topology, topology.cross_ranks, settings.limit_s)
                 data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
-                                        min(topology.local_sizes), PeerWait(topology, topology.cross_ranks, settings.limit_s),
-                                        freight)
+                                        min(topology.local_sizes), across, freight)
     elif max(topology.local_sizes) == 1 and settings.fast_path:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
         ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)

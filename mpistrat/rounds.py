@@ -346,7 +346,7 @@ class Rounds:
         if not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
             error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._data.abandon()
+        self._data.abandon(isinstance(error, StallError))
         self._tell_of_failure(error)
         self._stop(error, clean=False)
 
@@ -368,7 +368,7 @@ class Rounds:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
         self.error = None if clean else error
         if self._voting is not None and self._voting.is_waiting:
-            self._data.abandon()  # Others may execute what this rank has voted for.
+            self._data.abandon(isinstance(error, StallError))  # Others may execute what this rank has voted for.
         for entry in (*self._executing, *self._gpu.unfinished(), *self.queue.close(refusal)):
             if not entry.handle.done():
                 entry.handle.fail(refusal)

@@ -82,7 +82,7 @@ class Runtime:
 
     def _all_are_here(self) -> bool:
         """Wait until all ranks have come to their end; whether they have, within the limit."""
-        limit_s = 0.0 if self.settings.stall_check_disable else self.settings.stall_abort_s
+        limit_s = self.settings.limit_s
         if mpi_setup.wait_for_all(self.comm, limit_s):
             return True
         from .collectives.peer_wait import never_free

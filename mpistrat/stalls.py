@@ -29,6 +29,13 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
     return f"{wait} Either {network}; or the engine of one of these ranks does not run: {_NOT_RUNNING}."
 
 
+def likely_causes(topology: Topology) -> str:
+    """A sentence on why a rank has waited too long, when it is not known for which one."""
+    if len(topology.hosts) == 1:
+        return f"The engine of some rank does not run: {_NOT_RUNNING}."
+    return f"Either {network_cause(topology, topology.hosts)}; or the engine of some rank does not run: {_NOT_RUNNING}."
+
+
 def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
     """`ranks [0, 1]`, with the host of each where there are several hosts."""
     if len(topology.hosts) == 1:

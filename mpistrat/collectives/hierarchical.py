@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import StallError
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
@@ -137,7 +136,7 @@ class HierarchicalData(SharedMemoryData):
         if number not in self._underway:
             return
         requests, rows = self._underway.pop(number)
-        self._await(requests)
+        self._wait.complete(requests)
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         if rows[0].size == result.size:
             combine(rows, work.op, result, work.scale)
@@ -152,16 +151,9 @@ class HierarchicalData(SharedMemoryData):
         """Await what the other hosts have reduced."""
         number = work.first + k
         if number in self._underway:
-            self._await(self._underway.pop(number)[0])
+            self._wait.complete(self._underway.pop(number)[0])
         self._take_own(work, k)
         self._memory.post(work.first + k, READY)
-
-    def _await(self, requests: list[MPI.Request]) -> None:
-        try:
-            self._wait.complete(requests)
-        except StallError:
-            self._memory.abandon(is_stalled=True)  # Nobody of this host waits longer for what cannot come.
-            raise
 
     def close(self) -> None:
         if self._cross != MPI.COMM_NULL:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import EngineError, StallError
 from ..memory import rounded_up
-from ..stalls import describe_wait, network_cause
+from ..stalls import describe_wait, likely_causes
 from ..topology import Topology
 
 # The counters of a rank, each used by one class only.
@@ -99,7 +99,7 @@ class HostMemory:
         """Tell ranks that wait for this one, now or later, that it will not come. The first call counts.
 
         Args:
-            is_stalled: Because it has itself waited too long, for another host.
+            is_stalled: Because it has itself waited too long for others.
         """
         self._acquire(False)  # If Ctrl-C came between the two halves of a fence; the engine fails then.
         if not self._words[self._mine + _ABANDONED]:
@@ -127,9 +127,7 @@ class HostMemory:
         left = f"rank {self.ranks[other]} has left in the middle of a collective"
         if self._words[other * _LINE + _ABANDONED] == _HAS_LEFT:
             return EngineError(f"{left}.")
-        topology = self._topology
-        return StallError(f"{left}, for which it had waited too long for other hosts. Either "
-                          f"{network_cause(topology, topology.hosts)}, or the engine of a rank there does not run.")
+        return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:
         """All that this thread has read and written before comes before all that it reads and writes after."""

@@ -24,8 +24,11 @@ SMALL_BYTES = 32 * 1024
 # Pieces of a large array stay in cache between being received, combined and sent. Alone on the machine 1 MiB is as good
 # (26 ms for 102 MB on 2 ranks, 32 ms in one piece), but each piece is a wait for the others, dear on a busy machine.
 CHUNK_BYTES = 4 * 1024 * 1024
-# MPI counts are C ints; above this, arrays are broadcast piece by piece.
+# MPI counts are C ints; above this, what is gathered is broadcast by one rank after the other.
 LARGE_BYTES = 2**30
+# What is gathered or broadcast goes in pieces of so many bytes from all ranks together, and the limit of a wait is for
+# one of them: what takes long on a slow network is not taken for a network that is down.
+PIECE_BYTES = 64 * 1024 * 1024
 
 
 class MpiData(DataPlane):
@@ -97,8 +100,12 @@ class MpiData(DataPlane):
         out = target.view(np.uint8)
         starts = np.concatenate(([0], np.cumsum(sizes)))
         if out.nbytes <= LARGE_BYTES:
-            received = [out, sizes, starts[:-1].tolist(), MPI.BYTE]
-            self._complete(self._comm.Iallgatherv([source.view(np.uint8), MPI.BYTE], received), out.nbytes)
+            own, step = source.view(np.uint8), PIECE_BYTES // self._size
+            for start in range(0, max(sizes), step):
+                pieces = [min(max(size - start, 0), step) for size in sizes]
+                places = [min(first + start, out.nbytes) for first in starts[:-1].tolist()]
+                gathered = self._comm.Iallgatherv([own[start:start + step], MPI.BYTE], [out, pieces, places, MPI.BYTE])
+                self._complete(gathered, sum(pieces))
             return
         for rank in range(self._size):
             part = out[starts[rank]:starts[rank + 1]]
@@ -108,8 +115,8 @@ class MpiData(DataPlane):
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         data = array.view(np.uint8)
-        for start in range(0, data.nbytes, LARGE_BYTES):
-            part = data[start:start + LARGE_BYTES]
+        for start in range(0, data.nbytes, PIECE_BYTES):
+            part = data[start:start + PIECE_BYTES]
             self._complete(self._comm.Ibcast([part, MPI.BYTE], root=root_rank), part.nbytes)
 
     def _complete(self, request: MPI.Request, nbytes: int) -> None:

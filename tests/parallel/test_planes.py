@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.collectives import mpi
 from mpistrat.collectives.base import DataPlane, Outcome
 from mpistrat.collectives.freight import Freight
 from mpistrat.collectives.hierarchical import HierarchicalData
@@ -118,6 +119,22 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         plane.allreduce([source], [results[2]], ReduceOp.SUM, 1.0, Scale(1.0, size))
         np.testing.assert_array_equal(results[0], results[2])
         np.testing.assert_array_equal(results[1], results[2])
+
+
+def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = MpiData(MPI.COMM_WORLD.Dup())
+    monkeypatch.setattr(mpi, "PIECE_BYTES", 1000)
+    counts = [0, 7, 3000, 126, 125][:size]
+    for large_bytes in (mpi.LARGE_BYTES, 2000):
+        monkeypatch.setattr(mpi, "LARGE_BYTES", large_bytes)
+        target = np.empty(sum(counts))
+        plane.allgather(values(rank, counts[rank]).astype(float), target, counts)
+        np.testing.assert_array_equal(target, np.concatenate([values(r, count) for r, count in enumerate(counts)]))
+    array = values(rank, 3001)
+    plane.broadcast(array, size - 1)
+    np.testing.assert_array_equal(array, values(size - 1, 3001))
+    plane.close()
 
 
 # -- waits have an end ------------------------------------------------------------------------------------------------

@@ -98,12 +98,12 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
         first.await_all(0, 1)
 
 
-def test_a_rank_that_has_waited_too_long_for_another_host_is_named_at_once_and_the_hosts_with_it() -> None:
+def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hosts() -> None:
     first, second = memories(2, topology=Topology(10, ("there",) * 10 + ("here",) * 2))
     second.abandon(is_stalled=True)
     second.abandon()
-    with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, for which it had waited too "
-                                         r"long for other hosts\. Either the network between the hosts here and there"):
+    with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, after it had waited too "
+                                         r"long for others\. Either the network between the hosts here and there"):
         first.await_all(0, 1)
 
 
@@ -311,7 +311,7 @@ def test_ranks_that_wait_for_one_that_failed_are_told() -> None:
 
     def work(index: int) -> str:
         if index == 1:
-            data[1].abandon()
+            data[1].abandon(is_stalled=False)
             return ""
         with pytest.raises(EngineError) as raised:
             allreduced(data[0], [np.ones(100_000)])
