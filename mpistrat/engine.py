@@ -29,6 +29,7 @@ from .messages import Request
 from .rounds import Rounds
 from .settings import Settings
 from .tensor_queue import Entry, Handle
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ class Engine:
         tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
         gpu_ways: As for GpuExecutor.
         ballot: How the ranks vote, where they can; see voting.
+        topology: Where the ranks are, for messages; None: all on one host.
     """
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
                  clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
-                 gpu_ways: Ways = NO_WAYS, ballot: Ballot | None = None):
+                 gpu_ways: Ways = NO_WAYS, ballot: Ballot | None = None, topology: Topology | None = None):
         self._rank, self._size = rank, size
         self._control, self._clock = control, clock
-        self._rounds = Rounds(rank, size, control, data, settings, clock, tuned, gpu_ways, ballot)
+        self._rounds = Rounds(rank, size, control, data, settings, clock, tuned, gpu_ways, ballot, topology)
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._attention = threading.Event()

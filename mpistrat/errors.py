@@ -15,7 +15,7 @@
         ├── RankDiedError                      a rank has died that the others cannot do without
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── MessageError                   another rank sent something that is no message
-            ├── StallError                     a tensor was not submitted by all ranks in time
+            ├── StallError                     ranks waited too long for others
             └── ShutdownError                  a rank ended while others still wait for it
 
 `CollectiveError` reaches every rank with the same text. A `MismatchError` leaves the engine running, unless the tensor
@@ -76,7 +76,10 @@ class MessageError(EngineError):
 
 
 class StallError(EngineError):
-    """Some ranks waited for a tensor longer than `stall_abort_s` while other ranks never submitted it."""
+    """Some ranks waited longer than `stall_abort_s` for others.
+
+    These never submitted a tensor, or a process is stopped, or the network between the hosts is down.
+    """
 
 
 class ShutdownError(EngineError):

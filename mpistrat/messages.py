@@ -202,6 +202,7 @@ class Announcement(NamedTuple):
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
         failure: Why a rank's engine failed, for all others to hear.
         recall: A rank has voted, and others do nothing: rank 0 shall end the vote.
+        is_stalled: `failure` is that it waited too long for other ranks.
     """
 
     ids: tuple[int, ...] = ()
@@ -209,13 +210,15 @@ class Announcement(NamedTuple):
     ended: tuple[tuple[int, int], ...] = ()
     failure: str | None = None
     recall: bool = False
+    is_stalled: bool = False
 
     def to_bytes(self) -> bytes:
         """The byte form."""
         if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
-        return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, self.ended, self.failure, self.recall))
+        return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, self.ended, self.failure, self.recall,
+                                                self.is_stalled))
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
@@ -235,7 +238,7 @@ class Announcement(NamedTuple):
         _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        ids, requests, ended, failure, recall = fields
+        ids, requests, ended, failure, recall, is_stalled = fields
         _require(_are_in(_COUNTS, ids), "ids that are no numbers of requests")
         _require(_is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
         for _, ranks in requests:
@@ -244,8 +247,9 @@ class Announcement(NamedTuple):
             len(pair) == 2 and _are_in(_COUNTS, pair) and pair[0] in _RANKS for pair in ended), "ranks that have ended")
         _require(failure is None or type(failure) is str, "a failure that is no text")
         _require(type(recall) is bool, "a recall that is neither yes nor no")
+        _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   recall)
+                   recall, is_stalled)
 
 
 class End(str, Enum):

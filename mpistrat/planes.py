@@ -22,6 +22,10 @@ from .tree import edges_among, neighbours_of
 
 logger = logging.getLogger(__name__)
 
+# Ranks that wait for another one of their host do so a little longer than that one waits for other hosts: it can tell
+# more of the cause.
+_LONGER_S = 1.0
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -110,15 +114,17 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     from .collectives.hosts_ballot import HostsBallot
     from .collectives.hosts_vote import hosts_vote
     from .collectives.mpi import MpiControl, MpiData
+    from .collectives.peer_wait import PeerWait
     from .collectives.shared_ballot import SharedBallot
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
     elsewhere = [other for other in range(topology.size) if other not in here]
     link, host_mail = _linked(comm, topology)
+    wait = PeerWait(topology, range(topology.size), settings.limit_s)
     mail: Mail = host_mail
     ballot: Ballot | None = None
-    data: DataPlane = MpiData(comm.Dup())
+    data: DataPlane = MpiData(comm.Dup(), wait)
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
         one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
@@ -135,8 +141,9 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
                 freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
                 if settings.fast_path:
                     ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
+                across = PeerWait(topology, topology.cross_ranks, settings.limit_s)
                 data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
-                                        min(topology.local_sizes), settings.limit_s, freight)
+                                        min(topology.local_sizes), across, freight)
     elif max(topology.local_sizes) == 1 and settings.fast_path:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
         ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)
@@ -144,8 +151,8 @@ def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     if ballot is not None:
         mail.watch(ballot.has_news)
     leads = ballot is not None and rank == here[0] and bool(elsewhere)
-    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
-    return Planes(control, data, _ways(comm, topology, settings), ballot)
+    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), leads, wait)
+    return Planes(control, data, _ways(comm, topology, settings, wait), ballot)
 
 
 def _linked(comm: Any, topology: Topology) -> tuple[Any, Any]:
@@ -176,7 +183,7 @@ def _linked(comm: Any, topology: Topology) -> tuple[Any, Any]:
     return link, mail
 
 
-def _ways(comm: Any, topology: Topology, settings: Settings) -> Ways:
+def _ways(comm: Any, topology: Topology, settings: Settings, wait: Any) -> Ways:
     """What GPU tensors can go by besides NCCL and what CPU tensors go by. Collective."""
     hosts = _hosts(comm, topology, settings)
     if settings.gpu_operations not in ("auto", "mpi"):
@@ -187,7 +194,7 @@ def _ways(comm: Any, topology: Topology, settings: Settings) -> Ways:
     if silent:
         return Ways(hosts, why_not_mpi=f"the MPI library of ranks {rank_list(silent)} does not say that it takes "
                                        "memory of GPUs")
-    return Ways(hosts, DeviceMpi(comm.Dup()), told[0])
+    return Ways(hosts, DeviceMpi(comm.Dup(), wait), told[0])
 
 
 def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
@@ -196,7 +203,9 @@ def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
         return None
     from .collectives.hierarchical import counterparts
     from .collectives.mpi import MpiData
-    return Hosts(topology.local_ranks, MpiData(counterparts(comm, topology)))
+    from .collectives.peer_wait import PeerWait
+    wait = PeerWait(topology, topology.cross_ranks, settings.limit_s)
+    return Hosts(topology.local_ranks, MpiData(counterparts(comm, topology), wait))
 
 
 def _shared_memory(comm: Any, topology: Topology, settings: Settings, link: Any, data_bytes: int) -> Any:
@@ -206,7 +215,9 @@ def _shared_memory(comm: Any, topology: Topology, settings: Settings, link: Any,
     memory, problem = None, ""
     try:
         with contextlib.closing(link.share()) as file:
-            memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.limit_s)
+            limit_s = settings.limit_s
+            memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks,
+                                limit_s + _LONGER_S if limit_s and len(topology.hosts) > 1 else limit_s, topology)
     except OSError as error:
         problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
     problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}

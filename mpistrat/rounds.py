@@ -21,6 +21,7 @@ from .gpu.execution import GpuExecutor
 from .messages import Decision, End, Request
 from .settings import Settings
 from .tensor_queue import Entry, TensorQueue
+from .topology import Topology
 from .voting import Voting
 
 logger = logging.getLogger(__name__)
@@ -56,13 +57,14 @@ class Rounds:
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
                  clock: Callable[[], float], tuned: Callable[[Autotuner], None] | None, gpu_ways: Ways,
-                 ballot: Ballot | None):
+                 ballot: Ballot | None, topology: Topology | None):
         self._rank = rank
         self._control, self._data, self._clock = control, data, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
-        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
-        self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
+        topology = topology or Topology(rank, ("",) * size)
+        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s, topology)
+        self._voting = None if ballot is None else Voting(ballot, topology, warning_s, abort_s)
         self._gpu = GpuExecutor(rank, size, data, settings, gpu_ways, clock)
         self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
         self._tuned = tuned
@@ -241,6 +243,8 @@ class Rounds:
                 decision = decision._replace(calls_vote=True)
             self._learn(decision, decision.to_bytes() if self._coordinator.children else b"")
             self._execute_decisions(now)
+        if not self.ended.is_set():
+            self._coordinator.check(now)
         report = self._coordinator.stall_report(now)
         if report:
             logger.warning("%s", report)
@@ -342,18 +346,19 @@ class Rounds:
         if not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
             error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._data.abandon()
-        self._tell_of_failure(str(error))
+        self._data.abandon(isinstance(error, StallError))
+        self._tell_of_failure(error)
         self._stop(error, clean=False)
 
-    def _tell_of_failure(self, text: str) -> None:
+    def _tell_of_failure(self, error: BaseException) -> None:
         try:
-            self._coordinator.fail(text)
+            text, is_stall = str(error), isinstance(error, StallError)
+            self._coordinator.fail(text, is_stall)
             announcement, decision = self._coordinator.advance(self._clock())
             if announcement is not None:
                 self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay what rank 0 decides on that, so its children hear of it from here.
-                decision = Decision(end=End.FAILURE, end_text=text)
+                decision = Decision(end=End.STALL if is_stall else End.FAILURE, end_text=text)
             if decision is not None:
                 self._relay(decision.to_bytes())
         except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
@@ -363,7 +368,7 @@ class Rounds:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
         self.error = None if clean else error
         if self._voting is not None and self._voting.is_waiting:
-            self._data.abandon()  # Others may execute what this rank has voted for.
+            self._data.abandon(isinstance(error, StallError))  # Others may execute what this rank has voted for.
         for entry in (*self._executing, *self._gpu.unfinished(), *self.queue.close(refusal)):
             if not entry.handle.done():
                 entry.handle.fail(refusal)

@@ -89,8 +89,12 @@ class DataPlane(ABC):
         """Reduce in this way from now on. Collective; other names than those of `knobs` are not for this plane."""
         return
 
-    def abandon(self) -> None:
-        """This rank will take part in no more collectives: those that wait for it shall fail, where they can."""
+    def abandon(self, is_stalled: bool) -> None:
+        """This rank will take part in no more collectives: those that wait for it shall fail, where they can.
+
+        Args:
+            is_stalled: Because it has itself waited too long for others.
+        """
         return
 
     @abstractmethod

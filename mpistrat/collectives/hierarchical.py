@@ -1,13 +1,10 @@
 """Backend for hosts of several ranks: shared memory within a host and MPI between hosts, at the same time."""
 
-import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import EngineError
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
@@ -15,6 +12,7 @@ from ..topology import Topology
 from .base import DataPlane, Prepared
 from .freight import Freight, Load
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .peer_wait import PeerWait
 from .reduction import combine
 from .shared_memory import SharedMemoryData, Stage, Work
 
@@ -22,10 +20,6 @@ from .shared_memory import SharedMemoryData, Stage, Work
 _SMALL_BYTES = 32 * 1024
 # Slices smaller than this would cost more messages than the wire gains by having several senders.
 _SLICE_BYTES = 16 * 1024
-# MPI has no wait with an end: a rank asks again and again, awake for as long as most exchanges take, and then asleep in
-# between, for its processor may be what another rank waits for.
-_YIELD_S = 2e-3
-_SLEEP_S = 50e-6
 
 
 def counterparts(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
@@ -55,7 +49,7 @@ class HierarchicalData(SharedMemoryData):
         others: Likewise.
         cross: As `counterparts` gives it; nobody else uses it.
         senders: How many ranks every host has at least.
-        limit_s: How long a wait for another host may take; 0: for ever.
+        wait: For the ranks of `cross`.
         freight: Takes small all-reduces along with votes; None: nothing travels with them.
     """
 
@@ -66,11 +60,11 @@ class HierarchicalData(SharedMemoryData):
     chunk_bytes = 2 * 1024 * 1024
     at_once_bytes = -1  # never
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, limit_s: float,
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
                  freight: Freight | None = None):
         super().__init__(memory, chunk, others)
         self._freight = freight
-        self._cross, self._senders, self._limit_s = cross, senders, limit_s
+        self._cross, self._senders, self._wait = cross, senders, wait
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
@@ -142,7 +136,7 @@ class HierarchicalData(SharedMemoryData):
         if number not in self._underway:
             return
         requests, rows = self._underway.pop(number)
-        self._await(requests)
+        self._wait.complete(requests)
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         if rows[0].size == result.size:
             combine(rows, work.op, result, work.scale)
@@ -157,21 +151,9 @@ class HierarchicalData(SharedMemoryData):
         """Await what the other hosts have reduced."""
         number = work.first + k
         if number in self._underway:
-            self._await(self._underway.pop(number)[0])
+            self._wait.complete(self._underway.pop(number)[0])
         self._take_own(work, k)
         self._memory.post(work.first + k, READY)
-
-    def _await(self, requests: list[MPI.Request]) -> None:
-        began = time.monotonic()
-        while not MPI.Request.Testall(requests):
-            waited_s = time.monotonic() - began
-            if 0 < self._limit_s < waited_s:
-                raise EngineError(f"another host has not come to a collective for {waited_s:.0f} s after all ranks had "
-                                  "agreed on it.")
-            if waited_s < _YIELD_S:
-                os.sched_yield()
-            else:
-                time.sleep(_SLEEP_S)
 
     def close(self) -> None:
         if self._cross != MPI.COMM_NULL:

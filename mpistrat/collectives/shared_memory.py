@@ -272,8 +272,8 @@ class SharedMemoryData(DataPlane):
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         self._others.broadcast(array, root_rank)
 
-    def abandon(self) -> None:
-        self._memory.abandon()
+    def abandon(self, is_stalled: bool) -> None:
+        self._memory.abandon(is_stalled)
 
     def close(self) -> None:
         self._others.close()

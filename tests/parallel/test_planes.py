@@ -3,18 +3,21 @@
 Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_shared_memory.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.collectives import mpi
 from mpistrat.collectives.base import DataPlane, Outcome
 from mpistrat.collectives.freight import Freight
 from mpistrat.collectives.hierarchical import HierarchicalData
 from mpistrat.collectives.hosts_ballot import HostsBallot
 from mpistrat.collectives.hosts_vote import hosts_vote
-from mpistrat.collectives.mpi import CHUNK_BYTES, MpiData
+from mpistrat.collectives.mpi import CHUNK_BYTES, MpiControl, MpiData
+from mpistrat.collectives.peer_wait import PeerWait
+from mpistrat.errors import StallError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 from mpistrat.topology import Topology
@@ -27,6 +30,12 @@ CHUNK = 64 * 1024
 SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7, CHUNK_BYTES // 2 + 7]
 
 
+def waits(limit_s: float = 60.0) -> PeerWait:
+    """Those of this rank for all others, each on a host of its own."""
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return PeerWait(Topology(rank, tuple(f"host{r}" for r in range(size))), range(size), limit_s)
+
+
 @pytest.fixture(scope="module", params=["hierarchical", "mpi"])
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     """What reduces between hosts: with shared memory within them, of one rank each here, and without."""
@@ -34,7 +43,7 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     if request.param == "hierarchical":
         nbytes = HierarchicalData.memory_bytes(1, CHUNK)
         memory, = host_memories([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
-        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, 60.0)
+        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, waits())
     yield between
     between.close()
 
@@ -79,7 +88,7 @@ def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HostsBallot
     freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
     vote = hosts_vote(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), freight)
     ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank])
-    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, 60.0, freight)
+    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, waits(), freight)
     yield plane, ballot
     ballot.close()
     plane.close()
@@ -110,3 +119,65 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         plane.allreduce([source], [results[2]], ReduceOp.SUM, 1.0, Scale(1.0, size))
         np.testing.assert_array_equal(results[0], results[2])
         np.testing.assert_array_equal(results[1], results[2])
+
+
+def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = MpiData(MPI.COMM_WORLD.Dup())
+    monkeypatch.setattr(mpi, "PIECE_BYTES", 1000)
+    counts = [0, 7, 3000, 126, 125][:size]
+    for large_bytes in (mpi.LARGE_BYTES, 2000):
+        monkeypatch.setattr(mpi, "LARGE_BYTES", large_bytes)
+        target = np.empty(sum(counts))
+        plane.allgather(values(rank, counts[rank]).astype(float), target, counts)
+        np.testing.assert_array_equal(target, np.concatenate([values(r, count) for r, count in enumerate(counts)]))
+    array = values(rank, 3001)
+    plane.broadcast(array, size - 1)
+    np.testing.assert_array_equal(array, values(size - 1, 3001))
+    plane.close()
+
+
+# -- waits have an end ------------------------------------------------------------------------------------------------
+
+LARGE = 2**16
+CALLS = {
+    "small all-reduce": lambda plane, size: plane.allreduce([np.ones(3)], [np.ones(3)], ReduceOp.SUM, 1.0, IDENTITY),
+    "all-reduce": lambda plane, size: plane.allreduce([np.ones(LARGE)], [np.ones(LARGE)], ReduceOp.SUM, 1.0, IDENTITY),
+    "allgather": lambda plane, size: plane.allgather(np.ones(5), np.ones(5 * size), [5] * size),
+    "broadcast": lambda plane, size: plane.broadcast(np.ones(5), size - 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: int, size: int, call: str) -> None:
+    if size == 1:
+        pytest.skip("needs another rank")
+    plane = MpiData(MPI.COMM_WORLD.Dup(), waits(0.2))
+    if rank == 0:
+        with pytest.raises(StallError, match=r"rank 0 on host0 has waited 0 s for ranks \[1\] on host1.* Either the "
+                                             "network between the hosts host0 and host1"):
+            CALLS[call](plane, size)
+    MPI.COMM_WORLD.Barrier()
+
+
+class FullMail:
+    """A mailbox in which all that is sent to one rank waits for room."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def is_sending_to(self, ranks: Iterable[int]) -> bool:
+        """See Mail."""
+        return self._rank in ranks
+
+    def flush(self) -> None:
+        """See Mail."""
+
+
+def test_a_rank_that_takes_no_messages_is_named_after_the_limit(rank: int, size: int) -> None:
+    topology = Topology(rank, ("here",) * (size + 2))
+    wait = PeerWait(topology, range(size + 2), 0.2)
+    control = MpiControl(MPI.COMM_WORLD, FullMail(size), range(size + 2), [], wait=wait)  # type: ignore[arg-type]
+    control.flush([size + 1])
+    with pytest.raises(StallError, match=rf"rank {rank} has waited 0 s for ranks \[{size}\]\."):
+        control.flush([size, size + 1])

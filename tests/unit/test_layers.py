@@ -20,7 +20,7 @@ PACKAGE = Path(mpistrat.__file__).parent
 # ones. "mpistrat" itself is listed, but not everything inside of it.
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("settings", "errors", "launch_environment", "tree", "network"),
-    1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
+    1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch", "stalls",
         "introduction", "autotune", "cost_model", "tf_config", "lifelines",
         "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),
     2: ("coordinator", "tensor_queue", "voting", "bucket_plans", "collectives.base", "collectives.reduction",
@@ -39,7 +39,7 @@ PACKAGES: dict[str, set[str]] = {
     # Each of these wraps one package for all others.
     "messages": {"msgpack"},
     "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
-    "collectives.hosts_vote": {"numpy", "mpi4py"},
+    "collectives.hosts_vote": {"numpy", "mpi4py"}, "collectives.peer_wait": {"mpi4py"},
     "collectives.device_mpi": {"mpi4py"},
     "collectives.nccl_hosts": {"numpy", "ml_dtypes"},
     "gpu.device": {"numpy", "cupy", "cupyx"}, "tensor_kinds": {"numpy", "ml_dtypes"},

@@ -15,9 +15,10 @@ from mpistrat.collectives.host_file import HostFile
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadGroup
 from mpistrat.collectives.shared_memory import SharedMemoryData
-from mpistrat.errors import EngineError
+from mpistrat.errors import EngineError, StallError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
+from mpistrat.topology import Topology
 
 from ..shared_memory_of_threads import host_files, shared_memory_planes
 
@@ -28,10 +29,11 @@ AT_ONCE = SharedMemoryData.at_once_bytes // 4
 SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE, AT_ONCE + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
 
 
-def memories(count: int, limit_s: float = LIMIT_S) -> list[HostMemory]:
+def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = None) -> list[HostMemory]:
     """What each of `count` ranks has of one block."""
     block = mmap.mmap(-1, HostMemory.size_for(count, 0))
-    return [HostMemory(block, index, [10 + rank for rank in range(count)], limit_s) for index in range(count)]
+    ranks = [10 + rank for rank in range(count)]
+    return [HostMemory(block, index, ranks, limit_s, topology) for index in range(count)]
 
 
 def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -84,7 +86,7 @@ def test_counters_are_a_ranks_own() -> None:
 
 def test_a_rank_that_never_comes_is_named_after_the_limit() -> None:
     first, _ = memories(2, limit_s=0.05)
-    with pytest.raises(EngineError, match="rank 11 has not come to a collective for 0 s after all ranks had agreed"):
+    with pytest.raises(StallError, match=r"rank 10 has waited 0 s for ranks \[11\]\. The engine of one of them"):
         first.await_all(0, 1)
 
 
@@ -92,6 +94,15 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
     first, second = memories(2)
     second.abandon()
     with pytest.raises(EngineError, match="rank 11 has left in the middle of a collective"):
+        first.await_all(0, 1)
+
+
+def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hosts() -> None:
+    first, second = memories(2, topology=Topology(10, ("there",) * 10 + ("here",) * 2))
+    second.abandon(is_stalled=True)
+    second.abandon()
+    with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, after it had waited too "
+                                         r"long for others\. Either the network between the hosts here and there"):
         first.await_all(0, 1)
 
 
@@ -303,7 +314,7 @@ def test_ranks_that_wait_for_one_that_failed_are_told() -> None:
 
     def work(index: int) -> str:
         if index == 1:
-            data[1].abandon()
+            data[1].abandon(is_stalled=False)
             return ""
         with pytest.raises(EngineError) as raised:
             allreduced(data[0], [np.ones(100_000)])
