@@ -14,6 +14,7 @@ from ._tf_private import resolve
 from .extended import RankExtended
 from .options import agreed
 from .seeds import seed_alike
+from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         runtime.init()
         options = agreed(communication_options)
-        kinds = array_ops.allgather_object(variables)
+        kinds = array_ops.allgather_object(variables, wire_name("variables"))
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
         collectives.create_token()
