@@ -104,6 +104,17 @@ def restore(original: Any) -> Any:
     return replacement
 
 
+def copy_to_cpu(original: Any) -> Any:
+    """For what an asynchronous checkpoint makes of a variable when it begins: later it copies to what it has made."""
+    def replacement(self: Any, object_map: Any) -> None:
+        if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):
+            return original(self, object_map)
+        self.value._copy_trackable_to_cpu(object_map)
+        object_map[self].assign(object_map[self.value])
+        return None
+    return replacement
+
+
 def deferred(original: Any) -> Any:
     """For what TensorBoard writes before the ranks have met: it waits until they have."""
     def replacement(self: Any) -> None:

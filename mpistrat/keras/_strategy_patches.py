@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.tensorflow import trainer
+from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.callbacks import BackupAndRestore, ModelCheckpoint, TensorBoard
@@ -91,6 +92,8 @@ PATCHES = (
     Patch(BackupAndRestore, "_save_model", files.backup, "likewise"),
     Patch(BackupAndRestore, "on_train_begin", files.restore, "ranks that see no backup would begin anew"),
     Patch(BackupAndRestore, "on_train_end", files.end_backup, "a rank would delete what another is about to delete"),
+    Patch(Variable, "_copy_trackable_to_cpu", files.copy_to_cpu,
+          "the second asynchronous checkpoint would fail, as it does without strategies: it makes variables anew"),
     Patch(TensorBoard, "_write_keras_model_summary", files.deferred,
           "all ranks would write events, before it is known which of them is to"),
     Patch(TensorBoard, "_configure_embeddings", files.deferred, "likewise"),
