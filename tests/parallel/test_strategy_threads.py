@@ -5,13 +5,14 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpistrat import runtime
-from mpistrat.errors import InvalidRequestError
+from mpistrat.errors import CollectiveError, InvalidRequestError
 
 tf = pytest.importorskip("tensorflow")
 
@@ -233,3 +234,31 @@ def test_checkpoints_of_a_fit_hold_what_was_there_when_they_were_saved(
         assert manager.checkpoints == list(expected) and manager.latest_checkpoint == list(expected)[-1]
     if kind == "Checkpoint.save":
         assert tf.train.latest_checkpoint(shared_dir) == list(expected)[-1]
+
+
+def test_two_checkpoints_are_written_at_the_same_time(strategy: MPIStrategy, size: int, shared_dir: str,
+                                                      asynchronous: Any) -> None:
+    count = counter(strategy, 0.0)
+    checkpoints = {"a": tf.train.Checkpoint(count=count), "b": tf.train.Checkpoint(count=count)}
+    expected = {}
+    for _ in range(5):
+        for name, checkpoint in checkpoints.items():
+            strategy.run(lambda: count.assign_add(1.0))
+            expected[checkpoint.save(os.path.join(shared_dir, name), asynchronous)] = float(count)
+    for checkpoint in checkpoints.values():
+        checkpoint.sync()
+    assert list(expected.values()) == [1.0 * size * (i + 1) for i in range(10)]
+    assert [saved(path, count=0.0)["count"] for path in expected] == list(expected.values())
+
+
+def test_what_goes_wrong_while_writing_is_an_error_of_the_next_save_on_every_rank(
+        strategy: MPIStrategy, size: int, shared_dir: str, asynchronous: Any) -> None:
+    checkpoint = tf.train.Checkpoint(count=counter(strategy, 1.0))
+    Path(shared_dir, "file").write_text("")
+    checkpoint.save(os.path.join(shared_dir, "file", "below"), asynchronous)
+    good = os.path.join(shared_dir, "good")
+    with pytest.raises((tf.errors.OpError, CollectiveError), match="file is not a directory"):
+        checkpoint.save(good, asynchronous)
+    path = checkpoint.save(good, asynchronous)
+    checkpoint.sync()
+    assert saved(path, count=0.0) == {"count": 1.0 * size}

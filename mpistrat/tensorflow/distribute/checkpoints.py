@@ -61,8 +61,10 @@ def with_values_of(trackable: Any) -> Any:
 
 def _of_strategy(trackable: Any) -> Iterable[Any]:
     """The variables of an MPIStrategy that a checkpoint of `trackable` has, in the same order on all ranks."""
-    # A variable of Keras is no tf.Variable; it has one.
-    found = (getattr(node, "_value", node) for node in tf.train.TrackableView(trackable).descendants())
+    # A variable of Keras is no tf.Variable; it has one. (To ask a variable that is synchronised on reading for an
+    # attribute that it does not have is a collective: TensorFlow looks for it in the value.)
+    found = (node if isinstance(node, tf.Variable) else getattr(node, "_value", node)
+             for node in tf.train.TrackableView(trackable).descendants())
     return (variable for variable in found if isinstance(variable, RankMirroredVariable | RankSyncOnReadVariable))
 
 
