@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 from .. import array_ops, runtime
 from ..requests import Max
@@ -20,6 +19,7 @@ from ..tensorflow.distribute.seeds import state_of_first_rank
 from ..tensorflow.distribute.threads import wire_name
 from . import _strategy_files as files
 from . import _strategy_steps as steps
+from ._strategy_private import GeneratorDataAdapter
 from .optimizer import is_distributed
 
 # Callbacks of Keras that define what to do after a batch, and look at no logs then, or only show them.

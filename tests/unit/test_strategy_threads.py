@@ -11,7 +11,7 @@ from mpistrat.errors import InvalidRequestError
 
 pytest.importorskip("tensorflow")
 
-from mpistrat.tensorflow.distribute import threads  # noqa: E402
+from mpistrat.tensorflow.distribute import threads
 
 
 def name_in(action: Callable[[], str] = lambda: threads.wire_name("reduce"), **arguments: Any) -> str:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ...errors import ShutdownError
 from . import files, threads
+from ._tf_private import unknown
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 _originals: dict[str, Any] = {}
@@ -37,6 +38,13 @@ def patch() -> None:
         for owner, name, replacement in _replacements():
             _originals[name] = getattr(owner, name)
             setattr(owner, name, replacement)
+
+
+def check() -> None:
+    """Raise MissingDependencyError where TensorFlow lacks something that is replaced."""
+    missing = [f"{owner.__name__}.{name}" for owner, name, _ in _replacements() if not hasattr(owner, name)]
+    if missing:
+        raise unknown(f"it has no {', '.join(missing)}")
 
 
 def undo() -> None:
