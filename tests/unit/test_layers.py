@@ -49,7 +49,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 # The imports that point up, and only when they are asked for: Horovod has DistributedOptimizer in both places, and a
 # strategy patches Keras, where there is one.
-UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras._strategy_patches")}
+UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras"),
+           ("tensorflow.distribute.strategy", "keras._strategy_patches")}
 
 
 @cache
