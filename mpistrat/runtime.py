@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from . import autotune, introduction, mpi_setup
+from . import autotune, forked, introduction, mpi_setup
 from .engine import Engine
 from .errors import InvalidRequestError, NotInitializedError, SettingsError
 from .launch_environment import launched_size
@@ -87,6 +87,17 @@ _runtime: Runtime | None = None
 _lock = threading.Lock()
 
 
+def _leave_to_parent() -> None:
+    """In a forked process: refuse what only the rank can do. Fields, and so the getters, remain."""
+    global _lock
+    _lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+    if _runtime is not None:
+        _runtime.engine.disown(forked.error())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def current() -> Runtime:
     """The Runtime that init() made. Raises NotInitializedError before init() and after shutdown()."""
     runtime = _runtime
@@ -111,6 +122,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         InvalidRequestError: Process sets were given.
+        NotInitializedError: This process was forked from a rank.
         SettingsError: An MPISTRAT_ variable is wrong on some rank, or not the same on all; on every rank.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or lacks the thread level.
@@ -119,6 +131,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if process_sets:
         raise InvalidRequestError("process sets other than the global one are not available. For a job on fewer ranks, "
                                   f"use init(comm=[...]). Received: process_sets={process_sets!r}")
+    forked.require_rank()
     with _lock:
         if _runtime is not None:
             return
@@ -129,6 +142,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             runtime = _init_alone()
         else:
             runtime = _init_mpi(comm, size, launcher)
+        forked.claim()
         _runtime = runtime
         atexit.register(shutdown)
     topology = runtime.topology
@@ -141,14 +155,18 @@ def shutdown() -> None:
     """End what init() began; init() may be called again. Collective: returns when all ranks have called it.
 
     It is called at the end of the script by itself. Operations that other ranks still wait for then fail there with
-    ShutdownError.
+    ShutdownError. In a process that was forked from a rank it does nothing.
     """
     global _runtime
+    if forked.is_child():
+        return
     with _lock:
         runtime, _runtime = _runtime, None
         if runtime is not None:
             atexit.unregister(shutdown)
             runtime.close()
+            if runtime.comm is None:
+                forked.release()
 
 
 def _init_alone() -> Runtime:
