@@ -13,6 +13,7 @@ from . import autotune, forked, introduction, mpi_setup
 from .engine import Engine
 from .errors import InvalidRequestError, NotInitializedError, SettingsError
 from .launch_environment import launched_size
+from .launcher_watch import LauncherWatch, launcher_here
 from .planes import Planes, planes_alone, planes_over
 from .settings import Settings, differing, horovod_names
 from .topology import Topology, unique_hosts
@@ -84,6 +85,7 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+_watch: LauncherWatch | None = None
 _lock = threading.Lock()
 
 
@@ -138,10 +140,15 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
         mpi = sys.modules.get("mpi4py.MPI")
-        if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
-            runtime = _init_alone()
-        else:
-            runtime = _init_mpi(comm, size, launcher)
+        _watch_launcher(True)  # Before MPI: a rank may wait there for others for ever.
+        try:
+            if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
+                runtime = _init_alone()
+            else:
+                runtime = _init_mpi(comm, size, launcher)
+        except BaseException:
+            _watch_launcher(False)
+            raise
         forked.claim()
         _runtime = runtime
         atexit.register(shutdown)
@@ -165,8 +172,27 @@ def shutdown() -> None:
         if runtime is not None:
             atexit.unregister(shutdown)
             runtime.close()
+            _watch_launcher(False)
             if runtime.comm is None:
                 forked.release()
+
+
+def _watch_launcher(begins: bool) -> None:
+    """Begin or cease to end this process when its launcher has ended."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    launcher = launcher_here(os.environ) if begins and _wants_watch() else None
+    if launcher is not None:
+        _watch = LauncherWatch(launcher)
+
+
+def _wants_watch() -> bool:
+    try:
+        return not Settings.from_env(os.environ).launcher_check_disable
+    except SettingsError:
+        return True  # The ranks tell each other of the error in what follows.
 
 
 def _init_alone() -> Runtime:

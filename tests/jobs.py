@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -143,6 +143,14 @@ def living_after(job: str, patience_s: float, named: str = "") -> tuple[int, ...
     while (living := processes_of(job, named)) and time.monotonic() < until:
         time.sleep(0.05)
     return tuple(process.pid for process in living)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float) -> None:
+    """Return when the condition holds; fail after the limit."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"not so after {limit_s} s"
+        time.sleep(0.1)
 
 
 def processes_of(job: str, named: str = "") -> list[psutil.Process]:
