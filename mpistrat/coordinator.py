@@ -19,7 +19,7 @@ from .messages import Announcement, Decision, End, Request
 from .mismatch import describe_half_done, describe_mismatch, rank_list
 from .stalls import describe_ranks, describe_wait, hosts_without, network_cause
 from .topology import Topology
-from .tree import children_of, depth_of, parent_of, subtree, subtree_size
+from .tree import children_of, depth_of, neighbours_of, parent_of, subtree, subtree_size
 
 LISTED = 6  # how many names or ranks a message lists before it says "..."
 _ANSWER_S = 4.0  # what rank 0 needs to notice a stall, and its decision to come here, at most
@@ -69,6 +69,7 @@ class Coordinator:
         self.rank, self.size = rank, size
         self._topology = topology or Topology(rank, ("",) * size)
         self.parent, self.children = parent_of(rank), children_of(rank, size)
+        self.neighbours = neighbours_of(rank, size)
         self._sources = 1 + len(self.children)
         self._subtree = {child: subtree_size(child, size) for child in self.children} | {rank: 1}
         self._warning_s, self._abort_s = stall_warning_s, stall_abort_s

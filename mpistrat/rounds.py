@@ -33,6 +33,7 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 _SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
+_LAST_WORDS_S = 2.0  # for the other ranks to take the message that this one has failed
 _ABRUPT = (End.FAILURE, End.STALL)  # A rank may vote no more.
 
 
@@ -361,6 +362,8 @@ class Rounds:
                 decision = Decision(end=End.STALL if is_stall else End.FAILURE, end_text=text)
             if decision is not None:
                 self._relay(decision.to_bytes())
+            # Nothing is sent on once the engine has ended.
+            self._control.flush(self._coordinator.neighbours, _LAST_WORDS_S)
         except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
             logger.debug("rank %d: could not tell the other ranks", self._rank, exc_info=True)
 

@@ -110,11 +110,18 @@ class ControlPlane(ABC):
         """Send without waiting for the receiver."""
 
     @abstractmethod
-    def flush(self, ranks: Sequence[int]) -> None:
+    def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
         """Return when what was sent to `ranks` will arrive without this rank's help.
 
-        To be called before a collective that those ranks must hear of. It waits for room in their queues, so they must
-        be ranks that do not need this one to get on.
+        It is called before a collective that those ranks must learn of, and by a rank that sends nothing more. It waits
+        for room in their queues, so they must be ranks that can go on without this one.
+
+        Args:
+            ranks: Receivers.
+            limit_s: How long it may take; None: as long as the settings allow.
+
+        Raises:
+            StallError: It has taken longer.
         """
 
     @abstractmethod

@@ -155,24 +155,33 @@ class MpiControl(ControlPlane):
         self._local = frozenset(local_ranks)
         self._polls = polls or any(peer not in self._local for peer in peers)
         self._status = MPI.Status()
-        self._sending: list[tuple[MPI.Request, bytes]] = []
+        self._sending: list[tuple[int, MPI.Request, bytes]] = []  # to which rank, and what
 
     def send(self, rank: int, message: bytes) -> None:
         if rank in self._local:
             self._mail.send(rank, message)
         else:
-            self._sending.append((self._comm.Isend([message, MPI.BYTE], dest=rank, tag=self._TAG), message))
+            self._sending.append((rank, self._comm.Isend([message, MPI.BYTE], dest=rank, tag=self._TAG), message))
 
-    def flush(self, ranks: Sequence[int]) -> None:
-        # What MPI has been given it moves on by itself in the collective that follows.
-        if self._mail.is_sending_to(ranks):
-            self._wait.until(lambda: self._is_flushed(ranks),
-                             lambda: [rank for rank in ranks if self._mail.is_sending_to([rank])])
+    def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
+        # Messages between hosts, too: MPI asks the receiver of a large one first, and sends it only while this rank is
+        # in a call of MPI. In the collective that follows, this rank may wait in shared memory alone.
+        if self._missing(ranks):
+            self._wait.until(lambda: self._is_flushed(ranks), lambda: self._missing(ranks), limit_s=limit_s)
 
     def _is_flushed(self, ranks: Sequence[int]) -> bool:
         self._mail.flush()
         self._comm.Iprobe()  # A receiver that is still in an earlier collective may need MPI to move on here too.
-        return not self._mail.is_sending_to(ranks)
+        self._forget_sent()
+        return not self._missing(ranks)
+
+    def _missing(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` to which something is still on its way."""
+        underway = {rank for rank, _, _ in self._sending}
+        return [rank for rank in ranks if rank in underway or self._mail.is_sending_to([rank])]
+
+    def _forget_sent(self) -> None:
+        self._sending = [sending for sending in self._sending if not sending[1].Test()]
 
     def poll(self) -> list[tuple[int, bytes]]:
         if self._mail.is_sending:
@@ -180,7 +189,7 @@ class MpiControl(ControlPlane):
         messages = self._mail.receive()
         if self._polls:
             if self._sending:
-                self._sending = [(request, data) for request, data in self._sending if not request.Test()]
+                self._forget_sent()
             while self._comm.Iprobe(tag=self._TAG, status=self._status):
                 message = bytearray(self._status.Get_count(MPI.BYTE))
                 source = self._status.Get_source()
@@ -212,7 +221,7 @@ class MpiControl(ControlPlane):
         if self._comm == MPI.COMM_NULL:
             return
         self.flush(tuple(self._local))
-        self._wait.complete([request for request, _ in self._sending])
+        self._wait.complete([request for _, request, _ in self._sending])
         self._sending.clear()
         self._mail.close()
         self._comm.Free()

@@ -51,21 +51,23 @@ class PeerWait:
             raise
 
     def until(self, is_done: Callable[[], bool], missing: Callable[[], Sequence[int]] | None = None,
-              nbytes: int = 0) -> None:
+              nbytes: int = 0, limit_s: float | None = None) -> None:
         """Return when `is_done()`, which is asked again and again.
 
         Args:
             is_done: What is waited for.
             missing: The ranks that it depends on, asked once it is late; all peers by default.
             nbytes: How much is to be transferred until then.
+            limit_s: In place of that of all waits.
 
         Raises:
             StallError: It is not, after the limit; names those ranks, their hosts and the likely causes.
         """
         began, awake_s = time.monotonic(), _AWAKE_S + nbytes / _AWAKE_BYTES_PER_S
+        limit_s = self._limit_s if limit_s is None else limit_s
         while not is_done():
             waited_s = time.monotonic() - began
-            if 0 < self._limit_s < waited_s:
+            if 0 < limit_s < waited_s:
                 raise StallError(describe_wait(self._topology, missing() if missing else self._peers, waited_s))
             if waited_s < awake_s:
                 os.sched_yield()

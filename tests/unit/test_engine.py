@@ -971,3 +971,16 @@ def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
     interrupts = list(interrupted_after_calls(run, Engine.run.__code__))
     assert sum(interrupts) > 5
     assert not any(engine._driving.locked() for engine in engines)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 17])
+def test_a_rank_that_fails_sees_that_its_last_message_leaves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ByHand(18)
+    control, events = job.engines[rank]._control, []
+    send = control.send
+    monkeypatch.setattr(control, "send", lambda other, message: (events.append(other), send(other, message)))
+    monkeypatch.setattr(control, "flush", lambda ranks, limit_s: events.append((sorted(ranks), limit_s > 0)))
+    job.engines[rank]._rounds.fail(RuntimeError("broken"))
+    neighbours = {0: list(range(1, 17)), 1: [0, 17], 17: [1]}[rank]
+    assert sorted(events[:-1]) == neighbours
+    assert events[-1] == (neighbours, True)
