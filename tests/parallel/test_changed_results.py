@@ -212,21 +212,19 @@ def test_results_that_are_kept_for_hundreds_of_steps(collective: str, amount: st
     columns, (collect, expected) = max(COLUMNS[amount] // 2, 16), COLLECTIVES[collective]
 
     @tf.function(autograph=False)
-    def step(x: Any) -> tuple[Any, list[Any]]:
-        result = collect(x)
-        rows = tf.unstack(result, num=1 if collective == "joined" else ROWS)
-        return result, [row + 1.0 if rank == 0 else row for row in rows]
+    def step(x: Any) -> list[Any]:
+        rows = tf.unstack(collect(x), num=1 if collective == "joined" else ROWS)
+        return [row + 1.0 for row in rows] if rank == 0 else rows
 
-    kept: list[tuple[int, Any, Any]] = []
+    kept: list[tuple[int, list[Any]]] = []
     for number in range(200):
-        result, rows = step(tf.constant(brought(rank, number, columns)))
+        rows = step(tf.constant(brought(rank, number, columns)))
         if number % (7 + rank) == 0:
-            kept.append((number, result, rows[0]))
-        del result, rows
-    for number, result, row in kept:
-        array = expected(size, number, columns)
-        np.testing.assert_array_equal(result, array, err_msg=f"step {number}")
-        np.testing.assert_array_equal(row, array[0] + (rank == 0), err_msg=f"step {number}")
+            kept.append((number, rows))
+        del rows
+    mpistrat.barrier()
+    for number, rows in kept:
+        assert_all_equal(rows, list(expected(size, number, columns) + (rank == 0)), f"step {number}")
 
 
 @pytest.mark.parametrize("amount", COLUMNS)
