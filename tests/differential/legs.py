@@ -28,11 +28,15 @@ class Leg:
         """The host of each of `size` ranks."""
         return tuple(f"host {letter}" for letter in (self.hosts + self.hosts[-1] * size)[:size])
 
-    def sums_in_rank_order(self, size: int) -> bool:
-        """Whether sums over `size` ranks are from left to right, as MPI's; over hosts they are sums of hosts' sums."""
+    def sums_like_mpi(self, size: int, in_halves: bool) -> bool:
+        """Whether sums over `size` ranks have the bits of MPI's, which are of all ranks from left to right.
+
+        Over hosts they are sums of hosts' sums; and of half precision, each host rounds its own.
+        """
         hosts = self.host_of(size) if self.hosts else ("one",) * size
-        later = set(hosts) - {hosts[0]}
-        return all(hosts.count(host) == 1 for host in later)
+        has_sums_of_sums = any(hosts.count(host) > 1 for host in set(hosts) - {hosts[0]})
+        is_rounded_twice = in_halves and 1 < len(set(hosts)) < size
+        return not has_sums_of_sums and not is_rounded_twice
 
 
 DEFAULT = Leg("default")

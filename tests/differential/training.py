@@ -48,6 +48,11 @@ class Recipe:
     distribute: Mapping[str, Any] = field(default_factory=dict)
     compile: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def sends_halves(self) -> bool:
+        """Whether gradients are reduced in half precision."""
+        return "compression" in self.distribute
+
 
 @dataclass(frozen=True)
 class Trained:
