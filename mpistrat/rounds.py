@@ -34,6 +34,8 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
 
 _SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
 _LAST_WORDS_S = 2.0  # for the other ranks to take the message that this one has failed
+# After a stall some rank does not take it, and this one has to tell its caller before those that do end the job.
+_LAST_WORDS_OF_STALL_S = 0.2
 _ABRUPT = (End.FAILURE, End.STALL)  # A rank may vote no more.
 
 
@@ -363,7 +365,7 @@ class Rounds:
             if decision is not None:
                 self._relay(decision.to_bytes())
             # Nothing is sent on once the engine has ended.
-            self._control.flush(self._coordinator.neighbours, _LAST_WORDS_S)
+            self._control.flush(self._coordinator.neighbours, _LAST_WORDS_OF_STALL_S if is_stall else _LAST_WORDS_S)
         except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
             logger.debug("rank %d: could not tell the other ranks", self._rank, exc_info=True)
 

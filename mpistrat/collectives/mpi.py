@@ -39,8 +39,8 @@ class MpiData(DataPlane):
     rank order whatever the size of the array and its place in it, which MPI_Allreduce does not promise. On one host it
     is also quicker than Open MPI's own.
 
-    The calls are those that do not block, so that each wait has an end (on 2 ranks of a host that takes 3 us more each;
-    16 MB and 100 MB are as quick).
+    The calls are those that do not block, so that each wait has an end. That takes 2 to 3 us more each on 2 ranks of a
+    host, of 7 for 1 KB and of 25 for 64 KB, and nothing more from 1 MB on.
 
     Args:
         comm: The communicator.

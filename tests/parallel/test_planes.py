@@ -3,6 +3,7 @@
 Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_shared_memory.py.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -153,10 +154,12 @@ def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: in
     if size == 1:
         pytest.skip("needs another rank")
     plane = MpiData(MPI.COMM_WORLD.Dup(), waits(0.2))
+    began = time.thread_time()
     if rank == 0:
         with pytest.raises(StallError, match=r"rank 0 on host0 has waited 0 s for ranks \[1\] on host1.* Either the "
                                              "network between the hosts host0 and host1"):
             CALLS[call](plane, size)
+        assert time.thread_time() - began < 0.1  # It has slept, mostly.
     MPI.COMM_WORLD.Barrier()
 
 
