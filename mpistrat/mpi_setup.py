@@ -111,7 +111,9 @@ def takes_gpu_memory(mpi: Any, environ: Mapping[str, str]) -> str:
 
 
 def finalize_without_barrier(mpi: Any) -> bool:
-    """Let MPI_Finalize not wait for all processes, since some have died. Returns whether the library knows of that.
+    """Let MPI_Finalize not wait for all processes, since some have died or are out of reach.
+
+    Returns whether the library knows of that.
 
     Open MPI 5 waits for them in its launcher, which survives the death of a process with `--with-ft ulfm`, but then
     sometimes lets those that are left wait for ever. Its parameter `async_mpi_finalize` makes it not wait; as that is
@@ -148,13 +150,32 @@ def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
     return world.Create_group(world.Get_group().Incl(ranks))
 
 
-def wait_for_all(comm: Any) -> None:
-    """A barrier that sleeps, so that a rank that is early does not take a core from one that still imports."""
-    request = comm.Ibarrier()
+def wait_for_all(comm: Any, limit_s: float = 0.0) -> bool:
+    """A barrier that sleeps, so that a rank that is early does not take a core from one that still imports.
+
+    Returns whether all ranks have come to it before `limit_s` have passed (0: for ever).
+    """
+    request, began = comm.Ibarrier(), time.monotonic()
     pause_s = 1e-5
     while not request.Test():
+        if 0 < limit_s < time.monotonic() - began:
+            return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 5e-3)
+    return True
+
+
+def end_job(mpi: Any, rank: int, host: str, reason: str, code: int = 1, wait_s: float = 0.0) -> None:
+    """Say why this rank ends the whole job, and do so, after `wait_s`."""
+    try:
+        print(f"[mpistrat] rank {rank} on {host} ends the job: {reason}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(wait_s)
+    finally:
+        # Even if nothing can be printed, since a launcher that has ended before reads it no more.
+        launcher_watch.tell_of_abort(os.environ)
+        _end_after(_ABORT_LIMIT_S)
+        mpi.COMM_WORLD.Abort(code)
 
 
 def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
@@ -166,18 +187,13 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
             return previous(kind, error, trace)
         try:
             previous(kind, error, trace)
-            cause = cause_of(kind, error)
-            print(f"[mpistrat] rank {rank} on {host} ends the job: {cause}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            if isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS):
-                # All ranks have been told the same, so leave them the time to say so. They should not abort at the same
-                # moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
-                time.sleep(0.5 + 0.25 * min(rank, 8))
         finally:
-            # Even if nothing can be printed, since a launcher that has ended before reads it no more.
-            launcher_watch.tell_of_abort(os.environ)
-            _end_after(_ABORT_LIMIT_S)
-            mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            cause = cause_of(kind, error)
+            # All ranks have been told the same of these, so leave them the time to say so. They should not abort at the
+            # same moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
+            is_for_all = isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS)
+            wait_s = 0.5 + 0.25 * min(rank, 8) if is_for_all else 0.0
+            end_job(mpi, rank, host, cause, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
 
     if getattr(previous, "_mpistrat", False):
         return

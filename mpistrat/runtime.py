@@ -11,11 +11,12 @@ from typing import Any
 
 from . import autotune, forked, introduction, mpi_setup
 from .engine import Engine
-from .errors import InvalidRequestError, NotInitializedError, SettingsError
+from .errors import InvalidRequestError, NotInitializedError, SettingsError, StallError
 from .launch_environment import launched_size
 from .launcher_watch import LauncherWatch, launcher_here
 from .planes import Planes, planes_alone, planes_over
 from .settings import Settings, differing, horovod_names
+from .stalls import describe_wait
 from .topology import Topology, unique_hosts
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Runtime:
         self._planes = planes
         self.engine = Engine(topology.rank, topology.size, planes.control, planes.data, settings,
                              tuned=self._keep_log if settings.autotune else None, gpu_ways=planes.ways,
-                             ballot=planes.ballot)
+                             ballot=planes.ballot, topology=topology)
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -64,14 +65,32 @@ class Runtime:
         return self._planes.data.in_use
 
     def close(self) -> None:
-        """Wait until all ranks have called this, stop the engine and free what it used. Collective."""
+        """Wait until all ranks have called this, stop the engine and free what it used. Collective.
+
+        Other ranks may be out of reach. They are waited for within the limit on stalls, and MPI_Finalize, which would
+        wait for ever, is not called after that: the job ends when this script does.
+        """
         self.engine.end(self._report_waiting)
-        if self.engine.error is not None:
+        error = self.engine.error
+        if self.comm is not None and (error is None or isinstance(error, StallError)) and not self._all_are_here():
+            return
+        if error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
         self.engine.close()
         self._planes.close()
         if self.comm is not None:
             self.comm.Free()
+
+    def _all_are_here(self) -> bool:
+        """Wait until all ranks have come to their end; whether they have, within the limit."""
+        limit_s = self.settings.limit_s
+        if mpi_setup.wait_for_all(self.comm, limit_s):
+            return True
+        from .collectives.peer_wait import never_free
+        never_free(self)  # MPI has been given some of its memory, and is not told to give it back.
+        others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
+        _end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
+        return False
 
     def abandon(self, reason: str) -> None:
         """End this rank's part without the other ranks, some of which have died; `reason` says which. Local."""
@@ -87,6 +106,7 @@ class Runtime:
 _runtime: Runtime | None = None
 _watch: LauncherWatch | None = None
 _lock = threading.Lock()
+_lost = ""  # why this rank must not call MPI_Finalize, if it must not
 
 
 def _leave_to_parent() -> None:
@@ -195,6 +215,18 @@ def _wants_watch() -> bool:
         return True  # The ranks tell each other of the error in what follows.
 
 
+def _end_job_at_exit(reason: str) -> None:
+    """Have the job end when this rank's script does, with an error, and without MPI_Finalize."""
+    global _lost
+    _lost = reason
+
+
+def _end_job_if_lost() -> None:
+    if _lost and not forked.is_child():
+        mpi = mpi_setup.load_mpi()
+        mpi_setup.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _lost)
+
+
 def _init_alone() -> Runtime:
     settings = Settings.from_env(os.environ)
     _configure(settings, chief=True)
@@ -205,6 +237,9 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     mpi = mpi_setup.load_mpi()
     # From here on, an error on this rank alone would leave the others waiting.
     mpi_setup.end_job_on_exception(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
+    # Called after shutdown(), for that is registered later. It cannot be registered when the script ends already.
+    atexit.unregister(_end_job_if_lost)
+    atexit.register(_end_job_if_lost)
     base = mpi_setup.communicator(mpi, comm, launched, launcher)
     mpi_setup.wait_for_all(base)
     own = base.Dup()

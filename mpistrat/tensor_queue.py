@@ -35,13 +35,13 @@ _Call = tuple[_Callback, Any]
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it."""
 
-    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_pending", "name")
+    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
 
     def __init__(self, name: str):
         self.name = name
         self._is_done = False
-        # Once a thread waits, a lock that is held until the handle is done: that takes a third as long as an Event.
-        self._pending: threading.Lock | None = None
+        # For each thread that waits a lock that is held until the handle is done: a third of the time of an Event.
+        self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []
         self._error: Exception | None = None
         self._callbacks: list[_Call] = []
@@ -66,17 +66,19 @@ class Handle:
 
     def await_done(self, timeout_s: float) -> bool:
         """Block until it is complete, for at most `timeout_s` (-1: for ever). Returns whether it is."""
-        if self._is_done:
+        if self.done():
             return True
         forked.require_rank()  # Nothing is completed in a forked process.
+        waiter = threading.Lock()
+        waiter.acquire()
         with _handles_lock:
-            if self._pending is None and not self._is_done:
-                self._pending = threading.Lock()
-                self._pending.acquire()
-            pending = self._pending
-        if pending is not None and pending.acquire(timeout=timeout_s):
-            pending.release()  # For the next thread that waits.
-        return self._is_done
+            if self.done():
+                return True
+            self._waiters.append(waiter)
+        if not waiter.acquire(timeout=timeout_s):
+            with _handles_lock:
+                self._waiters.remove(waiter)
+        return self.done()
 
     def when_done(self, callback: _Callback, argument: Any = None) -> None:
         """Call `callback([argument])` on completion, in the engine's thread, or now if it is complete.
@@ -104,8 +106,8 @@ class Handle:
         with _handles_lock:
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
-        if self._pending is not None:
-            self._pending.release()
+        for waiter in tuple(self._waiters):
+            waiter.release()
         return callbacks
 
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 from .. import array_ops, runtime
 from ..requests import Max
 from ..tensorflow.distribute import MPIStrategy, collectives
 from ..tensorflow.distribute.files import errors_shared
 from ..tensorflow.distribute.seeds import state_of_first_rank
+from ..tensorflow.distribute.threads import wire_name
 from . import _strategy_files as files
 from . import _strategy_steps as steps
+from ._strategy_private import GeneratorDataAdapter
 from .optimizer import is_distributed
 
 # Callbacks of Keras that define what to do after a batch, and look at no logs then, or only show them.
@@ -145,7 +146,7 @@ def maybe_symbolic_build(original: Any) -> Any:
                     break
             rows = steps.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
                                   for leaf in _without_none(data_batch)])
-        usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name="strategy/usual_rows")
+        usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
         _set(steps.shared("usual_rows", None), max(1, int(usual)))
         return original(self, None, data_batch)
     return replacement
@@ -170,7 +171,7 @@ def on_begin(original: Any) -> Any:
             if strategy.num_replicas_in_sync > 1:
                 # A rank may have callbacks that others have not.
                 everybody = array_ops.allreduce([int(wanted), int(any(map(files.writes, self.callbacks)))], op=Max,
-                                                name="strategy/callbacks")
+                                                name=wire_name("callbacks"))
                 wanted = bool(everybody[0])
                 if everybody[1] and not hasattr(self, "_mpistrat_shared_out"):
                     files.share_out(self)

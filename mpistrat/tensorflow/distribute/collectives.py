@@ -19,6 +19,7 @@ from ...requests import Average, ReduceOp, Sum
 from ..buckets import BUCKET_BYTES, reduce_list
 from ..ops import broadcast_list, gather_list, reduce_slices
 from ..wakeups import seen_from_here
+from . import threads
 from ._tf_private import FuncGraph
 
 _token: tf.Variable | None = None
@@ -106,7 +107,7 @@ def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labe
 def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) -> list[Any]:
     """Call `collective(name)` in such a way that it runs after all earlier ones of the program."""
     if tf.executing_eagerly():
-        return collective(f"strategy/{operation}")
+        return collective(threads.wire_name(operation))
     assert _token is not None
     # By its handle, since the gradient of a loop can use no variable that the loop itself has not captured.
     token = seen_from_here(_token.handle)
@@ -125,4 +126,4 @@ def _name_in_graph(operation: str) -> str:
     while isinstance(graph, FuncGraph):
         places.append(re.sub(r"_\d+(?=_|$)", "", graph.name))  # the numbers are counted over all of the process
         graph = graph.outer_graph
-    return "/".join(["strategy", *reversed(places)])
+    return threads.wire_name("/".join(reversed(places)))

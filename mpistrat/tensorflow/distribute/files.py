@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from ... import array_ops, runtime
 from ...errors import CollectiveError, EngineError, ShutdownError
+from .threads import wire_name
 
 T = TypeVar("T")
-NAME = "strategy/files"
 # An attribute of exceptions that all ranks know of.
 SHARED = "_mpistrat_shared"
 
@@ -161,7 +161,7 @@ def meet(error: Exception | None = None, path: str = "", value: Any = None) -> l
     """
     told = Told(path, _description(error), _stamp(path) if path else None, value)
     try:
-        everybody = array_ops.allgather_object(told, NAME)
+        everybody = array_ops.allgather_object(told, wire_name("files"))
     except ShutdownError:
         # The usual end of a script: the chief saves the model, and the others have nothing left to do.
         if error is not None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from ... import array_ops
 from ...errors import InvalidRequestError
 from ._tf_private import InputWorkers, get_distributed_dataset, get_distributed_datasets_from_function
+from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class Pipelines:
             if "FILE based sharding" not in str(error):
                 raise
             own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
-        return next((problem for problem in array_ops.allgather_object(own) if problem), "")
+        everybody = array_ops.allgather_object(own, wire_name("files_of_input"))
+        return next((problem for problem in everybody if problem), "")
 
     def distribute_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
         """The dataset that `dataset_fn` makes of an InputContext, as it is. Collective."""
@@ -135,7 +137,7 @@ class Pipelines:
             return tf.data.UNKNOWN_CARDINALITY, False
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
-        everybody = array_ops.allgather_object((batches, kind))
+        everybody = array_ops.allgather_object((batches, kind), wire_name("input"))
         kinds: dict[str, list[int]] = {}
         for rank, (_, other) in enumerate(everybody):
             kinds.setdefault(other, []).append(rank)
