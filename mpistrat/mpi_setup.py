@@ -41,7 +41,7 @@ def _keep_from_forks(mpi: Any) -> None:
     In a forked process Open MPI's waits for a thread that is not there; MPICH's tells the launcher over the parent's
     connection that the parent is done, and the job fails.
     """
-    forked.claim()
+    forked.claim(os.environ)
     try:
         state = ctypes.c_int32.in_dll(ctypes.CDLL(mpi.__file__), "ompi_mpi_state")
     except (OSError, AttributeError, ValueError):

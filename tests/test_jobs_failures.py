@@ -122,7 +122,8 @@ def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str,
     assert job.code != 0, job.output
     line, = (line for line in job.output.splitlines() if " ends the job: " in line)
     assert line.startswith("[mpistrat] rank 0 on "), job.output
-    assert "ShutdownError: " in line and "ranks [0] wait for ranks [1], which have already shut down " in line, job.output
+    assert "ShutdownError: " in line, job.output
+    assert "ranks [0] wait for ranks [1], which have already shut down " in line, job.output
     assert "They ended early (sys.exit?)" in line, job.output
 
 
