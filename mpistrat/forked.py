@@ -19,8 +19,8 @@ _TEXT = ("this process was forked from a rank (process {parent}), and is none it
          "collectives, init() and shutdown(). Call them there, and hand over what this process needs. A process that "
          "shall share nothing with its parent is started by multiprocessing.get_context('spawn').")
 _STARTED = ("this process was started by a rank (process {rank}), and is none itself: only that process can call "
-            "init(). If multiprocessing has started it, and so has imported the script once more, put what only the script "
-            "itself shall do below: if __name__ == '__main__':")
+            "init(). If multiprocessing has started it, and so has imported the script once more, put what only the "
+            "script itself shall do below: if __name__ == '__main__':")
 _NAME = "_MPISTRAT_RANK"  # in the environment of what a rank starts: the rank's process. Not a setting.
 
 _is_rank = False
