@@ -9,6 +9,9 @@ _SIZE_NAMES = {
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
+# What `mpistrat run` puts into the environment of mpirun: its process, and a text that no other run has. Not a setting.
+RUN_NAME = "_MPISTRAT_RUN"
+
 # Variables that together are different for each process that a launcher starts.
 _RANK_NAMES = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "MV2_COMM_WORLD_RANK",
                "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")

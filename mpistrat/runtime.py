@@ -144,7 +144,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         InvalidRequestError: Process sets were given.
-        NotInitializedError: This process was forked from a rank.
+        NotInitializedError: This process was forked from a rank, or started by one with the rank's environment.
         SettingsError: An MPISTRAT_ variable is wrong on some rank, or not the same on all; on every rank.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or lacks the thread level.
@@ -154,6 +154,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise InvalidRequestError("process sets other than the global one are not available. For a job on fewer ranks, "
                                   f"use init(comm=[...]). Received: process_sets={process_sets!r}")
     forked.require_rank()
+    forked.require_own_place(os.environ)
     with _lock:
         if _runtime is not None:
             return
@@ -169,7 +170,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         except BaseException:
             _watch_launcher(False)
             raise
-        forked.claim()
+        forked.claim(os.environ)
         _runtime = runtime
         atexit.register(shutdown)
     topology = runtime.topology
@@ -194,7 +195,7 @@ def shutdown() -> None:
             runtime.close()
             _watch_launcher(False)
             if runtime.comm is None:
-                forked.release()
+                forked.release(os.environ)
 
 
 def _watch_launcher(begins: bool) -> None:
@@ -222,7 +223,7 @@ def _end_job_at_exit(reason: str) -> None:
 
 
 def _end_job_if_lost() -> None:
-    if _lost:
+    if _lost and not forked.is_child():
         mpi = mpi_setup.load_mpi()
         mpi_setup.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _lost)
 

@@ -45,6 +45,17 @@ def test_a_process_that_a_lone_rank_has_forked_is_no_rank_either() -> None:
     assert job.code == 0, job.output
 
 
+def test_a_program_that_a_rank_starts_does_not_take_the_place_of_the_rank() -> None:
+    job = run_job(2, ["python", "tests/scripts/started.py"], limit_s=200)
+    for rank in range(2):
+        refusal, query, end, total = job.of_rank(rank)
+        assert refusal.startswith("NotInitializedError: this process was started by a rank (process "), job.output
+        assert refusal.endswith("if __name__ == '__main__':"), job.output
+        assert query.startswith("NotInitializedError: mpistrat has not been initialized"), job.output
+        assert [end, total] == ["the worker ended with 4", "sum 2.0"], job.output
+    assert job.code == 0, job.output
+
+
 def test_data_may_come_from_worker_processes_and_threads() -> None:
     job = run_job(2, ["python", "tests/scripts/data_workers.py"], limit_s=300)
     expected = [f"{source}: the same weights on all ranks: True" for source in ("PyDataset", "tf.data", "a pool")]

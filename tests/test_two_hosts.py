@@ -249,6 +249,18 @@ def test_a_coordinator_trains_with_workers_and_a_parameter_server_of_another_hos
     assert job.left == (), job.output
 
 
+def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_path: Path) -> None:
+    """mpirun waits for the other host for ever, although all ranks have ended."""
+    require_namespaces()
+    with two_hosts() as made:
+        first, second = made.names
+        job = made.run_line([sys.executable, "-m", "mpistrat", "run", "-np", "4", "-H", f"{first}:2,{second}:2", "--",
+                             sys.executable, "tests/scripts/cut_and_raise.py", str(tmp_path / "mark")])
+    assert job.code == 1, job.output
+    assert "RuntimeError: failed on purpose\n" in job.output, job.output
+    assert "mpistrat run: a rank ended the job, and mpirun has not ended within 15 s; it is sent SIGT" in job.output
+
+
 def test_nothing_is_left_of_hosts() -> None:
     require_namespaces()
     sleep = ["sleep", str(600 + uuid.uuid4().int % 10**6 / 10**6)]

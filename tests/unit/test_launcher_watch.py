@@ -73,7 +73,7 @@ from mpistrat.processes import ancestors
 if sys.argv[1:] != ["inner"]:
     sys.exit(subprocess.run([sys.executable, "-c", sys.orig_argv[2], "inner"]).returncode)
 found = [process.pid for process in ancestors(os.getpid())]
-print(found[0] == os.getppid(), all(pid > 1 for pid in found), launcher_here({RANK_1}).pid == os.getppid())
+print(found[0] == os.getppid(), 1 in found, launcher_here({RANK_1}).pid == os.getppid())
 """
 
 
