@@ -13,6 +13,7 @@ from ..requests import Average, Min, ReduceOp, Sum
 from ..tensorflow.buckets import reduce_list
 from ..tensorflow.compression import Compression
 from ..tensorflow.gradients import GradientReducer, check_groups
+from ..tensorflow.identity import IdentitySet
 from ._keras_private import agree_on_finite, serialise_as
 
 # What Keras calls while it applies gradients, and where accumulated ones are reduced; not public.
@@ -148,8 +149,8 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
 def _take_over(new: Any, old: Any, passes: int) -> None:
     """Give `new` the state of `old`: a loaded model's optimizer has learned something."""
     new.build(old._trainable_variables)
-    accumulators = {id(v) for v in new._accumulated_gradients} if passes > 1 else set()
-    variables = [v for v in new.variables if id(v) not in accumulators]
+    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
+    variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
