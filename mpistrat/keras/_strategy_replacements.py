@@ -101,21 +101,11 @@ def make_function(original: Any) -> Any:
         def call(iterator: Any) -> Any:
             # train_on_batch and test_on_batch give a generator, and return the logs to their caller.
             wanted = not isinstance(iterator, tf.distribute.DistributedIterator) or self._mpistrat_logs_wanted
-            _set(steps.shared("logs_wanted", None), wanted)
+            steps.tell("logs_wanted", wanted)
             return function(iterator)
 
         return call
     return replacement
-
-
-_python_values: dict[int, Any] = {}
-
-
-def _set(variable: tf.Variable, value: Any) -> None:
-    """Assign, unless it is the last value assigned: that takes longer than to look."""
-    if _python_values.get(id(variable)) != value:
-        variable.assign(value)
-        _python_values[id(variable)] = value
 
 
 def _has_keras_own_steps(model: Any) -> bool:
@@ -147,7 +137,7 @@ def maybe_symbolic_build(original: Any) -> Any:
             rows = steps.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
                                   for leaf in _without_none(data_batch)])
         usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
-        _set(steps.shared("usual_rows", None), max(1, int(usual)))
+        steps.tell("usual_rows", max(1, int(usual)))
         return original(self, None, data_batch)
     return replacement
 

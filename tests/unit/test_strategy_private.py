@@ -54,7 +54,7 @@ moved = [(importlib.import_module(module), name) for module, name in [  # in the
     ("tensorflow.python.framework.func_graph", "FuncGraph")]]
 moved.append((tf.train.Checkpoint, "_async_checkpointer"))
 moved += [(importlib.import_module("keras.src.callbacks.callback_list"), "CallbackList"),
-          (importlib.import_module("keras.src.random.seed_generator"), "SeedGenerator"),
+          (importlib.import_module("keras.src.optimizers.loss_scale_optimizer"), "LossScaleOptimizer"),
           (SwapEMAWeights, "_tf_swap_variables")]
 taken = [(owner, name, getattr(owner, name)) for owner, name in moved]
 for owner, name in moved:
@@ -98,7 +98,8 @@ def test_where_a_private_name_has_moved_only_the_strategy_is_refused() -> None:
     trained, *refused, made = finished.stdout.splitlines()
     assert (trained, made) == ("trained", "made")
     missing = ["device_util", "get_distributed_dataset", "SyncOnReadVariable", "FuncGraph",
-               "Checkpoint._async_checkpointer", "CallbackList", "SeedGenerator", "SwapEMAWeights._tf_swap_variables"]
+               "Checkpoint._async_checkpointer", "CallbackList", "LossScaleOptimizer",
+               "SwapEMAWeights._tf_swap_variables"]
     assert len(refused) == len(missing)
     for i, (text, name) in enumerate(zip(refused, missing)):
         of = f"TensorFlow {tf.__version__}" if i < 5 else f"Keras {keras.__version__}"

@@ -60,10 +60,10 @@ def with_values_of(trackable: Any) -> Any:
     for variable in _of_strategy(trackable):
         if isinstance(variable, RankSyncOnReadVariable):
             try:
-                values[id(variable)] = tf.convert_to_tensor(variable._get_cross_replica())
+                values[variable.ref()] = tf.convert_to_tensor(variable._get_cross_replica())
             except ShutdownError:
                 # The others have ended, so that there is nothing of theirs to add.
-                values[id(variable)] = variable._get_replica(0).read_value()
+                values[variable.ref()] = variable._get_replica(0).read_value()
     return files.known(values)
 
 

@@ -42,7 +42,7 @@ class Told:
 class _State(threading.local):
     def __init__(self) -> None:
         self.alone = False
-        self.known: dict[int, Any] = {}
+        self.known: dict[Any, Any] = {}
 
 
 _state = _State()
@@ -64,8 +64,8 @@ def alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known(values: dict[int, Any]) -> Iterator[None]:
-    """Within it, variables have these values, by their id, for a rank that reads them alone to write them."""
+def known(values: dict[Any, Any]) -> Iterator[None]:
+    """Within it, variables have these values, by their ref(), for a rank that reads them alone to write them."""
     before, _state.known = _state.known, values
     try:
         yield
@@ -75,7 +75,7 @@ def known(values: dict[int, Any]) -> Iterator[None]:
 
 def known_value(variable: Any) -> Any:
     """What `known` was given for a variable, where this rank is alone; else None."""
-    return _state.known.get(id(variable)) if _state.alone else None
+    return _state.known.get(variable.ref()) if _state.alone else None
 
 
 def write_once(path: str, write: Callable[[], Any], value: Callable[[], Any] = lambda: None) -> Any:
