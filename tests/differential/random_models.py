@@ -24,7 +24,7 @@ def random_recipe(seed: int) -> Recipe:
     """The recipe of that number; the same on all ranks."""
     chooser = random.Random(seed)
     way = chooser.choice([*WAYS, "fit", "fit"])
-    kind = chooser.choice(["dense", "dense", "dense", "large", "tokens", "images", "signals"])
+    kind = chooser.choice(["dense", "dense", "equal", "equal", "large", "tokens", "images", "signals"])
     policy = chooser.choice(["float32"] * 4 + ["mixed_bfloat16", "float64"])
     optimizer, has_scale = _optimizer(chooser, way)
     return Recipe(
@@ -116,6 +116,14 @@ def _dense(chooser: random.Random) -> Callable[[], keras.Model]:
     return _sequence(((chooser.choice(_WIDTHS),), "float32"), _head(chooser, chooser.randint(1, 14), _WIDTHS))
 
 
+def _equal(chooser: random.Random) -> Callable[[], keras.Model]:
+    """Many kernels that are joined, of which each begins where the alignment is, and all are a large result."""
+    width, count = chooser.choice([96, 112, 120]), chooser.randint(10, 16)
+    bias, activation = width != 120 and chooser.random() < 0.5, chooser.choice(["relu", "tanh"])
+    hidden = [lambda: layers.Dense(width, activation=activation, use_bias=bias)] * count
+    return _sequence(((width,), "float32"), [*hidden, lambda: layers.Dense(CLASSES)])
+
+
 def _large(chooser: random.Random) -> Callable[[], keras.Model]:
     widths = chooser.choice([_LARGE_WIDTHS, _WIDTHS + _LARGE_WIDTHS])
     return _sequence(((chooser.choice(widths),), "float32"), _head(chooser, chooser.randint(2, 5), widths))
@@ -149,4 +157,4 @@ def _signals(chooser: random.Random) -> Callable[[], keras.Model]:
         chooser.choice([layers.Flatten, layers.GlobalMaxPooling1D]), *_head(chooser, chooser.randint(0, 4), _WIDTHS)])
 
 
-_MODELS = {"dense": _dense, "large": _large, "tokens": _tokens, "images": _images, "signals": _signals}
+_MODELS = {"dense": _dense, "equal": _equal, "large": _large, "tokens": _tokens, "images": _images, "signals": _signals}

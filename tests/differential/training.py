@@ -60,7 +60,8 @@ class Trained:
 
     Attributes:
         shared: What all ranks must have the same bits of: the weights, and the state of the optimizer.
-        own: What is this rank's alone, and must be the same in each leg: losses, and running statistics.
+        own: What is this rank's alone, and must be the same in each leg: losses, running statistics, and gradients that
+            have been accumulated.
     """
 
     shared: dict[str, np.ndarray]
@@ -188,7 +189,9 @@ def _trained(model: keras.Model, optimizer: Any, before: list[np.ndarray], losse
     assert all(np.isfinite(a.astype(np.float64)).all() for a in after), "the weights are not finite"
     shared = {f"weight {i} {v.path}": value
               for i, (v, value) in enumerate(zip(model.trainable_variables, after, strict=True))}
-    shared.update({f"optimizer {i} {v.path}": _array(v) for i, v in enumerate(optimizer.variables)})
     own = {"losses": np.array(losses)}
+    for i, v in enumerate(optimizer.variables):
+        # Between updates each rank has accumulated its own gradients.
+        (own if "gradient_accumulator" in v.path else shared)[f"optimizer {i} {v.path}"] = _array(v)
     own.update({f"statistic {i} {v.path}": _array(v) for i, v in enumerate(model.non_trainable_variables)})
     return Trained(shared, own)

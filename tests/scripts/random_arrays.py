@@ -320,7 +320,8 @@ def nothing_in_the_background() -> Iterator[None]:
 def main() -> None:
     """Run the programs."""
     options = [word for word in sys.argv[1:] if not word.isdigit()]
-    count, first = ([int(word) for word in sys.argv[1:] if word.isdigit()] + [0])[:2]
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    count, first = numbers[0], (numbers[1:] or [0])[0]
     os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "20")
     os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
     if "hosts" in options:
