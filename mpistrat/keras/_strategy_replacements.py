@@ -144,7 +144,7 @@ def maybe_symbolic_build(original: Any) -> Any:
 
 def _symbolic(spec: Any) -> Any:
     spec = spec._value_specs[0]
-    return keras.KerasTensor(spec.shape, spec.dtype.name)
+    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
 def _without_none(data: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ... import runtime
+from ...errors import MismatchError
 from ...requests import Average, ReduceOp, Sum
 from ..buckets import BUCKET_BYTES, reduce_list
 from ..ops import broadcast_list, gather_list, reduce_slices
@@ -70,6 +71,8 @@ def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
 
     Raises:
         ValueError: A value is a scalar, or has no such axis.
+        tf.errors.InvalidArgumentError: On every rank, when the values differ in more than that. Eagerly it is a
+            MismatchError too.
     """
     tensors = [tf.convert_to_tensor(v) for v in values]
     for tensor in tensors:
@@ -78,8 +81,18 @@ def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
-    joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
+    try:
+        joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
+    except MismatchError as error:
+        raise GatherError(str(error)) from error
     return [_swapped(tensor, axis) for tensor in joined]
+
+
+class GatherError(MismatchError, tf.errors.InvalidArgumentError):
+    """The ranks' values cannot be joined: of the class that TensorFlow's own strategies raise for that."""
+
+    def __init__(self, text: str):
+        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
 
 
 def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:

@@ -28,6 +28,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     calls mpistrat.init() if need be. It seeds TensorFlow alike on all ranks, so that all shuffle alike: with the seed
     that rank 0 has set, or a random one.
 
+    Threads of one rank may use it at the same time, to read a metric for example, if the ranks can tell them apart: by
+    the name that a thread was given, or else by the function that it runs. See threads.py.
+
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
         device: Where variables and computation are, for example "GPU:0"; by default the GPU that pin_gpu(), which it
