@@ -84,8 +84,8 @@ _MOMENTUM = Recipe(dense(), _momentum())
 
 _LIST = [
     Program("adam", _ADAM, is_quick=True),
-    Program("adam, at the same time", replace(_ADAM, takes_turns=False, steps=40), is_quick=True),
-    Program("sgd with momentum", _MOMENTUM, is_quick=True),
+    Program("adam, at the same time", replace(_ADAM, takes_turns=False, steps=40)),
+    Program("sgd with momentum", _MOMENTUM),
     Program("sgd with nesterov momentum", Recipe(dense(), _momentum(nesterov=True))),
     Program("rmsprop", Recipe(dense(), lambda: RMSprop(1e-3, momentum=0.5, centered=True))),
     Program("loss scale", Recipe(dense(), lambda: LossScaleOptimizer(SGD(0.01, momentum=0.9), initial_scale=256.0),

@@ -180,7 +180,7 @@ def _weights(model: keras.Model) -> list[np.ndarray]:
 
 
 def _array(variable: Any) -> np.ndarray:
-    return np.array(keras.ops.convert_to_numpy(variable.value))
+    return np.array(tf.convert_to_tensor(variable.value).numpy())
 
 
 def _trained(model: keras.Model, optimizer: Any, before: list[np.ndarray], losses: Any) -> Trained:

@@ -24,6 +24,6 @@ def test_a_program_comes_to_the_same_bits(name: str) -> None:
     assert_same_in_all_legs(name)
 
 
-@pytest.mark.parametrize("seed", [3, 13])
+@pytest.mark.parametrize("seed", [3])
 def test_a_random_model_comes_to_the_same_bits(seed: int) -> None:
     assert_same_in_all_legs(f"seed {seed}")
