@@ -100,7 +100,9 @@ def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
     name = uuid.uuid4().hex
     process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
                                env=job_environment(name, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+                               stderr=subprocess.STDOUT, text=True,
+                               # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
+                               preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     try:
         wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
         process.send_signal(number)
