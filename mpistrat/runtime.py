@@ -86,7 +86,7 @@ class Runtime:
     def join_cluster(self) -> None:
         """Do not wait in `close` until the others are in theirs. Collective.
 
-        In a cluster a rank says that it submits no more when it begins to serve the chief, and closes when the chief
+        In a cluster a rank says that it submits no more when it begins to wait for the chief, and closes when the chief
         has ended: the chief would wait for ranks that wait for the chief.
         """
         self._in_cluster = True
