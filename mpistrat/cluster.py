@@ -37,6 +37,7 @@ class Cluster:
         self.role, self.index = roles[topology.rank]
         self._topology, self._roles = topology, roles
         self._port, self._line, self._runtime = port, line, current
+        current.join_cluster()
         self._workers = {rank for rank, (role, _) in enumerate(roles) if role is Role.WORKER}
         self._has_ps = any(role is Role.PS for role, _ in roles)
         if isinstance(line, Lifelines):

@@ -30,6 +30,7 @@ class Runtime:
     def __init__(self, settings: Settings, topology: Topology, planes: Planes, comm: Any):
         self.settings, self.topology, self.comm = settings, topology, comm
         self._planes = planes
+        self._in_cluster = False
         self.engine = Engine(topology.rank, topology.size, planes.control, planes.data, settings,
                              tuned=self._keep_log if settings.autotune else None, gpu_ways=planes.ways,
                              ballot=planes.ballot, topology=topology)
@@ -72,7 +73,8 @@ class Runtime:
         """
         self.engine.end(self._report_waiting)
         error = self.engine.error
-        if self.comm is not None and (error is None or isinstance(error, StallError)) and not self._all_are_here():
+        is_well = error is None or isinstance(error, StallError)
+        if self.comm is not None and is_well and not self._in_cluster and not self._all_are_here():
             return
         if error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
@@ -80,6 +82,14 @@ class Runtime:
         self._planes.close()
         if self.comm is not None:
             self.comm.Free()
+
+    def join_cluster(self) -> None:
+        """Do not wait in `close` until the others are in theirs. Collective.
+
+        In a cluster a rank says that it submits no more when it begins to wait for the chief, and closes when the chief
+        has ended: the chief would wait for ranks that wait for the chief.
+        """
+        self._in_cluster = True
 
     def _all_are_here(self) -> bool:
         """Wait until all ranks have come to their end; whether they have, within the limit."""
