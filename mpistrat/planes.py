@@ -212,15 +212,20 @@ def _shared_memory(comm: Any, topology: Topology, settings: Settings, link: Any,
     """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
     from .collectives.host_memory import HostMemory
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
-    memory, problem = None, ""
-    try:
-        with contextlib.closing(link.share()) as file:
-            limit_s = settings.limit_s
-            memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks,
-                                limit_s + _LONGER_S if limit_s and len(topology.hosts) > 1 else limit_s, topology)
-    except OSError as error:
-        problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
-    problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
+    limit_s = settings.limit_s + _LONGER_S if settings.limit_s and len(topology.hosts) > 1 else settings.limit_s
+    memory = None
+    problems: dict[int, str] = {}
+    # The first rank of a host reserves the memory before the others map it, so that its limits decide.
+    for is_due in (topology.local_rank == 0, topology.local_rank > 0):
+        problem = ""
+        if is_due and not problems:
+            try:
+                with contextlib.closing(link.share()) as file:
+                    memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology)
+            except OSError as error:
+                problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
+                           f"{error}")
+        problems |= {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if not problems:
         return memory
     text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
