@@ -77,7 +77,8 @@ def allreduce(array: Any, average: bool | None = None, name: str | None = None, 
         average: Deprecated form of `op`: True is Average, False is Sum.
         name: By which the ranks meet.
         op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once
-            (not by NCCL, which rounds at every rank); an average of integers is truncated toward zero.
+            (twice where hosts of several ranks exchange sums, at every rank by NCCL); an average of integers is
+            truncated toward zero.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
 

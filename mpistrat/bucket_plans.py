@@ -4,13 +4,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from .fusion import plan_buckets
-from .messages import DEVICE_CPU, Kind, ReduceOp, Request
+from .messages import Kind, ReduceOp, Request
 from .scale import Scale
 from .tensor_queue import Entry
 
 FUSED = (Kind.ALLREDUCE, Kind.BROADCAST)
-# Results of all-reduces of so many bytes on the CPU may be lent by the data plane; those share no bucket with others.
-LARGE_BYTES = 512 * 1024
 _KEPT_PLANS = 1024
 
 
@@ -20,13 +18,11 @@ class Bucket:
 
     Attributes:
         whole: The place of an entry that is all there is in it, or None.
-        is_large: All is of all-reduces of LARGE_BYTES at least, on the CPU.
     """
 
     request: Request
     members: tuple[tuple[int, int], ...]
     whole: int | None
-    is_large: bool
     op: ReduceOp
     scale: Scale
 
@@ -58,14 +54,13 @@ class BucketPlans:
         return plan
 
     def _make_plan(self, entries: Sequence[Entry]) -> list[Bucket]:
-        are_large = [_is_large(entry) for entry in entries]
         places: list[tuple[int, int]] = []
         members: list[tuple[Hashable, int]] = []
         for place, entry in enumerate(entries):
             request = entry.request
             if request.kind in FUSED:
                 alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device, request.wire, are_large[place])
+                         request.device, request.wire)
                 places += [(place, i) for i in range(len(entry.arrays))]
                 members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -75,13 +70,6 @@ class BucketPlans:
             chosen = tuple(places[i] for i in indices)
             whole = place if chosen == tuple((place, i) for i in range(len(arrays))) else None
             average = request.reduce_op is ReduceOp.AVERAGE
-            buckets.append(Bucket(request, chosen, whole, are_large[place],
-                                  ReduceOp.SUM if average else request.reduce_op,
+            buckets.append(Bucket(request, chosen, whole, ReduceOp.SUM if average else request.reduce_op,
                                   Scale(request.postscale, self._size if average else 1)))
         return buckets
-
-
-def _is_large(entry: Entry) -> bool:
-    request = entry.request
-    return (request.kind is Kind.ALLREDUCE and request.device == DEVICE_CPU
-            and sum(array.nbytes for array in entry.arrays) >= LARGE_BYTES)

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 
+from . import forked
 from .errors import InvalidRequestError, RankDiedError
 from .lifelines import Lifeline, Lifelines
 from .network import HeldPort
@@ -36,6 +37,7 @@ class Cluster:
         self.role, self.index = roles[topology.rank]
         self._topology, self._roles = topology, roles
         self._port, self._line, self._runtime = port, line, current
+        current.join_cluster()
         self._workers = {rank for rank, (role, _) in enumerate(roles) if role is Role.WORKER}
         self._has_ps = any(role is Role.PS for role, _ in roles)
         if isinstance(line, Lifelines):
@@ -51,7 +53,9 @@ class Cluster:
         Raises:
             RankDiedError: The chief has died.
             InvalidRequestError: This rank is the chief.
+            NotInitializedError: This process was forked from a rank.
         """
+        forked.require_rank()
         if isinstance(self._line, Lifelines):
             raise InvalidRequestError("rank 0 is the chief and cannot wait for itself.")
         self._runtime.engine.announce_end()
@@ -61,7 +65,12 @@ class Cluster:
         return died is not None
 
     def close(self) -> None:
-        """On the chief: tell all others that the work is done. Elsewhere: leave. May be called twice."""
+        """On the chief: tell all others that the work is done. Elsewhere: leave. May be called twice.
+
+        In a process that was forked from a rank it does nothing.
+        """
+        if forked.is_child():
+            return
         if isinstance(self._line, Lifelines):
             died = self._line.close()
             if died:
@@ -75,6 +84,8 @@ class Cluster:
 
         When ranks have died, shutdown() must not wait for them, and that is what the chief tells.
         """
+        if forked.is_child():
+            return
         self.close()
         if isinstance(self._line, Lifeline):
             try:

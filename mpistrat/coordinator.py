@@ -11,14 +11,18 @@ scale, device) got it, and any other request of that name travels in full and is
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .errors import MessageError, StallError
 from .messages import Announcement, Decision, End, Request
 from .mismatch import describe_half_done, describe_mismatch, rank_list
-from .tree import children_of, parent_of, subtree, subtree_size
+from .stalls import describe_ranks, describe_wait, hosts_without, network_cause
+from .topology import Topology
+from .tree import children_of, depth_of, neighbours_of, parent_of, subtree, subtree_size
 
 LISTED = 6  # how many names or ranks a message lists before it says "..."
+_ANSWER_S = 4.0  # what rank 0 needs to notice a stall, and its decision to come here, at most
 
 
 class _Pending:
@@ -57,17 +61,23 @@ class Coordinator:
         cache_capacity: How many requests get a number.
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
         stall_abort_s: Age in seconds at which it ends the engines; None: never.
+        topology: Where the ranks are, for messages; None: all on one host.
     """
 
     def __init__(self, rank: int, size: int, cache_capacity: int = 1024, stall_warning_s: float | None = None,
-                 stall_abort_s: float | None = None):
+                 stall_abort_s: float | None = None, topology: Topology | None = None):
         self.rank, self.size = rank, size
+        self._topology = topology or Topology(rank, ("",) * size)
         self.parent, self.children = parent_of(rank), children_of(rank, size)
+        self.neighbours = neighbours_of(rank, size)
         self._sources = 1 + len(self.children)
         self._subtree = {child: subtree_size(child, size) for child in self.children} | {rank: 1}
         self._warning_s, self._abort_s = stall_warning_s, stall_abort_s
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._pending: dict[str, _Pending] = {}
+        # Not on rank 0: since when this rank has been ready for what rank 0 has not decided on; the oldest first.
+        self._unanswered: dict[str, float] = {}
+        self._checked_at = self._resumed_at = float("-inf")
         self._numbers: dict[Request, int] = {}
         self._by_number: dict[int, Request] = {}
         self._capacity = cache_capacity
@@ -75,11 +85,14 @@ class Coordinator:
         self._ready: list[_Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
+        self._is_stalled = False  # which is the reason for the failure
         self._is_recalled = False
         self._choice: tuple[tuple[str, Any], ...] = ()
         self._ended: dict[int, int] = {}
         self._someone_ended = False
         self._ended_was_told = False
+        # A rank between passes on what is incomplete only once half the warning's time has gone.
+        self._answer_s = _ANSWER_S + max(depth_of(rank) - 1, 0) * (stall_warning_s or 0.0) / 2
         self._last_report = 0.0
         self._next_check = 0.0
         self._finished = False
@@ -88,6 +101,8 @@ class Coordinator:
 
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. Its name must not be in flight on this rank."""
+        if self.rank:
+            self._unanswered[request.name] = now
         self._report(self.rank, request, None, now)
 
     def end(self, completed: int) -> None:
@@ -95,9 +110,10 @@ class Coordinator:
         self._news_ended.append((self.rank, completed))
         self._someone_ended = True
 
-    def fail(self, text: str) -> None:
-        """This rank's engine has failed; all ranks shall hear of it."""
-        self._failure = self._failure or text
+    def fail(self, text: str, is_stall: bool = False) -> None:
+        """This rank's engine has failed, for a stall or anything else; all ranks shall hear of it."""
+        if self._failure is None:
+            self._failure, self._is_stalled = text, is_stall
 
     def recall(self) -> None:
         """Let rank 0 decide something soon, be it nothing: a decision ends a vote."""
@@ -113,23 +129,34 @@ class Coordinator:
         return bool(self._choice)
 
     def receive(self, source: int, data: bytes, now: float) -> None:
-        """A child's Announcement has come."""
-        message = Announcement.from_bytes(data)
+        """A child's Announcement has come.
+
+        Raises:
+            MessageError: It is none, or is not for this rank.
+        """
+        message = Announcement.from_bytes(data, source)
+        if source not in self._subtree or source == self.rank:
+            raise MessageError(f"rank {source} sent an announcement to rank {self.rank}, which is not its parent.")
         for number in message.ids:
-            self._report(source, self._by_number[number], None, now)
+            self._report(source, self._request_of(number, source), None, now)
         for request, ranks in message.requests:
             self._report(source, request, None if ranks is None else set(ranks), now)
         self._news_ended += message.ended
         self._someone_ended = self._someone_ended or bool(message.ended)
-        self._failure = self._failure or message.failure
+        if message.failure is not None:
+            self.fail(message.failure, message.is_stalled)
         self._is_recalled = self._is_recalled or message.recall
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
-        """Take note of rank 0's decision; returns the requests to execute, in order."""
+        """Take note of rank 0's decision; returns the requests to execute, in order.
+
+        Raises:
+            MessageError: It has a number that no request has.
+        """
         requests = []
         for item in decision.agreed:
             if isinstance(item, int):
-                requests.append(self._by_number[item])
+                requests.append(self._request_of(item, 0))
             else:
                 number, request = item
                 if number is not None:
@@ -137,6 +164,9 @@ class Coordinator:
                     self._by_number[number] = request
                 requests.append(request)
         self._someone_ended = self._someone_ended or decision.ended
+        if self._unanswered:
+            for name in (*(request.name for request in requests), *(name for name, _ in decision.errors)):
+                self._unanswered.pop(name, None)
         return tuple(requests)
 
     def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
@@ -152,9 +182,26 @@ class Coordinator:
 
     def patience(self, now: float) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
-        if not self._pending or self._warning_s is None:
+        if not (self._pending or self._unanswered) or self._warning_s is None:
             return 60.0
         return max(0.05, min(self._warning_s / 4, 1.0))
+
+    def check(self, now: float) -> None:
+        """Look whether rank 0 answers. Within the limit it decides on a request, or ends the engines for a stall.
+
+        To be called in every round, once the messages that have come are read.
+
+        Raises:
+            StallError: It does neither.
+        """
+        if not self._unanswered or self._abort_s is None:
+            return
+        if now - self._checked_at > _ANSWER_S:
+            self._resumed_at = now  # This rank was in a collective, or stopped, and may have an answer to read.
+        self._checked_at = now
+        name, since = next(iter(self._unanswered.items()))
+        if now >= max(since + self._abort_s, self._resumed_at) + self._answer_s:
+            raise StallError(f"{name}: {describe_wait(self._topology, [0], now - since)}")
 
     # -- how it is decided --------------------------------------------------------------------------------------------
 
@@ -176,6 +223,13 @@ class Coordinator:
             if pending.sources == self._sources:
                 del self._pending[request.name]
                 self._ready.append(pending)
+
+    def _request_of(self, number: int, sender: int) -> Request:
+        request = self._by_number.get(number)
+        if request is None:
+            raise MessageError(f"rank {sender} sent the number {number}, which stands for no request on rank "
+                               f"{self.rank}.")
+        return request
 
     def _is_complete(self, told: dict[Request, set[int]], source: int) -> bool:
         return sum(map(len, told.values())) >= self._subtree[source]
@@ -205,7 +259,8 @@ class Coordinator:
         recall, self._is_recalled = self._is_recalled, False
         if not (ids or requests or ended or failure or recall):
             return None
-        return Announcement(tuple(ids), tuple(requests), ended, failure, recall)
+        is_stalled = failure is not None and self._is_stalled
+        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled)
 
     def _decide(self, ready: list[_Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
@@ -227,7 +282,7 @@ class Coordinator:
         end, text = self._reason_to_end(now)
         if half_done and end is None:
             end, text = End.MISMATCH, describe_half_done(half_done)
-        if end is End.FAILURE:
+        if self._failure is not None:
             agreed = []  # The rank that failed takes part in nothing any more, and the others would wait for it.
         tell_ended = bool(self._ended) and not self._ended_was_told
         recall, self._is_recalled = self._is_recalled, False
@@ -239,8 +294,8 @@ class Coordinator:
         return Decision(tuple(agreed), tuple(errors), tell_ended, end, text, choice)
 
     def _reason_to_end(self, now: float) -> tuple[End | None, str]:
-        if self._failure:
-            return End.FAILURE, self._failure
+        if self._failure is not None:
+            return End.STALL if self._is_stalled else End.FAILURE, self._failure
         if self._ended:
             for name, pending in self._pending.items():
                 lost = sorted(set(self._missing(pending)) & self._ended.keys())
@@ -280,11 +335,19 @@ class Coordinator:
                              if n != name and set(missing) - set(self._missing(p)))[:LISTED]
             meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
             parts.append(f"{name}: ranks {rank_list(self._present(pending))} have waited {now - pending.since:.0f} s "
-                         f"for ranks {rank_list(missing)}, which {meanwhile}.")
+                         f"for {describe_ranks(self._topology, missing)}, which {meanwhile}.")
         more = f" And {len(stalled) - LISTED} more tensors." if len(stalled) > LISTED else ""
         return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
                 + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
-                  "for loops of different length, and for ranks that are merely slow.")
+                  "for loops of different length, and for ranks that are merely slow." + self._network_hint(stalled))
+
+    def _network_hint(self, stalled: Mapping[str, Sequence[int]]) -> str:
+        """A sentence on the network, when it may be why no rank of some host has called what other hosts wait for."""
+        for name in stalled:
+            silent = hosts_without(self._topology, [self.rank, *self._present(self._pending[name])])
+            if silent:
+                return f" Or {network_cause(self._topology, silent)}: no rank there has called {name}."
+        return ""
 
     def _numbered(self, request: Request) -> int | tuple[int | None, Request]:
         """The request's number, or the request with a new one: from its second time on, if there is room."""

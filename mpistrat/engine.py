@@ -29,6 +29,7 @@ from .messages import Request
 from .rounds import Rounds
 from .settings import Settings
 from .tensor_queue import Entry, Handle
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ class Engine:
         tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
         gpu_ways: As for GpuExecutor.
         ballot: How the ranks vote, where they can; see voting.
+        topology: Where the ranks are, for messages; None: all on one host.
     """
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
                  clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
-                 gpu_ways: Ways = NO_WAYS, ballot: Ballot | None = None):
+                 gpu_ways: Ways = NO_WAYS, ballot: Ballot | None = None, topology: Topology | None = None):
         self._rank, self._size = rank, size
         self._control, self._clock = control, clock
-        self._rounds = Rounds(rank, size, control, data, settings, clock, tuned, gpu_ways, ballot)
+        self._rounds = Rounds(rank, size, control, data, settings, clock, tuned, gpu_ways, ballot, topology)
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._attention = threading.Event()
@@ -90,18 +92,22 @@ class Engine:
         """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True)
-        if not self._driving.acquire(blocking=False):
+        drives: list[bool] = []
+        try:
+            # Taken and noted by one call: Ctrl-C raises between calls, and a lock that is not noted is never released.
+            drives.extend(map(self._driving.acquire, [False]))
+            if drives[0]:
+                is_taken = self._rounds.queue.put(entry, is_taken=self._rounds.may_vote)
+                self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
+        finally:
+            if drives == [True]:
+                self._driving.release()
+                if self._rounds.has_work or self._rounds.ended.is_set():
+                    self._attention.set()
+        if not drives[0]:
             self._rounds.queue.put(entry)
             self._call_background()
             handle.await_done(-1 if limit_s == math.inf else limit_s)
-            return handle
-        try:
-            is_taken = self._rounds.queue.put(entry, is_taken=self._rounds.may_vote)
-            self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
-        finally:
-            self._driving.release()
-            if self._rounds.has_work or self._rounds.ended.is_set():
-                self._attention.set()
         return handle
 
     def _call_background(self) -> None:
@@ -138,6 +144,10 @@ class Engine:
         self._call_background()
         self._rounds.ended.wait()
         self._thread.join()
+
+    def disown(self, error: Exception) -> None:
+        """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
+        self._rounds.queue.disown(error)
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see autotune."""

@@ -14,7 +14,8 @@
         ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not make a cluster
         ├── RankDiedError                      a rank has died that the others cannot do without
         └── EngineError                        the engine has ended; every pending and later operation fails
-            ├── StallError                     a tensor was not submitted by all ranks in time
+            ├── MessageError                   another rank sent something that is no message
+            ├── StallError                     ranks waited too long for others
             └── ShutdownError                  a rank ended while others still wait for it
 
 `CollectiveError` reaches every rank with the same text. A `MismatchError` leaves the engine running, unless the tensor
@@ -70,8 +71,15 @@ class EngineError(CollectiveError):
     """The engine has ended. Every outstanding and every later operation fails with this error."""
 
 
+class MessageError(EngineError):
+    """Another rank sent a message that does not have the form that messages have; names the rank."""
+
+
 class StallError(EngineError):
-    """Some ranks waited for a tensor longer than `stall_abort_s` while other ranks never submitted it."""
+    """Some ranks waited longer than `stall_abort_s` for others.
+
+    These never submitted a tensor, or a process is stopped, or the network between the hosts is down.
+    """
 
 
 class ShutdownError(EngineError):

@@ -17,7 +17,6 @@ from .stream import join, split
 from .tensor_queue import Entry, complete_all
 
 _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
-_GIVEN_BACK = 64 * 1024  # bytes of a result from which on its memory is worth giving back at once
 
 
 @dataclass(slots=True)
@@ -30,12 +29,11 @@ class _Partial:
 
 @dataclass(slots=True)
 class _Job:
-    """A bucket in execution: what is reduced, to where, and whether other ranks read that memory too."""
+    """A bucket in execution: what is reduced, and to where."""
 
     bucket: Bucket
     sources: Sequence[np.ndarray]
     targets: list[np.ndarray]
-    are_lent: bool
 
 
 class Executor:
@@ -51,12 +49,10 @@ class Executor:
     def __init__(self, data: DataPlane, size: int, fusion_bytes: int, gpu: GpuExecutor):
         self._data, self._size, self._fusion_bytes, self._gpu = data, size, fusion_bytes, gpu
         self._pool = ResultPool()
-        self._to_give_back: set[int] = set()  # sizes of blocks of the pool, in bytes, once there is memory to lend
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
         self._prepared: tuple[Entry, _Job, Prepared] | None = None
         self._is_stale = False  # prepared before `choose` was called
-        self._has_asked = False  # the data plane, to lend something, the last time
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
@@ -66,7 +62,6 @@ class Executor:
     def choose(self, choice: Mapping[str, Any]) -> None:
         """Work in this way from now on. Collective."""
         self._is_stale = True
-        self._lent([], [])  # Asked of what may not be used from now on.
         self._data.choose(choice)
         self._fusion_bytes = choice["fusion_bytes"]
 
@@ -76,7 +71,6 @@ class Executor:
             self._prepared = None
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
-            self._lent([], [])  # They may be staged through the same data plane.
             # First, so that the GPU works on them while this thread reduces the others.
             self._gpu.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
@@ -139,43 +133,12 @@ class Executor:
 
     def _begin(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[_Job]:
         """Take the memory for all results: a rank short of it then fails before others wait for it in a collective."""
-        lent = self._lent(entries, buckets)
         jobs = []
         for bucket in buckets:
             sources = (entries[bucket.whole].arrays if bucket.whole is not None else
                        [entries[place].arrays[i] for place, i in bucket.members])
-            are_lent = bucket.is_large and all(place in lent for place, _ in bucket.members)
-            if are_lent:
-                targets = [lent[place][i] for place, i in bucket.members]
-                if self._to_give_back:
-                    self._give_back({source.nbytes for source in sources})
-            else:
-                targets = [self._pool.take(source.shape, source.dtype) for source in sources]
-                if bucket.is_large:
-                    self._to_give_back.update(source.nbytes for source in sources if source.nbytes >= _GIVEN_BACK)
-            jobs.append(_Job(bucket, sources, targets, are_lent))
+            jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
         return jobs
-
-    def _give_back(self, sizes: set[int]) -> None:
-        """Until there was memory to lend, results were in the pool's. To keep that too would be as much again."""
-        for nbytes in sizes & self._to_give_back:
-            if self._pool.give_back(nbytes):
-                self._to_give_back.remove(nbytes)
-
-    def _lent(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> dict[int, list[np.ndarray]]:
-        """What the data plane lends for the results of some entries, by their places.
-
-        Asked for nothing, if `prepare` has asked for what does not come next: other ranks may have prepared nothing.
-        """
-        large = [bucket for bucket in buckets if bucket.is_large]
-        if not large and not self._has_asked:
-            return {}
-        self._has_asked = bool(large)
-        places = sorted({place for bucket in large for place, _ in bucket.members})
-        # TensorFlow does not write to what its graphs are given. Other callers may, for it is theirs.
-        are_in_graph = all(entries[place].request.in_graph for place in places)
-        lists = self._data.lend([entries[place].arrays for place in places], are_in_graph)
-        return {place: lent for place, lent in zip(places, lists, strict=True) if lent is not None}
 
     def _run(self, job: _Job) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
@@ -187,12 +150,11 @@ class Executor:
     def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
         """Give the job's results to their entries, and complete those that had nothing but it to wait for."""
         bucket = job.bucket
-        results = self._owned(job, entries) if job.are_lent else job.targets
         if bucket.whole is not None:
-            entries[bucket.whole].handle.complete(results)
+            entries[bucket.whole].handle.complete(job.targets)
             return
         done = []
-        for (place, i), result in zip(bucket.members, results, strict=True):
+        for (place, i), result in zip(bucket.members, job.targets, strict=True):
             partial = partials.get(place)
             if partial is None:
                 count = len(entries[place].arrays)
@@ -202,16 +164,6 @@ class Executor:
             if partial.missing == 0:
                 done.append((entries[place].handle, partial.results))
         complete_all(done)
-
-    def _owned(self, job: _Job, entries: Sequence[Entry]) -> list[np.ndarray]:
-        """The job's results, those outside of graphs in memory of their own."""
-        results = []
-        for (place, _), result in zip(job.bucket.members, job.targets, strict=True):
-            if not entries[place].request.in_graph:
-                lent, result = result, self._pool.take(result.shape, result.dtype)
-                result[...] = lent
-            results.append(result)
-        return results
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:

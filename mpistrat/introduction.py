@@ -1,9 +1,10 @@
 """What the ranks tell each other in init(), before anything else, and what is odd about it when they are compared."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import os
-import pickle
 import platform
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,19 @@ def introduce(mpi: Any, comm: Any) -> list[Introduction]:
     except SettingsError as error:
         problem = str(error)
     introduction = Introduction(platform.node(), memory_group, settings, problem, versions(), script_digest())
-    return [pickle.loads(data) for data in comm.allgather(pickle.dumps(introduction))]
+    return [from_text(text) for text in comm.allgather(to_text(introduction))]
+
+
+def to_text(introduction: Introduction) -> str:
+    """The form in which an introduction travels."""
+    return json.dumps(dataclasses.asdict(introduction))
+
+
+def from_text(text: str) -> Introduction:
+    """The inverse of to_text."""
+    values = json.loads(text)
+    settings = values.pop("settings")
+    return Introduction(settings=None if settings is None else Settings(**settings), **values)
 
 
 def versions() -> dict[str, str]:

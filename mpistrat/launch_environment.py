@@ -9,6 +9,12 @@ _SIZE_NAMES = {
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
+# What `mpistrat run` puts into the environment of mpirun: its process, and a text that no other run has. Not a setting.
+RUN_NAME = "_MPISTRAT_RUN"
+
+# Variables that together are different for each process that a launcher starts.
+_RANK_NAMES = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "MV2_COMM_WORLD_RANK",
+               "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 
 
 def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
@@ -27,3 +33,13 @@ def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
     if "PMIX_RANK" in environ:
         return 0, "a PMIx launcher"  # PMIx tells the size only to a library that asks.
     return 1, ""
+
+
+def identity(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What tells the processes apart that a launcher has started; () without a launcher.
+
+    Equal for a rank and what it starts, and for the shells and other programs that were started in order to start it.
+    """
+    if launched_size(environ) == (1, ""):
+        return ()
+    return tuple(environ.get(name, "") for name in _RANK_NAMES)

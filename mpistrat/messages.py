@@ -1,29 +1,81 @@
 """What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
-The byte form is a pickle of plain tuples, or bare numbers where there is nothing else, as in every step seen before. It
-is exchanged only among the processes of one MPI job, which run the same user's code.
+The byte form is a first byte for the kind, and then the fields in msgpack: numbers, texts and tuples of them, nothing
+that could run code. Where there are only numbers of requests, as in every step seen before, they follow as they are.
+Types, lengths and ranges are checked when a message is read; one that does not fit raises MessageError.
 """
 
 import array
 import hashlib
-import pickle
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import msgpack
+
+from .errors import MessageError
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
 
-_NUMBERS = b"\1"  # No pickle begins like this.
-_PADDING = bytes(7)  # so that the numbers are where a processor reads them at once
+_NUMBERS, _ANNOUNCEMENT, _DECISION = b"\1", b"\2", b"\3"
+_NUMBERS_HEADER = _NUMBERS + bytes(7)  # so that the numbers are where a processor reads them at once
+_RANKS = range(2**31)
+_COUNTS = range(2**63)
+_EXTENTS = range(-1, 2**63)  # of a dimension; -1 may differ among ranks
+
+_Message = TypeVar("_Message", "Announcement", "Decision")
 
 
 def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
-    return _NUMBERS + _PADDING + array.array("Q", numbers).tobytes()
+    return _NUMBERS_HEADER + array.array("Q", numbers).tobytes()
 
 
 def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
+    if not data.startswith(_NUMBERS_HEADER) or len(data) % 8:
+        raise ValueError("numbers that are cut off")
     return tuple(memoryview(data)[8:].cast("Q"))
+
+
+def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
+    # A text may have parts of a file's name that are not UTF-8, as Python's "surrogateescape" represents them.
+    return kind + bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
+
+
+def _fields_from_bytes(data: bytes) -> tuple:
+    fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
+                             max_bin_len=0, max_ext_len=0)
+    _require(type(fields) is tuple, "no fields")
+    return fields
+
+
+def _require(fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(what)
+
+
+def _is_tuple_of(kind: type, values: Any) -> bool:
+    return type(values) is tuple and set(map(type, values)) <= {kind}
+
+
+def _are_in(allowed: range, values: Any) -> bool:
+    """Whether it is a tuple of whole numbers of that range."""
+    return _is_tuple_of(int, values) and (not values or (min(values) in allowed and max(values) in allowed))
+
+
+def _are_pairs(values: Any, first: type, second: tuple[type, ...]) -> bool:
+    return _is_tuple_of(tuple, values) and all(
+        len(pair) == 2 and type(pair[0]) is first and type(pair[1]) in second for pair in values)
+
+
+def _read(message: type[_Message], data: bytes, sender: int | None) -> _Message:
+    try:
+        return message.read(data)
+    except ValueError as error:
+        # Among them is whatever msgpack raises, and an enumeration for a value it does not have.
+        who = "a rank" if sender is None else f"rank {sender}"
+        raise MessageError(f"{who} sent {len(data)} bytes that are no {message.__name__}: {error}. Do all ranks run "
+                           "the same version of mpistrat?") from error
 
 
 class ReduceOp(IntEnum):
@@ -107,10 +159,38 @@ class Request:
                 self.in_graph)
 
     @classmethod
-    def from_tuple(cls, values: tuple) -> "Request":
-        """The inverse of to_tuple."""
-        kind, name, tensors, reduce_op, *rest = values
-        return cls(Kind(kind), name, tuple(TensorSpec(*t) for t in tensors), ReduceOp(reduce_op), *rest)
+    def from_tuple(cls, values: Any) -> "Request":
+        """The inverse of to_tuple, for values that may be anything.
+
+        Raises:
+            ValueError: They are no request.
+        """
+        if type(values) is not tuple or tuple(map(type, values)) != _REQUEST_TYPES:
+            raise ValueError("a request with other fields")
+        kind, name, tensors, reduce_op, root_rank, prescale, postscale, device, layout, wire, labels, in_graph = values
+        if root_rank not in _RANKS:
+            raise ValueError("a root that is no rank")
+        if device not in (DEVICE_CPU, DEVICE_GPU):
+            raise ValueError("an unknown device")
+        if layout and not (_is_tuple_of(tuple, layout) and all(_are_in(_COUNTS, places) for places in layout)):
+            raise ValueError("a wrong layout")
+        if labels and not _is_tuple_of(str, labels):
+            raise ValueError("labels that are no texts")
+        return cls(Kind(kind), name, tuple(map(_spec_from, tensors)), ReduceOp(reduce_op), root_rank, prescale,
+                   postscale, device, layout, wire, labels, in_graph)
+
+
+def _spec_from(values: Any) -> TensorSpec:
+    if type(values) is not tuple or tuple(map(type, values)) != (str, tuple):
+        raise ValueError("a tensor that is no pair of dtype and shape")
+    for extent in values[1]:
+        if type(extent) is not int or extent not in _EXTENTS:
+            raise ValueError("a shape that is none")
+    return TensorSpec(*values)
+
+
+# Of Request.to_tuple.
+_REQUEST_TYPES = (str, str, tuple, int, int, float, float, str, tuple, str, tuple, bool)
 
 
 class Announcement(NamedTuple):
@@ -122,6 +202,7 @@ class Announcement(NamedTuple):
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
         failure: Why a rank's engine failed, for all others to hear.
         recall: A rank has voted, and others do nothing: rank 0 shall end the vote.
+        is_stalled: `failure` is that it waited too long for other ranks.
     """
 
     ids: tuple[int, ...] = ()
@@ -129,21 +210,46 @@ class Announcement(NamedTuple):
     ended: tuple[tuple[int, int], ...] = ()
     failure: str | None = None
     recall: bool = False
+    is_stalled: bool = False
 
     def to_bytes(self) -> bytes:
         """The byte form."""
         if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
-        return pickle.dumps((self.ids, requests, self.ended, self.failure, self.recall), protocol=5)
+        return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, self.ended, self.failure, self.recall,
+                                                self.is_stalled))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Announcement":
-        """The inverse of to_bytes."""
-        if data[:1] == _NUMBERS:
+    def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
+        """The inverse of to_bytes.
+
+        Raises:
+            MessageError: It is no announcement; names the rank `sender`.
+        """
+        return _read(cls, data, sender)
+
+    @classmethod
+    def read(cls, data: bytes) -> "Announcement":
+        """As from_bytes, but what is no announcement is a ValueError."""
+        kind = data[:1]
+        if kind == _NUMBERS:
             return cls(_numbers_from_bytes(data))
-        ids, requests, *rest = pickle.loads(data)
-        return cls(ids, tuple((Request.from_tuple(r), ranks) for r, ranks in requests), *rest)
+        _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
+        fields = _fields_from_bytes(data)
+        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        ids, requests, ended, failure, recall, is_stalled = fields
+        _require(_are_in(_COUNTS, ids), "ids that are no numbers of requests")
+        _require(_is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
+        for _, ranks in requests:
+            _require(ranks is None or _are_in(_RANKS, ranks), "ranks that are none")
+        _require(_is_tuple_of(tuple, ended) and all(
+            len(pair) == 2 and _are_in(_COUNTS, pair) and pair[0] in _RANKS for pair in ended), "ranks that have ended")
+        _require(failure is None or type(failure) is str, "a failure that is no text")
+        _require(type(recall) is bool, "a recall that is neither yes nor no")
+        _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
+        return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
+                   recall, is_stalled)
 
 
 class End(str, Enum):
@@ -183,14 +289,42 @@ class Decision(NamedTuple):
         if not any(self[1:]) and all(type(a) is int for a in self.agreed):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
-        return pickle.dumps((agreed, self.errors, self.ended, self.end and self.end.value, self.end_text, self.choice,
-                             self.calls_vote), protocol=5)
+        return _fields_to_bytes(_DECISION, (agreed, self.errors, self.ended, self.end and self.end.value, self.end_text,
+                                            self.choice, self.calls_vote))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Decision":
-        """The inverse of to_bytes."""
-        if data[:1] == _NUMBERS:
+    def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
+        """The inverse of to_bytes.
+
+        Raises:
+            MessageError: It is no decision; names the rank `sender`.
+        """
+        return _read(cls, data, sender)
+
+    @classmethod
+    def read(cls, data: bytes) -> "Decision":
+        """As from_bytes, but what is no decision is a ValueError."""
+        kind = data[:1]
+        if kind == _NUMBERS:
             return cls(_numbers_from_bytes(data))
-        agreed, errors, ended, end, *rest = pickle.loads(data)
-        return cls(tuple(a if isinstance(a, int) else (a[0], Request.from_tuple(a[1])) for a in agreed), errors, ended,
-                   End(end) if end else None, *rest)
+        _require(kind == _DECISION, f"it begins with {kind!r}")
+        fields = _fields_from_bytes(data)
+        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        agreed, errors, ended, end, end_text, choice, calls_vote = fields
+        _require(type(agreed) is tuple, "nothing agreed")
+        _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
+        _require(type(ended) is bool and type(calls_vote) is bool, "what is neither yes nor no")
+        _require(type(end_text) is str, "a reason that is no text")
+        _require(_are_pairs(choice, str, (str, int, float, bool)), "a choice that is none")
+        return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else End(end), end_text,
+                   choice, calls_vote)
+
+
+def _agreed(item: Any) -> int | tuple[int | None, Request]:
+    if type(item) is int:
+        _require(item in _COUNTS, "a number of a request that is none")
+        return item
+    _require(type(item) is tuple and len(item) == 2, "agreed on what is no request")
+    number, request = item
+    _require(number is None or (type(number) is int and number in _COUNTS), "a number of a request that is none")
+    return number, Request.from_tuple(request)

@@ -3,6 +3,7 @@
 What a backend needs is imported when it is chosen: mpi4py loads an MPI library, and cupy is often not there.
 """
 
+import contextlib
 import logging
 import mmap
 import os
@@ -20,6 +21,10 @@ from .topology import Topology
 from .tree import edges_among, neighbours_of
 
 logger = logging.getLogger(__name__)
+
+# Ranks that wait for another one of their host do so a little longer than that one waits for other hosts: it can tell
+# more of the cause.
+_LONGER_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ def backends() -> list[Backend]:
 
 
 def _shared_memory_backend() -> Backend:
-    from .collectives.host_file import HandOver
+    from .collectives.host_file import HostFile
     try:
-        file = HandOver(0, [0], "").share()
+        file = HostFile.make()
         try:
             file.take(4096)
         finally:
@@ -101,56 +106,84 @@ def planes_alone() -> Planes:
 def planes_over(comm: Any, topology: Topology, settings: Settings) -> Planes:
     """Shared memory within a host where all ranks have it, and MPI for the rest. Collective over `comm`.
 
-    The ranks can vote if those of each host share memory.
+    The ranks can vote if those of each host share memory, unless the setting for that is off.
     """
     from .collectives.freight import Freight
     from .collectives.hierarchical import HierarchicalData, counterparts
-    from .collectives.host_file import HandOver
-    from .collectives.host_mail import HostMail
     from .collectives.host_memory import HostMemory
     from .collectives.hosts_ballot import HostsBallot
     from .collectives.hosts_vote import hosts_vote
     from .collectives.mpi import MpiControl, MpiData
+    from .collectives.peer_wait import PeerWait
     from .collectives.shared_ballot import SharedBallot
     from .collectives.shared_mail import SharedMail, mail_bytes
     from .collectives.shared_memory import SharedMemoryData
     rank, here = topology.rank, topology.local_ranks
-    token = comm.bcast(os.urandom(8).hex() if rank == 0 else None)
     elsewhere = [other for other in range(topology.size) if other not in here]
-    host_mail = HostMail(rank, here, token)
+    link, host_mail = _linked(comm, topology)
+    wait = PeerWait(topology, range(topology.size), settings.limit_s)
     mail: Mail = host_mail
     ballot: Ballot | None = None
-    data: DataPlane = MpiData(comm.Dup())
-    hand_over = HandOver(rank, here, token)
-    mpi_setup.wait_for_all(comm)  # Every mailbox has its address before anybody writes to it.
+    data: DataPlane = MpiData(comm.Dup(), wait)
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
         one_host = not elsewhere
         plane = SharedMemoryData if one_host else HierarchicalData
         plane_bytes, edges = plane.memory_bytes(len(here), plane.chunk_bytes), edges_among(here)
-        freight_at, each = plane_bytes + mail_bytes(edges), 0 if one_host else Freight.largest(topology.local_sizes)
-        shared = _shared_memory(comm, topology, settings, hand_over, freight_at + Freight.memory_bytes(len(here), each))
-        if shared is not None:
-            memory, results = shared
+        has_freight = settings.fast_path and not one_host
+        freight_at, each = plane_bytes + mail_bytes(edges), Freight.largest(topology.local_sizes) if has_freight else 0
+        memory = _shared_memory(comm, topology, settings, link, freight_at + Freight.memory_bytes(len(here), each))
+        if memory is not None:
             mail = shared_mail = SharedMail(memory, plane_bytes, edges, host_mail)
             if one_host:
-                ballot = SharedBallot(memory, shared_mail.rouse)
-                data = SharedMemoryData(memory, plane.chunk_bytes, data, results)
+                ballot = SharedBallot(memory, shared_mail.rouse) if settings.fast_path else None
+                data = SharedMemoryData(memory, plane.chunk_bytes, data)
             else:
                 freight = Freight(memory.data[freight_at:], memory.index, len(here), each) if each else None
-                ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
-                data = HierarchicalData(memory, plane.chunk_bytes, data, results, counterparts(comm, topology),
-                                        min(topology.local_sizes), settings.stall_abort_s, freight)
-    elif max(topology.local_sizes) == 1:
+                if settings.fast_path:
+                    ballot = HostsBallot(memory, shared_mail.rouse, hosts_vote(comm, topology, freight), elsewhere)
+                across = PeerWait(topology, topology.cross_ranks, settings.limit_s)
+                data = HierarchicalData(memory, plane.chunk_bytes, data, counterparts(comm, topology),
+                                        min(topology.local_sizes), across, freight)
+    elif max(topology.local_sizes) == 1 and settings.fast_path:
         alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, here)
         ballot = HostsBallot(alone, host_mail.wake_other, hosts_vote(comm, topology, None), elsewhere)
+    link.close()
     if ballot is not None:
         mail.watch(ballot.has_news)
     leads = ballot is not None and rank == here[0] and bool(elsewhere)
-    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), polls=leads)
-    return Planes(control, data, _ways(comm, topology, settings), ballot)
+    control = MpiControl(comm.Dup(), mail, here, neighbours_of(rank, topology.size), leads, wait)
+    return Planes(control, data, _ways(comm, topology, settings, wait), ballot)
 
 
-def _ways(comm: Any, topology: Topology, settings: Settings) -> Ways:
+def _linked(comm: Any, topology: Topology) -> tuple[Any, Any]:
+    """The HostLink of this rank's host, to be closed, and this rank's HostMail. Collective.
+
+    Raises:
+        MpistratError: On all ranks; the ranks of some host cannot be connected.
+    """
+    from .collectives.host_link import HostLink
+    link, mail, problem = None, None, ""
+    try:
+        link = HostLink(topology.rank, topology.local_ranks)
+    except OSError as error:
+        problem = str(error)
+    invitations = comm.allgather(None if link is None else link.invitation)
+    if link is not None:
+        try:
+            mail = link.connect(invitations[topology.local_ranks[0]])
+        except OSError as error:
+            problem = str(error)
+    problems = [f"rank {rank} on {topology.host_of[rank]}: {text}"
+                for rank, text in enumerate(comm.allgather(problem)) if text]
+    if problems:
+        for opened in (mail, link):
+            if opened is not None:
+                opened.close()
+        raise MpistratError(f"The ranks of a host cannot be connected. {'; '.join(problems)}")
+    return link, mail
+
+
+def _ways(comm: Any, topology: Topology, settings: Settings, wait: Any) -> Ways:
     """What GPU tensors can go by besides NCCL and what CPU tensors go by. Collective."""
     hosts = _hosts(comm, topology, settings)
     if settings.gpu_operations not in ("auto", "mpi"):
@@ -161,7 +194,7 @@ def _ways(comm: Any, topology: Topology, settings: Settings) -> Ways:
     if silent:
         return Ways(hosts, why_not_mpi=f"the MPI library of ranks {rank_list(silent)} does not say that it takes "
                                        "memory of GPUs")
-    return Ways(hosts, DeviceMpi(comm.Dup()), told[0])
+    return Ways(hosts, DeviceMpi(comm.Dup(), wait), told[0])
 
 
 def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
@@ -170,26 +203,31 @@ def _hosts(comm: Any, topology: Topology, settings: Settings) -> Hosts | None:
         return None
     from .collectives.hierarchical import counterparts
     from .collectives.mpi import MpiData
-    return Hosts(topology.local_ranks, MpiData(counterparts(comm, topology)))
+    from .collectives.peer_wait import PeerWait
+    wait = PeerWait(topology, topology.cross_ranks, settings.limit_s)
+    return Hosts(topology.local_ranks, MpiData(counterparts(comm, topology), wait))
 
 
-def _shared_memory(comm: Any, topology: Topology, settings: Settings, hand_over: Any, data_bytes: int) -> Any:
-    """HostMemory and SharedResults, or None on all ranks if any rank cannot have them. Collective."""
+def _shared_memory(comm: Any, topology: Topology, settings: Settings, link: Any, data_bytes: int) -> Any:
+    """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
     from .collectives.host_memory import HostMemory
-    from .collectives.shared_results import SharedResults
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
-    shared, file, problem = None, None, ""
-    try:
-        file = hand_over.share()
-        memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, settings.stall_abort_s)
-        shared = memory, SharedResults(memory, file)
-    except OSError as error:
-        problem = f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: {error}"
-    problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
+    limit_s = settings.limit_s + _LONGER_S if settings.limit_s and len(topology.hosts) > 1 else settings.limit_s
+    memory = None
+    problems: dict[int, str] = {}
+    # The first rank of a host reserves the memory before the others map it, so that its limits decide.
+    for is_due in (topology.local_rank == 0, topology.local_rank > 0):
+        problem = ""
+        if is_due and not problems:
+            try:
+                with contextlib.closing(link.share()) as file:
+                    memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology)
+            except OSError as error:
+                problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
+                           f"{error}")
+        problems |= {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if not problems:
-        return shared
-    if file is not None:
-        file.close()
+        return memory
     text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")

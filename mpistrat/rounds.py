@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .autotune import Autotuner, Choice
@@ -20,6 +21,7 @@ from .gpu.execution import GpuExecutor
 from .messages import Decision, End, Request
 from .settings import Settings
 from .tensor_queue import Entry, TensorQueue
+from .topology import Topology
 from .voting import Voting
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,20 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 _SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
+_LAST_WORDS_S = 2.0  # for the other ranks to take the message that this one has failed
+# After a stall some rank does not take it, and this one has to tell its caller before those that do end the job.
+_LAST_WORDS_OF_STALL_S = 0.2
 _ABRUPT = (End.FAILURE, End.STALL)  # A rank may vote no more.
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A decision that has been learned and not been executed; `message` is its byte form."""
+
+    decision: Decision
+    requests: Sequence[Request]
+    message: bytes
+    is_relayed: bool = False
 
 
 class Rounds:
@@ -45,14 +60,14 @@ class Rounds:
 
     def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
                  clock: Callable[[], float], tuned: Callable[[Autotuner], None] | None, gpu_ways: Ways,
-                 ballot: Ballot | None):
+                 ballot: Ballot | None, topology: Topology | None):
         self._rank = rank
         self._control, self._data, self._clock = control, data, clock
-        check = not settings.stall_check_disable
-        warning_s = settings.stall_warning_s if check else None
-        abort_s = (settings.stall_abort_s or None) if check else None
-        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s)
-        self._voting = None if ballot is None else Voting(ballot, rank, warning_s, abort_s)
+        warning_s = None if settings.stall_check_disable else settings.stall_warning_s
+        abort_s = settings.limit_s or None
+        topology = topology or Topology(rank, ("",) * size)
+        self._coordinator = Coordinator(rank, size, settings.cache_capacity, warning_s, abort_s, topology)
+        self._voting = None if ballot is None else Voting(ballot, topology, warning_s, abort_s)
         self._gpu = GpuExecutor(rank, size, data, settings, gpu_ways, clock)
         self._executor = Executor(data, size, settings.fusion_bytes, self._gpu)
         self._tuned = tuned
@@ -61,7 +76,7 @@ class Rounds:
         self._end_requested = False
         self._end_announced = False
         self._abandoned: EngineError | None = None
-        self._decided: deque[tuple[Decision, Sequence[Request]]] = deque()  # and not executed yet
+        self._decided: deque[_Pending] = deque()
         self._busy_at = clock()
         self._awaits_one = False  # what is outstanding is one operation, and a caller awaits it
         self._outstanding = 0
@@ -219,8 +234,7 @@ class Rounds:
             self._coordinator.end(self._completed)
         for source, message in messages:
             if source == self._coordinator.parent:
-                self._relay(message)
-                self._learn(Decision.from_bytes(message))
+                self._learn(Decision.from_bytes(message, source), message)
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_decisions(now)
@@ -230,10 +244,10 @@ class Rounds:
         if decision is not None:
             if self._may_call_vote(decision):
                 decision = decision._replace(calls_vote=True)
-            if self._coordinator.children:
-                self._relay(decision.to_bytes())
-            self._learn(decision)
+            self._learn(decision, decision.to_bytes() if self._coordinator.children else b"")
             self._execute_decisions(now)
+        if not self.ended.is_set():
+            self._coordinator.check(now)
         report = self._coordinator.stall_report(now)
         if report:
             logger.warning("%s", report)
@@ -263,17 +277,30 @@ class Rounds:
     def _execute_decisions(self, now: float) -> None:
         """Execute what rank 0 has decided, as soon as no vote is open."""
         while self._decided and not self.ended.is_set():
+            pending = self._decided[0]
+            # At once, for it ends an open vote. But a decision is relayed only when those before it have been executed:
+            # a child that has entered the collective of one reads no further messages, and before this rank enters it,
+            # all that has been relayed must be out.
+            self._relay_decision(pending)
             if self._ends_vote(now):
-                self._execute(*self._decided.popleft())
+                self._decided.popleft()
+                self._execute(pending.decision, pending.requests)
                 continue
-            last, _ = self._decided[-1]
+            last = self._decided[-1].decision
             if last.end in _ABRUPT:
+                for pending in self._decided:
+                    self._relay_decision(pending)
                 self._stop(_ERRORS[last.end](last.end_text), clean=False)
             return
 
-    def _learn(self, decision: Decision) -> None:
+    def _relay_decision(self, pending: _Pending) -> None:
+        if not pending.is_relayed:
+            pending.is_relayed = True
+            self._relay(pending.message)
+
+    def _learn(self, decision: Decision, message: bytes) -> None:
         # Not only when it is executed: children may have executed it, and send numbers that it gives.
-        self._decided.append((decision, self._coordinator.learn(decision)))
+        self._decided.append(_Pending(decision, self._coordinator.learn(decision), message))
 
     def _execute(self, decision: Decision, requests: Sequence[Request]) -> None:
         self._control.flush(self._coordinator.children)
@@ -322,20 +349,23 @@ class Rounds:
         if not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
             error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._tell_of_failure(str(error))
-        self._data.abandon()
+        self._data.abandon(isinstance(error, StallError))
+        self._tell_of_failure(error)
         self._stop(error, clean=False)
 
-    def _tell_of_failure(self, text: str) -> None:
+    def _tell_of_failure(self, error: BaseException) -> None:
         try:
-            self._coordinator.fail(text)
+            text, is_stall = str(error), isinstance(error, StallError)
+            self._coordinator.fail(text, is_stall)
             announcement, decision = self._coordinator.advance(self._clock())
             if announcement is not None:
                 self._control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay what rank 0 decides on that, so its children hear of it from here.
-                decision = Decision(end=End.FAILURE, end_text=text)
+                decision = Decision(end=End.STALL if is_stall else End.FAILURE, end_text=text)
             if decision is not None:
                 self._relay(decision.to_bytes())
+            # Nothing is sent on once the engine has ended.
+            self._control.flush(self._coordinator.neighbours, _LAST_WORDS_OF_STALL_S if is_stall else _LAST_WORDS_S)
         except Exception:  # The first failure is the one to report; what may have broken the messages too is logged.
             logger.debug("rank %d: could not tell the other ranks", self._rank, exc_info=True)
 
@@ -343,7 +373,7 @@ class Rounds:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if clean else error
         self.error = None if clean else error
         if self._voting is not None and self._voting.is_waiting:
-            self._data.abandon()  # Others may execute what this rank has voted for.
+            self._data.abandon(isinstance(error, StallError))  # Others may execute what this rank has voted for.
         for entry in (*self._executing, *self._gpu.unfinished(), *self.queue.close(refusal)):
             if not entry.handle.done():
                 entry.handle.fail(refusal)

@@ -9,12 +9,14 @@ import threading
 import time
 from typing import Any
 
-from . import autotune, introduction, mpi_setup
+from . import autotune, forked, introduction, mpi_setup
 from .engine import Engine
-from .errors import InvalidRequestError, NotInitializedError, SettingsError
+from .errors import InvalidRequestError, NotInitializedError, SettingsError, StallError
 from .launch_environment import launched_size
+from .launcher_watch import LauncherWatch, launcher_here
 from .planes import Planes, planes_alone, planes_over
 from .settings import Settings, differing, horovod_names
+from .stalls import describe_wait
 from .topology import Topology, unique_hosts
 
 logger = logging.getLogger(__name__)
@@ -28,9 +30,10 @@ class Runtime:
     def __init__(self, settings: Settings, topology: Topology, planes: Planes, comm: Any):
         self.settings, self.topology, self.comm = settings, topology, comm
         self._planes = planes
+        self._in_cluster = False
         self.engine = Engine(topology.rank, topology.size, planes.control, planes.data, settings,
                              tuned=self._keep_log if settings.autotune else None, gpu_ways=planes.ways,
-                             ballot=planes.ballot)
+                             ballot=planes.ballot, topology=topology)
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -63,14 +66,41 @@ class Runtime:
         return self._planes.data.in_use
 
     def close(self) -> None:
-        """Wait until all ranks have called this, stop the engine and free what it used. Collective."""
+        """Wait until all ranks have called this, stop the engine and free what it used. Collective.
+
+        Other ranks may be out of reach. They are waited for within the limit on stalls, and MPI_Finalize, which would
+        wait for ever, is not called after that: the job ends when this script does.
+        """
         self.engine.end(self._report_waiting)
-        if self.engine.error is not None:
+        error = self.engine.error
+        is_well = error is None or isinstance(error, StallError)
+        if self.comm is not None and is_well and not self._in_cluster and not self._all_are_here():
+            return
+        if error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
         self.engine.close()
         self._planes.close()
         if self.comm is not None:
             self.comm.Free()
+
+    def join_cluster(self) -> None:
+        """Do not wait in `close` until the others are in theirs. Collective.
+
+        In a cluster a rank says that it submits no more when it begins to wait for the chief, and closes when the chief
+        has ended: the chief would wait for ranks that wait for the chief.
+        """
+        self._in_cluster = True
+
+    def _all_are_here(self) -> bool:
+        """Wait until all ranks have come to their end; whether they have, within the limit."""
+        limit_s = self.settings.limit_s
+        if mpi_setup.wait_for_all(self.comm, limit_s):
+            return True
+        from .collectives.peer_wait import never_free
+        never_free(self)  # MPI has been given some of its memory, and is not told to give it back.
+        others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
+        _end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
+        return False
 
     def abandon(self, reason: str) -> None:
         """End this rank's part without the other ranks, some of which have died; `reason` says which. Local."""
@@ -84,7 +114,20 @@ class Runtime:
 
 
 _runtime: Runtime | None = None
+_watch: LauncherWatch | None = None
 _lock = threading.Lock()
+_lost = ""  # why this rank must not call MPI_Finalize, if it must not
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: refuse what only the rank can do. Fields, and so the getters, remain."""
+    global _lock
+    _lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+    if _runtime is not None:
+        _runtime.engine.disown(forked.error())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def current() -> Runtime:
@@ -111,6 +154,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         InvalidRequestError: Process sets were given.
+        NotInitializedError: This process was forked from a rank, or started by one with the rank's environment.
         SettingsError: An MPISTRAT_ variable is wrong on some rank, or not the same on all; on every rank.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or lacks the thread level.
@@ -119,16 +163,24 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if process_sets:
         raise InvalidRequestError("process sets other than the global one are not available. For a job on fewer ranks, "
                                   f"use init(comm=[...]). Received: process_sets={process_sets!r}")
+    forked.require_rank()
+    forked.require_own_place(os.environ)
     with _lock:
         if _runtime is not None:
             return
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
         mpi = sys.modules.get("mpi4py.MPI")
-        if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
-            runtime = _init_alone()
-        else:
-            runtime = _init_mpi(comm, size, launcher)
+        _watch_launcher(True)  # Before MPI: a rank may wait there for others for ever.
+        try:
+            if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
+                runtime = _init_alone()
+            else:
+                runtime = _init_mpi(comm, size, launcher)
+        except BaseException:
+            _watch_launcher(False)
+            raise
+        forked.claim(os.environ)
         _runtime = runtime
         atexit.register(shutdown)
     topology = runtime.topology
@@ -141,14 +193,49 @@ def shutdown() -> None:
     """End what init() began; init() may be called again. Collective: returns when all ranks have called it.
 
     It is called at the end of the script by itself. Operations that other ranks still wait for then fail there with
-    ShutdownError.
+    ShutdownError. In a process that was forked from a rank it does nothing.
     """
     global _runtime
+    if forked.is_child():
+        return
     with _lock:
         runtime, _runtime = _runtime, None
         if runtime is not None:
             atexit.unregister(shutdown)
             runtime.close()
+            _watch_launcher(False)
+            if runtime.comm is None:
+                forked.release(os.environ)
+
+
+def _watch_launcher(begins: bool) -> None:
+    """Begin or cease to end this process when its launcher has ended."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    launcher = launcher_here(os.environ) if begins and _wants_watch() else None
+    if launcher is not None:
+        _watch = LauncherWatch(launcher)
+
+
+def _wants_watch() -> bool:
+    try:
+        return not Settings.from_env(os.environ).launcher_check_disable
+    except SettingsError:
+        return True  # The ranks tell each other of the error in what follows.
+
+
+def _end_job_at_exit(reason: str) -> None:
+    """Have the job end when this rank's script does, with an error, and without MPI_Finalize."""
+    global _lost
+    _lost = reason
+
+
+def _end_job_if_lost() -> None:
+    if _lost and not forked.is_child():
+        mpi = mpi_setup.load_mpi()
+        mpi_setup.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _lost)
 
 
 def _init_alone() -> Runtime:
@@ -161,6 +248,9 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     mpi = mpi_setup.load_mpi()
     # From here on, an error on this rank alone would leave the others waiting.
     mpi_setup.end_job_on_exception(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
+    # Called after shutdown(), for that is registered later. It cannot be registered when the script ends already.
+    atexit.unregister(_end_job_if_lost)
+    atexit.register(_end_job_if_lost)
     base = mpi_setup.communicator(mpi, comm, launched, launcher)
     mpi_setup.wait_for_all(base)
     own = base.Dup()

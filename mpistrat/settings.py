@@ -39,17 +39,23 @@ class Settings:
         "How many different operations are remembered, so that a repeated one is agreed on by a number instead of its "
         "full description. 0: none.", low=0, high=2**24)
     stall_check_disable: bool = _setting(
-        "STALL_CHECK_DISABLE", False, "1: neither report nor abort when ranks wait for a tensor that others never "
-        "submit.")
+        "STALL_CHECK_DISABLE", False, "1: wait without a limit, and without a report, for tensors that other ranks "
+        "never submit and for collectives that do not end, on CPUs and GPUs alike.")
     stall_warning_s: float = _setting(
         "STALL_CHECK_TIME_SECONDS", 60.0,
         "Seconds after which a tensor that only some ranks have submitted is reported.", low=0.1, high=1e7)
     stall_abort_s: float = _setting(
         "STALL_SHUTDOWN_TIME_SECONDS", 600.0,
         "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
+    launcher_check_disable: bool = _setting(
+        "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
+        "ended. By default it ends within seconds, with the processes that it has started.")
     cpu_operations: str = _setting(
         "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
         "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
+    fast_path: bool = _setting(
+        "FAST_PATH", True, "0: ranks agree on every operation through rank 0, also where they wait for one operation "
+        "after the other and could agree among themselves. Slower, same results.")
     gpu_operations: str = _setting(
         "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; mpi, where the MPI library takes memory of GPUs "
         "(CUDA-aware MPI); staged, by way of host memory and what reduces CPU tensors; auto, the first of these that "
@@ -107,6 +113,11 @@ class Settings:
             return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
                 else str(value)
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
+
+    @property
+    def limit_s(self) -> float:
+        """How many seconds a rank waits for others at most; 0: for ever."""
+        return 0.0 if self.stall_check_disable else self.stall_abort_s
 
     @property
     def logging_level(self) -> int:

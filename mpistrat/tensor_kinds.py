@@ -218,7 +218,7 @@ def _copies_of(device: Any) -> HostCopies:
     settings = runtime.current().settings
     with _lock:
         if device not in _copies:
-            _copies[device] = HostCopies(device, 0.0 if settings.stall_check_disable else settings.stall_abort_s)
+            _copies[device] = HostCopies(device, settings.limit_s)
         return _copies[device]
 
 

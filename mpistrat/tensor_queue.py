@@ -1,12 +1,14 @@
 """Hand-over between the caller's threads and the engine's: Handle, Entry and TensorQueue."""
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import forked
 from .errors import DuplicateNameError
 from .messages import Request
 
@@ -18,6 +20,14 @@ logger = logging.getLogger(__name__)
 _handles_lock = threading.RLock()
 
 
+def _renew_lock() -> None:
+    """In a forked process: another thread may have held it, which is not there."""
+    global _handles_lock
+    _handles_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
 _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, Any]
 
@@ -25,13 +35,13 @@ _Call = tuple[_Callback, Any]
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it."""
 
-    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_pending", "name")
+    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
 
     def __init__(self, name: str):
         self.name = name
         self._is_done = False
-        # Once a thread waits, a lock that is held until the handle is done: that takes a third as long as an Event.
-        self._pending: threading.Lock | None = None
+        # For each thread that waits a lock that is held until the handle is done: a third of the time of an Event.
+        self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []
         self._error: Exception | None = None
         self._callbacks: list[_Call] = []
@@ -45,6 +55,7 @@ class Handle:
 
         Raises:
             CollectiveError: What all ranks were told.
+            NotInitializedError: In a process that was forked from this rank before the collective was complete.
             TimeoutError: Not complete after `timeout_s`; it goes on, and wait may be called again.
         """
         if not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
@@ -55,16 +66,19 @@ class Handle:
 
     def await_done(self, timeout_s: float) -> bool:
         """Block until it is complete, for at most `timeout_s` (-1: for ever). Returns whether it is."""
-        if self._is_done:
+        if self.done():
             return True
+        forked.require_rank()  # Nothing is completed in a forked process.
+        waiter = threading.Lock()
+        waiter.acquire()
         with _handles_lock:
-            if self._pending is None and not self._is_done:
-                self._pending = threading.Lock()
-                self._pending.acquire()
-            pending = self._pending
-        if pending is not None and pending.acquire(timeout=timeout_s):
-            pending.release()  # For the next thread that waits.
-        return self._is_done
+            if self.done():
+                return True
+            self._waiters.append(waiter)
+        if not waiter.acquire(timeout=timeout_s):
+            with _handles_lock:
+                self._waiters.remove(waiter)
+        return self.done()
 
     def when_done(self, callback: _Callback, argument: Any = None) -> None:
         """Call `callback([argument])` on completion, in the engine's thread, or now if it is complete.
@@ -92,8 +106,8 @@ class Handle:
         with _handles_lock:
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
-        if self._pending is not None:
-            self._pending.release()
+        for waiter in tuple(self._waiters):
+            waiter.release()
         return callbacks
 
 
@@ -182,6 +196,13 @@ class TensorQueue:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again."""
         with self._lock:
             return self._in_flight.pop(name, None)
+
+    def disown(self, error: Exception) -> None:
+        """In a forked process: refuse all entries with `error`. What is in flight is the parent's."""
+        self._lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+        self._closed_by = error
+        self._in_flight.clear()
+        self._new.clear()
 
     def close(self, error: Exception) -> list[Entry]:
         """Refuse later entries with `error`, and take out all that are in flight."""

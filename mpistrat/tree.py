@@ -10,6 +10,12 @@ def parent_of(rank: int) -> int | None:
     return (rank - 1) // FAN_OUT if rank else None
 
 
+def depth_of(rank: int) -> int:
+    """How many steps it is from `rank` to rank 0."""
+    parent = parent_of(rank)
+    return 0 if parent is None else 1 + depth_of(parent)
+
+
 def children_of(rank: int, size: int) -> tuple[int, ...]:
     """The ranks that report to `rank`."""
     return tuple(range(rank * FAN_OUT + 1, min(rank * FAN_OUT + FAN_OUT, size - 1) + 1))

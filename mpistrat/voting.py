@@ -21,8 +21,9 @@ import logging
 
 from .collectives.base import Ballot, Outcome
 from .errors import StallError
-from .mismatch import rank_list
+from .stalls import describe_wait
 from .tensor_queue import Entry
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Voting:
 
     Args:
         ballot: How the ranks vote.
-        rank: This rank.
+        topology: Where the ranks are.
         warning_s: After so many seconds a round that is not complete is reported; None: never.
         abort_s: After so many seconds it is an error; None: never.
 
@@ -44,8 +45,8 @@ class Voting:
         is_open: A vote has been called, and has not ended.
     """
 
-    def __init__(self, ballot: Ballot, rank: int, warning_s: float | None, abort_s: float | None):
-        self._ballot, self._rank, self._warning_s, self.abort_s = ballot, rank, warning_s, abort_s
+    def __init__(self, ballot: Ballot, topology: Topology, warning_s: float | None, abort_s: float | None):
+        self._ballot, self._topology, self._warning_s, self.abort_s = ballot, topology, warning_s, abort_s
         self.is_open = False
         self._entry: Entry | None = None
         self._since = 0.0
@@ -117,7 +118,7 @@ class Voting:
         return _LOOK_S if self._is_late_told else _LATE_S
 
     def check(self, now: float) -> None:
-        """Report a rank that does not vote. An engine that runs does; nobody else can tell of one that does not.
+        """Report a rank that does not vote. An engine that runs does, and is heard as long as the network works.
 
         Raises:
             StallError: After `abort_s`.
@@ -129,9 +130,7 @@ class Voting:
         if not is_too_long and (self._warning_s is None or now < self._next_report):
             return
         what = f"{self._entry.request.name}: " if self._entry is not None else ""
-        text = (f"{what}rank {self._rank} has waited {waited_s:.0f} s for ranks {rank_list(self._ballot.missing())}. "
-                "The engine of one of them, at least, does not run: its process is stopped, or something in it keeps "
-                "Python's global interpreter lock.")
+        text = what + describe_wait(self._topology, self._ballot.missing(), waited_s)
         if is_too_long:
             raise StallError(text)
         self._next_report = now + (self._warning_s or 0.0)

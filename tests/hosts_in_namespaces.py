@@ -4,6 +4,9 @@
         job = hosts.run([2, 2], ["python", "train.py"])
         print(hosts.wire_bytes())
 
+    with two_hosts(Link(delay_s=0.03)) as hosts:
+        job = hosts.run([2, 2], ["python", "train.py"])
+
 Each host has a name, a network, System V IPC and /dev/shm of its own, so ranks on different hosts can only talk over
 TCP. They share the file system, as hosts of a cluster share a home directory. mpirun starts its daemon on the other
 host with a script in the place of ssh, which hands over as little of the environment as ssh does.
@@ -20,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,17 +31,18 @@ from pathlib import Path
 
 import psutil
 
-from .jobs import JOB_VARIABLE, ROOT, Finished, find_mpirun, run_limited
+from .jobs import JOB_VARIABLE, ROOT, Finished, find_mpirun, job_environment, processes_of, run_limited
 
 _WORLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
           "sh", "-ec"]
 _CABLE = "cable"
 _SEGMENT = 1448  # payload of a segment of TCP: 1500 less the headers, with a time stamp
 _ADDRESSES = ("10.200.77.1", "10.200.77.2")
+_TAP = Path("/dev/net/tun")
 
-# Run by the first process of the world, with a directory and the two names as arguments.
+# Run by the first process of the world, with a directory, the two names, and the command of a slow link as arguments.
 _SET_UP = f"""
-cd "$1"; first=$2 second=$3
+cd "$1"; first=$2 second=$3; shift 3
 mount --bind hosts /etc/hosts
 for host in $first $second; do
     touch $host.net $host.uts $host.ipc
@@ -46,8 +51,14 @@ for host in $first $second; do
     mount -t tmpfs tmpfs $host.shm
     ./on $host ip link set lo up
 done
-# The shell is in the second network, and its id is how ip finds that.
-./on $second sh -c 'nsenter --net=$0 ip link add {_CABLE} type veth peer name {_CABLE} netns $$' $first.net
+if [ $# != 0 ]; then
+    mkfifo made
+    "$@" > made &
+    read -r _ < made
+else
+    # The shell is in the second network, and its id is how ip finds that.
+    ./on $second sh -c 'nsenter --net=$0 ip link add {_CABLE} type veth peer name {_CABLE} netns $$' $first.net
+fi
 ./on $first ip address add {_ADDRESSES[0]}/24 dev {_CABLE}
 ./on $second ip address add {_ADDRESSES[1]}/24 dev {_CABLE}
 ./on $first ip link set {_CABLE} up
@@ -73,6 +84,34 @@ exec "DIRECTORY/on" "$host" env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bi
 
 
 @dataclass(frozen=True)
+class Link:
+    """What is between the hosts instead of a cable, in each direction.
+
+    Attributes:
+        delay_s: How long a packet is on its way.
+        loss: The share of packets that are lost.
+        bits_per_s: How many go through; 0: any number.
+    """
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+    bits_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a job left of which all ranks have ended.
+
+    Attributes:
+        output: What it printed, as far as the launcher has heard of it.
+        ended_at: When the last rank ended, as time.time() has it.
+    """
+
+    output: str
+    ended_at: float
+
+
+@dataclass(frozen=True)
 class Hosts:
     """The two hosts, while they exist.
 
@@ -93,23 +132,67 @@ class Hosts:
 
         With `map_by="slot"` the ranks of the first host come first, with "node" the hosts take turns.
         """
+        return self.run_line(self._mpirun(ranks_per_host, command, env or {}, map_by, mpirun_args), env=env,
+                             limit_s=limit_s)
+
+    def run_until_ranks_end(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str],
+                            limit_s: float) -> Ended:
+        """As run, for a job whose launcher waits for ever for a host that it cannot reach, and then is killed.
+
+        After `limit_s` with a rank that has not ended the test fails.
+        """
+        job, began = uuid.uuid4().hex, time.monotonic()
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = subprocess.Popen(
+                self._on(0, self._mpirun(ranks_per_host, command, env)), cwd=ROOT, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, env=job_environment(job, {**self._launchers, **env}))
+            have_started = False
+            try:
+                while (ranks := processes_of(job, "python")) or (not have_started and process.poll() is None):
+                    have_started = have_started or bool(ranks)
+                    if time.monotonic() - began > limit_s:
+                        break
+                    time.sleep(0.05)
+                ended_at = time.time()
+            finally:
+                for left in processes_of(job):
+                    left.kill()
+                process.wait()
+            output.seek(0)
+            printed = output.read()
+        assert not ranks, f"{len(ranks)} ranks had not ended after {limit_s} s. The job printed:\n{printed}"
+        return Ended(printed, ended_at)
+
+    @contextlib.contextmanager
+    def mended_after(self) -> Iterator[None]:
+        """A job within it may cut the first host's end of the cable."""
+        try:
+            yield
+        finally:
+            subprocess.run(self._on(0, ["ip", "link", "set", _CABLE, "up"]), check=True)
+
+    def _mpirun(self, ranks_per_host: Sequence[int], command: Sequence[str], env: Mapping[str, str],
+                map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> list[str]:
+        """The command line of mpirun."""
         mpirun = find_mpirun()
         assert mpirun is not None
-        env = dict(env or {})
         passed = [name for name in ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
                                     "CUDA_VISIBLE_DEVICES", *env) if not name.startswith(("OMPI_", "PRTE_"))]
         slots = ",".join(f"{name}:{ranks}" for name, ranks in zip(self.names, ranks_per_host) if ranks)
-        line = [mpirun, "--host", slots, "--map-by", map_by, "--bind-to", "none", "-np", str(sum(ranks_per_host)),
+        return [mpirun, "--host", slots, "--map-by", map_by, "--bind-to", "none", "-np", str(sum(ranks_per_host)),
                 *(word for name in passed for word in ("-x", name)), *mpirun_args,
                 *(sys.executable if word == "python" else str(word) for word in command)]
-        return self.run_line(line, env=env, limit_s=limit_s)
 
     def run_line(self, line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120) -> Finished:
         """As jobs.run_limited: any command line, on the first host. A mpirun in it knows how to reach the second."""
+        return run_limited(self._on(0, line), env={**self._launchers, **(env or {})}, limit_s=limit_s)
+
+    @property
+    def _launchers(self) -> dict[str, str]:
+        """What mpirun needs in its environment."""
         ssh = str(self.directory / "ssh")
-        here = {"TMPDIR": str(self.directory / "tmp"),
+        return {"TMPDIR": str(self.directory / "tmp"),
                 "PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5, and before it
-        return run_limited(self._on(0, line), env={**here, **(env or {})}, limit_s=limit_s)
 
     def wire_bytes(self) -> int:
         """How many bytes the two hosts have sent each other since they exist, headers included: a figure without noise.
@@ -136,8 +219,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
-    """Two hosts, for as long as the context lasts. `why_not()` must have returned None."""
+def two_hosts(link: Link | None = None) -> Iterator[Hosts]:
+    """Two hosts, for as long as the context lasts, joined by a cable, or by a `link` where `can_make_links()`.
+
+    `why_not()` must have returned None.
+    """
     token = uuid.uuid4().hex[:6]
     names = (f"first-{token}", f"second-{token}")
     with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as text:
@@ -148,7 +234,9 @@ def two_hosts() -> Iterator[Hosts]:
         for name, script in (("on", _ON), ("ssh", _SSH)):
             (directory / name).write_text(script.replace("DIRECTORY", text))
             (directory / name).chmod(0o755)
-        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, *names], text=True, stdin=subprocess.PIPE,
+        slow = [] if link is None else [sys.executable, str(ROOT / "tests/slow_link.py"), *(f"{n}.net" for n in names),
+                                        _CABLE, *map(str, (link.delay_s, link.loss, link.bits_per_s))]
+        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, *names, *slow], text=True, stdin=subprocess.PIPE,
                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert world.stdin and world.stdout and world.stderr
         try:
@@ -165,6 +253,11 @@ def two_hosts() -> Iterator[Hosts]:
                 world.wait()
             world.stdout.close()
             world.stderr.close()
+
+
+def can_make_links() -> bool:
+    """Whether this machine has what a Link is made of."""
+    return _TAP.exists()
 
 
 @functools.cache

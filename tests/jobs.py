@@ -1,5 +1,6 @@
 """Run a command under mpirun for a test: with a time limit, stacks of what is stuck, and nothing left behind."""
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -7,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -74,30 +77,38 @@ def run_job(ranks: int, command: Sequence[str], *, env: Mapping[str, str] | None
 
 
 def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120) -> Finished:
-    """As run_job, for any command line."""
+    """As run_job, for any command line. It is done when its first process ends."""
     job = uuid.uuid4().hex
     began = time.monotonic()
     faulthandler.cancel_dump_traceback_later()  # pytest's limit for one test: a job may be a session of many tests
-    process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, text=True, errors="replace",
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        seconds, ended_at = time.monotonic() - began, time.time()
-        return Finished(process.returncode, output, seconds, ended_at, living_after(job, 5))
-    except subprocess.TimeoutExpired:
-        living = [(stuck, stuck.name()) for stuck in processes_of(job)]
-        _print_stacks(job)
+    # A file, and not a pipe, which has no end while any process has it open.
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, stdout=output,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            output, _ = process.communicate(timeout=10)
+            process.wait(limit_s)
+            seconds, ended_at = time.monotonic() - began, time.time()
+            left = living_after(job, 5)
+            return Finished(process.returncode, _content(output), seconds, ended_at, left)
         except subprocess.TimeoutExpired:
+            living = [(stuck, stuck.name()) for stuck in processes_of(job)]
+            _print_stacks(job)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            names = ", ".join(f"{name} {stuck.pid}" for stuck, name in living)
+            pytest.fail(f"{' '.join(map(str, line))}\nwas not done after {limit_s} s; left were {names}. "
+                        f"It printed:\n{_content(output)}")
+        finally:
+            for stuck in processes_of(job):
+                stuck.kill()
             process.kill()
-            output, _ = process.communicate()
-        left = ", ".join(f"{name} {stuck.pid}" for stuck, name in living)
-        pytest.fail(f"{' '.join(map(str, line))}\nwas not done after {limit_s} s; left were {left}. "
-                    f"It printed:\n{output}")
-    finally:
-        for left in processes_of(job):
-            left.kill()
+            process.wait()
+
+
+def _content(file: IO[bytes]) -> str:
+    """All that is in the file. Those who write to it share its position, so that is not touched."""
+    text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _print_stacks(job: str) -> None:
@@ -132,6 +143,14 @@ def living_after(job: str, patience_s: float, named: str = "") -> tuple[int, ...
     while (living := processes_of(job, named)) and time.monotonic() < until:
         time.sleep(0.05)
     return tuple(process.pid for process in living)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float) -> None:
+    """Return when the condition holds; fail after the limit."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"not so after {limit_s} s"
+        time.sleep(0.1)
 
 
 def processes_of(job: str, named: str = "") -> list[psutil.Process]:

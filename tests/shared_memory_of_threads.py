@@ -1,12 +1,13 @@
-"""Shared memory as the ranks of a host have it, for ranks that are threads of one process."""
+"""Shared memory and mail as the ranks of a host have it, for ranks that are threads of one process."""
 
 import os
+from collections.abc import Sequence
 
 from mpistrat.collectives.base import DataPlane
 from mpistrat.collectives.host_file import HostFile
+from mpistrat.collectives.host_mail import HostMail, MailSockets
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.shared_memory import SharedMemoryData
-from mpistrat.collectives.shared_results import SharedResults
 
 
 def host_files(count: int) -> list[HostFile]:
@@ -18,18 +19,29 @@ def host_files(count: int) -> list[HostFile]:
         os.close(descriptor)
 
 
-def shared_results(ranks: list[int], data_bytes: int, limit_s: float) -> list[tuple[HostMemory, SharedResults]]:
+def mailboxes(ranks: Sequence[int]) -> list[HostMail]:
+    """The mailbox of each of `ranks`, all those of a host. Each has descriptors of its own, as processes have."""
+    made = MailSockets.make(ranks)
+    try:
+        return [HostMail(rank, MailSockets(made[rank].inbox, {r: s.dup() for r, s in made[rank].outboxes.items()}))
+                for rank in ranks]
+    finally:
+        for outbox in made[ranks[0]].outboxes.values():
+            outbox.close()
+
+
+def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[HostMemory]:
     """What each of `ranks`, all those of a host, has of one file."""
+    nbytes = HostMemory.size_for(len(ranks), data_bytes)
     found = []
     for index, file in enumerate(host_files(len(ranks))):
-        memory = HostMemory(file.take(HostMemory.size_for(len(ranks), data_bytes)), index, ranks, limit_s)
-        found.append((memory, SharedResults(memory, file)))
+        found.append(HostMemory(file.take(nbytes), index, ranks, limit_s))
+        file.close()
     return found
 
 
 def shared_memory_planes(ranks: list[int], chunk: int, others: list[DataPlane],
                          limit_s: float) -> list[SharedMemoryData]:
     """The data plane of each of `ranks`, all those of a host; what is not an all-reduce is served by `others`."""
-    shared = shared_results(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
-    return [SharedMemoryData(memory, chunk, other, results)
-            for (memory, results), other in zip(shared, others, strict=True)]
+    memories = host_memories(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
+    return [SharedMemoryData(memory, chunk, other) for memory, other in zip(memories, others, strict=True)]

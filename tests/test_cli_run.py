@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from mpistrat.cli.hosts import OPEN_MPI
 from mpistrat.cli.inventory import TENSORFLOW, installed
 from mpistrat.cli.launcher import find_mpirun, identify
 
-from .jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited
+from .jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited, wait_until
 
 # The launcher has to work where nobody has prepared the environment for Open MPI.
 BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",
@@ -101,7 +100,9 @@ def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
     name = uuid.uuid4().hex
     process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
                                env=job_environment(name, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+                               stderr=subprocess.STDOUT, text=True,
+                               # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
+                               preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     try:
         wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
         process.send_signal(number)
@@ -112,13 +113,6 @@ def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
         process.kill()
         for left in processes_of(name):
             left.kill()
-
-
-def wait_until(condition, limit_s: float) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, f"not so after {limit_s} s"
-        time.sleep(0.1)
 
 
 def test_wrong_input_ends_with_code_2() -> None:

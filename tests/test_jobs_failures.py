@@ -3,6 +3,7 @@
 What the ranks run stands in tests/scripts; they print `rank R: ClassName: text`.
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,6 +94,37 @@ def test_sys_exit_on_one_rank_gives_the_job_its_exit_code(mark: Path) -> None:
 def test_sys_exit_on_one_rank_ends_others_that_wait_for_it(mark: Path) -> None:
     job = end_rank_1(3, "exits with 3", "wait for it", mark)
     assert "which have already shut down" in job.output, job.output
+
+
+@pytest.mark.parametrize("others", ["wait for it", "are busy"])
+def test_os_exit_on_one_rank_ends_the_job_with_its_exit_code(others: str, mark: Path) -> None:
+    job = end_rank_1(3, "exits with 3 at once", others, mark)
+    assert job.code == 3, job.output
+    assert_mpirun_names_rank_1(job)
+
+
+def assert_mpirun_names_rank_1(job: Finished) -> None:
+    """What Open MPI says of a rank that exits by itself; others give the code only."""
+    if "Process name:" in job.output:
+        assert re.search(r"Process name: .*,1\]\s+Exit code: +3\n", job.output), job.output
+
+
+@pytest.mark.parametrize("way", ["sys.exit", "os._exit"])
+def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str, mark: Path) -> None:
+    job = run(2, "callback_ends.py", way, str(mark))
+    seconds = job.ended_at - float(mark.read_text())
+    print(f"{way} in a callback of rank 1: the job ended {seconds:.2f} s later with {job.code}")
+    assert seconds < SOON_S, job.output
+    if way == "os._exit":
+        assert job.code == 3, job.output
+        assert_mpirun_names_rank_1(job)
+        return
+    assert job.code != 0, job.output
+    line, = (line for line in job.output.splitlines() if " ends the job: " in line)
+    assert line.startswith("[mpistrat] rank 0 on "), job.output
+    assert "ShutdownError: " in line, job.output
+    assert "ranks [0] wait for ranks [1], which have already shut down " in line, job.output
+    assert "They ended early (sys.exit?)" in line, job.output
 
 
 def test_a_script_may_end_without_shutdown() -> None:

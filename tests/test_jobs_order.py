@@ -56,3 +56,17 @@ def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> 
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: trained" in job.output, job.output
+
+
+# Over TCP a large message needs calls of MPI by its sender; and with one child each, rank 1 sends to another host.
+@needs_mpirun
+@pytest.mark.parametrize("rounds, tree, mpi", [("1000", [], {}), ("100", ["1"], {
+    "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"})], ids=["flat", "line over TCP"])
+def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds: str, tree: list[str],
+                                                                          mpi: dict[str, str]) -> None:
+    limits = {"MPISTRAT_STALL_CHECK_TIME_SECONDS": "30", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "60"}
+    job = run_job(4, ["python", "tests/scripts/overtaken_decisions.py", rounds, "2", *tree], limit_s=600,
+                  env=limits | mpi)
+    assert job.code == 0, job.output
+    for rank in range(4):
+        assert job.of_rank(rank) == [f"{rounds} rounds are right"], job.output

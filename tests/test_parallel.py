@@ -10,8 +10,9 @@ HERE = Path(__file__).parent
 FILES = sorted(str(path.relative_to(HERE.parent)) for path in HERE.glob("parallel/test_*.py"))
 # Each is a session of its own, so that none is long.
 PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
-         "features": [file for file in FILES if "test_features" in file]}
-PARTS["rest"] = [file for file in FILES if file not in PARTS["strategy"] + PARTS["features"]]
+         "features": [file for file in FILES if "test_features" in file],
+         "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file]}
+PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
 
 
 @needs_mpirun

@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.settings import Settings
 
-from .hosts_in_namespaces import Hosts, two_hosts, why_not
+from .hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
 from .jobs import JOB_VARIABLE, find_mpirun
 
 
@@ -129,6 +129,90 @@ def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
     assert job.code == 0, job.output
 
 
+# -- a network that fails ---------------------------------------------------------------------------------------------
+
+LIMIT_S = 3.0
+# The collective, its bytes, when the link is cut, and what reduces. Small ones are agreed on by vote, or, with MPI
+# alone, by rank 0, which then cannot tell the other host; large ones are on the wire.
+CUTS = {
+    "an all-reduce under vote": ("allreduce", 4000, "between", "auto"),
+    "a broadcast": ("broadcast", 32_000_000, "within", "auto"),
+    "an all-reduce by MPI": ("allreduce", 4000, "between", "mpi"),
+}
+
+
+@pytest.mark.parametrize("during", CUTS)
+def test_a_link_that_is_cut_for_good_ends_every_rank(hosts: Hosts, tmp_path: Path, during: str) -> None:
+    kind, nbytes, when, backend = CUTS[during]
+    command = ["python", "tests/scripts/over_a_link.py", kind, str(nbytes), when, "0", str(tmp_path)]
+    with hosts.mended_after():
+        job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env={
+            **stalls_after(LIMIT_S), "MPISTRAT_CPU_OPERATIONS": backend})
+    all_had_an_error_after_the_cut(hosts, tmp_path, job)
+    # What the far host prints cannot reach the launcher.
+    for rank in range(2):
+        assert f"[mpistrat] rank {rank} on {hosts.names[0]} ends the job: " in job.output, job.output
+
+
+def test_ranks_that_catch_the_error_for_a_link_that_is_cut_end_nevertheless(hosts: Hosts, tmp_path: Path) -> None:
+    command = ["python", "tests/scripts/over_a_link.py", "allgather", "16000000", "within", "0", str(tmp_path),
+               "caught"]
+    with hosts.mended_after():
+        job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env=stalls_after(LIMIT_S))
+    all_had_an_error_after_the_cut(hosts, tmp_path, job)
+    assert f"on {hosts.names[0]} ends the job: shutdown: rank " in job.output, job.output
+
+
+def stalls_after(seconds: float) -> dict[str, str]:
+    """The settings."""
+    return {"MPISTRAT_STALL_CHECK_TIME_SECONDS": "1", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": str(seconds)}
+
+
+def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended) -> None:
+    """Every rank has had an error that names the hosts, in time, and has ended soon after it."""
+    cut_at = float((told / "cut").read_text())
+    for rank in range(4):
+        assert (told / str(rank)).exists(), f"rank {rank} has said nothing. {job.output}"
+        at, _, error = (told / str(rank)).read_text().partition(" ")
+        assert error.startswith("StallError: "), error
+        assert "the network between the hosts " in error, error
+        assert all(name in error for name in hosts.names), error
+        print(f"rank {rank}: {float(at) - cut_at:.1f} s after the cut")
+        # Rank 0 has the limit to decide, and its decision some time to arrive. The rest is for a busy machine.
+        assert float(at) - cut_at < 2 * LIMIT_S + 10, error
+    print(f"all ranks had ended {job.ended_at - cut_at:.1f} s after the cut")
+    assert job.ended_at - cut_at < 2 * LIMIT_S + 20, job.output
+
+
+def test_a_link_that_is_down_for_some_seconds_is_survived(hosts: Hosts, tmp_path: Path) -> None:
+    with hosts.mended_after():
+        job = hosts.run([2, 2], ["python", "tests/scripts/over_a_link.py", "allreduce,broadcast,allgather", "4000000",
+                                 "within", "8", str(tmp_path)])
+    assert job.code == 0, job.output
+    assert [len(job.of_rank(rank)) for rank in range(4)] == [1] * 4, job.output
+    assert job.ended_at - float((tmp_path / "cut").read_text()) > 8, job.output
+
+
+@pytest.mark.parametrize("link", [Link(delay_s=0.03), Link(loss=0.01), Link(bits_per_s=1e8)],
+                         ids=["30 ms", "1 % lost", "100 Mbit/s"])
+def test_collectives_are_right_over_a_poor_link(link: Link, tmp_path: Path) -> None:
+    require_namespaces()
+    if not can_make_links():
+        pytest.skip("a poor link needs TAP devices (/dev/net/tun)")
+    with two_hosts(link) as made:
+        before = made.wire_bytes()
+        job = made.run([2, 2], ["python", "tests/scripts/over_a_link.py", "allreduce,broadcast,allgather", "100000",
+                                "never", "0", str(tmp_path)])
+        sent = made.wire_bytes() - before
+    assert job.code == 0, job.output
+    assert [len(job.of_rank(rank)) for rank in range(4)] == [1] * 4, job.output
+    # Each of three collectives in eight steps takes one trip at least, and half of the bytes go each way.
+    assert job.seconds > max(3 * 8 * link.delay_s, link.bits_per_s and 8 * sent / 2 / link.bits_per_s), job.output
+
+
+# -- the launcher, and clusters ---------------------------------------------------------------------------------------
+
+
 def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
     first, second = hosts.names
     job = hosts.run_line([str(find_mpirun()), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
@@ -163,6 +247,18 @@ def test_a_coordinator_trains_with_workers_and_a_parameter_server_of_another_hos
     assert job.code == 0, job.output
     assert ", 2 workers" in job.output, job.output
     assert job.left == (), job.output
+
+
+def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_path: Path) -> None:
+    """mpirun waits for the other host for ever, although all ranks have ended."""
+    require_namespaces()
+    with two_hosts() as made:
+        first, second = made.names
+        job = made.run_line([sys.executable, "-m", "mpistrat", "run", "-np", "4", "-H", f"{first}:2,{second}:2", "--",
+                             sys.executable, "tests/scripts/cut_and_raise.py", str(tmp_path / "mark")])
+    assert job.code == 1, job.output
+    assert "RuntimeError: failed on purpose\n" in job.output, job.output
+    assert "a rank ended the job, and mpirun has not ended within 15 s; it is sent SIGTERM\n" in job.output
 
 
 def test_nothing_is_left_of_hosts() -> None:

@@ -1,16 +1,16 @@
-"""`mpistrat run`: start a command on several ranks. This process becomes mpirun, so signals and exit codes are its."""
+"""`mpistrat run`: start a command on several ranks with mpirun, and see to it that the job ends as a whole."""
 
 import argparse
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts, split
-from .launcher import Job, LaunchLine, compose, find_mpirun, identify, this_machine
+from .launcher import Job, compose, find_mpirun, identify, this_machine
+from .supervisor import supervise
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 
@@ -23,7 +23,9 @@ one that mpistrat does not know, write -- before the command.
 mpistrat adds what root, hosts and oversubscription need, and hands these variables to all hosts: MPISTRAT_*, NCCL_*,
 PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND. --dry-run shows it all.
 
-The exit code is mpirun's: that of the first rank that failed; 2 for wrong input.
+The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second one
+kills it. What a failed job leaves behind on this host is killed, and so is mpirun when it does not end within 15 s
+after a rank has ended the job.
 
 examples:
   mpistrat run -np 2 python train.py
@@ -33,7 +35,7 @@ examples:
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand. Does not return when it starts a job.
+    """Run the subcommand; returns the exit code of the job.
 
     Raises:
         LaunchError: The input is wrong, or there is no mpirun.
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(line)
         return 0
-    return _become(line)
+    return supervise(line, os.environ)
 
 
 def _parser() -> Parser:
@@ -75,14 +77,3 @@ def _command(words: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, .
         raise LaunchError(f"{program}: no such command. Write a program or a .py file after the options, for example: "
                           f"{EXAMPLE}")
     return words
-
-
-def _become(line: LaunchLine) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Python ignores SIGPIPE, and what is ignored stays so through exec.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        os.execvpe(line.argv[0], line.argv, {**os.environ, **line.environment})
-    except OSError as error:
-        raise LaunchError(f"{line.argv[0]} cannot be started: {error.strerror}. Try --mpirun PATH.") from None

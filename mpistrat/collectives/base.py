@@ -47,22 +47,6 @@ class DataPlane(ABC):
         ranks, and does not depend on where in an array the element lies. `op` is SUM, MIN, MAX or PRODUCT.
         """
 
-    def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
-        """Memory for results of the all-reduces that come next, which nobody else may write to. Local.
-
-        It is lent until nothing refers to it. All targets of an all-reduce are lent in the latest call, or none is.
-        Before all-reduces the latest call is for the same lists on all ranks; calls before it count for nothing.
-
-        Args:
-            lists: Arrays of which the results are to be lent, or not, together.
-            is_wanted: Whether this rank wants such results from now on; these it gets in any case.
-
-        Returns:
-            For each list one of aligned arrays of those shapes and dtypes; or None: there are none, on any rank of the
-            host.
-        """
-        return [None] * len(lists)
-
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                 scale: Scale) -> Prepared:
         """Begin an all-reduce, and do the little that is local and pays in any case. Local, never waits.
@@ -105,8 +89,12 @@ class DataPlane(ABC):
         """Reduce in this way from now on. Collective; other names than those of `knobs` are not for this plane."""
         return
 
-    def abandon(self) -> None:
-        """This rank will take part in no more collectives: those that wait for it shall fail, where they can."""
+    def abandon(self, is_stalled: bool) -> None:
+        """This rank will take part in no more collectives: those that wait for it shall fail, where they can.
+
+        Args:
+            is_stalled: Because it has itself waited too long for others.
+        """
         return
 
     @abstractmethod
@@ -122,11 +110,18 @@ class ControlPlane(ABC):
         """Send without waiting for the receiver."""
 
     @abstractmethod
-    def flush(self, ranks: Sequence[int]) -> None:
+    def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
         """Return when what was sent to `ranks` will arrive without this rank's help.
 
-        To be called before a collective that those ranks must hear of. It waits for room in their queues, so they must
-        be ranks that do not need this one to get on.
+        It is called before a collective that those ranks must learn of, and by a rank that sends nothing more. It waits
+        for room in their queues, so they must be ranks that can go on without this one.
+
+        Args:
+            ranks: Receivers.
+            limit_s: How long it may take; None: as long as the settings allow.
+
+        Raises:
+            StallError: It has taken longer.
         """
 
     @abstractmethod

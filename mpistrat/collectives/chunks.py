@@ -29,15 +29,6 @@ class Read(NamedTuple):
     here: slice  # which elements of the slice they are
 
 
-class Out(NamedTuple):
-    """Elements of an array that this rank reduces."""
-
-    array: int
-    part: slice
-    place: np.ndarray  # where they are, reduced, in the shared memory
-    here: slice  # which elements of the slice they are
-
-
 class Chunk(NamedTuple):
     """Consecutive elements, of which each of some ranks reduces a slice.
 
@@ -56,7 +47,7 @@ class Chunk(NamedTuple):
     parts: list[np.ndarray]
     reads: list[Read]
     result: np.ndarray
-    outs: list[Out]
+    outs: list[Move]
     others: list[Move]
 
     @property
@@ -91,7 +82,7 @@ def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.nd
         own = line.pieces(start + mine.start, mine.stop - mine.start)
         reads = [] if packs_own else [
             Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own]
-        outs = [Out(array, part, result[here], here) for array, part, here in own]
+        outs = [Move(array, part, result[here]) for array, part, here in own]
         chunks.append(Chunk(packs, mine, parts, reads, result, outs, others))
     return chunks
 

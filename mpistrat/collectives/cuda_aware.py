@@ -49,7 +49,7 @@ class CudaAwareData(GpuPlane):
 
     Args:
         device: This rank's GPU.
-        mpi: Among all ranks; nobody else uses it. It waits for other ranks without a limit.
+        mpi: Among all ranks; nobody else uses it.
         buffers: Two fusion buffers, and one for what other ranks send, of `buffer_bytes` each.
         buffer_bytes: At least 256, and 8 more for each rank.
         limit_s: How long the GPU may take for its part; 0: for ever.

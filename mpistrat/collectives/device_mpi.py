@@ -10,30 +10,37 @@ from itertools import accumulate
 from mpi4py import MPI
 
 from .mpi import LARGE_BYTES
+from .peer_wait import PeerWait, peer_wait_without_end
 
 
 class DeviceMpi:
     """Collectives on bytes, over an intra-communicator that nobody else uses. Every method is collective.
+
+    Args:
+        comm: The communicator.
+        wait: For its ranks; None: without a limit.
 
     Attributes:
         rank: This rank.
         size: How many ranks there are.
     """
 
-    def __init__(self, comm: MPI.Comm):
-        self._comm = comm
+    def __init__(self, comm: MPI.Comm, wait: PeerWait | None = None):
+        self._comm, self._wait = comm, wait or peer_wait_without_end()
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
 
     def exchange(self, source: int, target: int, sent: Sequence[int], received: Sequence[int]) -> None:
         """Send each rank r the next `sent[r]` bytes at `source`, and put what comes to `target` in the same order."""
-        self._comm.Alltoallv([_memory(source, sum(sent)), sent, _starts(sent), MPI.BYTE],
-                             [_memory(target, sum(received)), received, _starts(received), MPI.BYTE])
+        exchange = self._comm.Ialltoallv([_memory(source, sum(sent)), sent, _starts(sent), MPI.BYTE],
+                                         [_memory(target, sum(received)), received, _starts(received), MPI.BYTE])
+        self._wait.complete([exchange], sum(sent) + sum(received))
 
     def gather(self, target: int, counts: Sequence[int]) -> None:
         """Complete `target` on all ranks: `counts[r]` bytes of each rank r, whose own part is in its place already."""
         total, starts = sum(counts), _starts(counts)
         if total <= LARGE_BYTES:
-            self._comm.Allgatherv(MPI.IN_PLACE, [_memory(target, total), counts, starts, MPI.BYTE])
+            gathered = [_memory(target, total), counts, starts, MPI.BYTE]
+            self._wait.complete([self._comm.Iallgatherv(MPI.IN_PLACE, gathered)], total)
             return
         for root, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.broadcast(target + start, count, root)
@@ -41,7 +48,8 @@ class DeviceMpi:
     def broadcast(self, address: int, nbytes: int, root_rank: int) -> None:
         """Overwrite the bytes with root_rank's."""
         for start in range(0, nbytes, LARGE_BYTES):
-            self._comm.Bcast([_memory(address + start, min(LARGE_BYTES, nbytes - start)), MPI.BYTE], root=root_rank)
+            part = min(LARGE_BYTES, nbytes - start)
+            self._wait.complete([self._comm.Ibcast([_memory(address + start, part), MPI.BYTE], root=root_rank)], part)
 
     def close(self) -> None:
         """Free the communicator. May be called twice."""

@@ -24,32 +24,25 @@ class Load(Prepared):
     """An all-reduce of which this rank's part is in the freight of the next vote.
 
     Attributes:
-        are_shared: The targets are memory that all ranks of the host see.
         part: This rank's elements.
-        result: Other shared memory, for what the hosts' sums come to.
+        result: Shared memory for what the hosts' sums come to.
     """
 
-    __slots__ = ("are_shared", "part", "result")
+    __slots__ = ("part", "result")
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                 scale: Scale, are_shared: bool, part: np.ndarray, result: np.ndarray):
+                 scale: Scale, part: np.ndarray, result: np.ndarray):
         super().__init__(sources, targets, op, prescale, scale)
-        self.are_shared, self.part, self.result = are_shared, part, result
+        self.part, self.result = part, result
         self.is_packed = True
 
     def reduce(self, rows: Sequence[np.ndarray]) -> None:
         """On the first rank of a host: reduce the hosts' sums, for all its ranks to see."""
-        if self.are_shared and len(self.targets) == 1:
-            combine(rows, self.op, self.targets[0].reshape(-1), self.scale)
-            return
         combine(rows, self.op, self.result, self.scale)
-        if self.are_shared:
-            split(self.result, self.targets)
 
     def take(self) -> None:
         """Have the result in the targets, once all ranks have agreed on it, ready. Local."""
-        if not self.are_shared:
-            split(self.result, self.targets)
+        split(self.result, self.targets)
 
 
 class Freight:
@@ -95,7 +88,7 @@ class Freight:
         return (count + 1) * each
 
     def pack(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-             scale: Scale, elements: int, are_shared: bool) -> Load:
+             scale: Scale, elements: int) -> Load:
         """Bring this rank's part for the next vote: `elements` in all, `each` bytes at most. Local."""
         views = self._views_of(sources[0].dtype)
         if self._index == 0 and len(sources) == 1 and prescale == 1.0:
@@ -104,7 +97,7 @@ class Freight:
         else:
             part = views[self._index][:elements]
             join(sources, part, prescale)
-        load = Load(sources, targets, op, prescale, scale, are_shared, part, views[-1][:elements])
+        load = Load(sources, targets, op, prescale, scale, part, views[-1][:elements])
         if self._index == 0:
             self._latest = load
         return load
@@ -134,5 +127,5 @@ class Freight:
         load.reduce([row.view(load.result.dtype) for row in rows])
 
     def forget(self) -> None:
-        """Refer no longer to what was packed, nor to its targets, which may be lent memory. The vote is over."""
+        """Refer no longer to what was packed, nor to its targets. The vote is over."""
         self._latest = None

@@ -1,33 +1,25 @@
 """Backend for hosts of several ranks: shared memory within a host and MPI between hosts, at the same time."""
 
-import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import EngineError
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
 from ..scale import IDENTITY, Scale
 from ..topology import Topology
-from .at_once import are_large
 from .base import DataPlane, Prepared
 from .freight import Freight, Load
-from .host_memory import CONSUMED, PACKED, UNPACKED, HostMemory
+from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .peer_wait import PeerWait
 from .reduction import combine
 from .shared_memory import SharedMemoryData, Stage, Work
-from .shared_results import SharedResults
 
 # One exchange of whole slices is quicker than a scatter and a gather up to about this many bytes from all hosts.
 _SMALL_BYTES = 32 * 1024
 # Slices smaller than this would cost more messages than the wire gains by having several senders.
 _SLICE_BYTES = 16 * 1024
-# MPI has no wait with an end: a rank asks again and again, awake for as long as most exchanges take, and then asleep in
-# between, for its processor may be what another rank waits for.
-_YIELD_S = 2e-3
-_SLEEP_S = 50e-6
 
 
 def counterparts(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
@@ -54,27 +46,25 @@ class HierarchicalData(SharedMemoryData):
     Args:
         memory: As for SharedMemoryData.
         chunk: Likewise; the same on all hosts.
-        others, results: Likewise.
+        others: Likewise.
         cross: As `counterparts` gives it; nobody else uses it.
         senders: How many ranks every host has at least.
-        limit_s: How long a wait for another host may take; 0: for ever.
+        wait: For the ranks of `cross`.
         freight: Takes small all-reduces along with votes; None: nothing travels with them.
     """
 
     name = "hierarchical"
     slots = 6
-    # Each host would scale some of what all of them get, and whether targets are lent is a matter of one host.
-    _scales_last = False
     # Exchanges between hosts cost more than missing the cache (16 MB on 2 hosts of 2 ranks, with two exchanges a chunk:
     # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
     chunk_bytes = 2 * 1024 * 1024
     at_once_bytes = -1  # never
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults, cross: MPI.Comm,
-                 senders: int, limit_s: float, freight: Freight | None = None):
-        super().__init__(memory, chunk, others, results)
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
+                 freight: Freight | None = None):
+        super().__init__(memory, chunk, others)
         self._freight = freight
-        self._cross, self._senders, self._limit_s = cross, senders, limit_s
+        self._cross, self._senders, self._wait = cross, senders, wait
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
@@ -85,10 +75,7 @@ class HierarchicalData(SharedMemoryData):
         elements = sum([source.size for source in sources])
         if not self._is_used or self._freight is None or elements * sources[0].itemsize > self._freight.each:
             return super().prepare(sources, targets, op, prescale, scale)
-        if self._results.is_asked:
-            self._results.declare()
-        are_lent = self._results.are_lent(targets)
-        return self._freight.pack(sources, targets, op, prescale, scale, elements, are_lent)
+        return self._freight.pack(sources, targets, op, prescale, scale, elements)
 
     def finish(self, prepared: Prepared, all_packed: bool) -> None:
         if not isinstance(prepared, Load):
@@ -97,8 +84,6 @@ class HierarchicalData(SharedMemoryData):
             self.allreduce(prepared.sources, prepared.targets, prepared.op, prepared.prescale, prepared.scale)
         else:
             prepared.take()
-            if self._results.is_asked:
-                self._results.learn()
 
     @property
     def _stages(self) -> Sequence[Stage]:
@@ -151,11 +136,7 @@ class HierarchicalData(SharedMemoryData):
         if number not in self._underway:
             return
         requests, rows = self._underway.pop(number)
-        self._await(requests)
-        if self._is_direct(work, k):
-            for array, part, _, here in work.chunks[k].outs:
-                combine([row[here] for row in rows], work.op, work.outputs[array][part], work.scale)
-            return
+        self._wait.complete(requests)
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         if rows[0].size == result.size:
             combine(rows, work.op, result, work.scale)
@@ -170,31 +151,9 @@ class HierarchicalData(SharedMemoryData):
         """Await what the other hosts have reduced."""
         number = work.first + k
         if number in self._underway:
-            self._await(self._underway.pop(number)[0])
-        if not self._is_direct(work, k):
-            self._take_own(work, k)
-        self._publish(work, k)
-
-    def _is_direct(self, work: Work, k: int) -> bool:
-        """Whether what two hosts have sent each other is reduced to where it goes, and to nowhere else.
-
-        The ranks compute 9 % less for 16 MB (two hosts of two ranks): chunks this large are not in the cache any more
-        when they are copied.
-        """
-        chunk = work.chunks[k]
-        return work.are_lent and self._hosts == 2 and are_large(chunk.result.nbytes, chunk.outs)
-
-    def _await(self, requests: list[MPI.Request]) -> None:
-        began = time.monotonic()
-        while not MPI.Request.Testall(requests):
-            waited_s = time.monotonic() - began
-            if 0 < self._limit_s < waited_s:
-                raise EngineError(f"another host has not come to a collective for {waited_s:.0f} s after all ranks had "
-                                  "agreed on it.")
-            if waited_s < _YIELD_S:
-                os.sched_yield()
-            else:
-                time.sleep(_SLEEP_S)
+            self._wait.complete(self._underway.pop(number)[0])
+        self._take_own(work, k)
+        self._memory.post(work.first + k, READY)
 
     def close(self) -> None:
         if self._cross != MPI.COMM_NULL:

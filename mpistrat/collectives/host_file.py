@@ -1,19 +1,18 @@
-"""Memory that the ranks of one host share: an anonymous file, and how they come to it.
+"""Memory that the ranks of one host share: an anonymous file.
 
-The file (memfd) is made by one rank and passed to the others over a Unix socket. An MPI-3 shared window would do the
-same, but is a file in /dev/shm: containers often have 64 MB of that, and it may be left behind when all ranks are
-killed. This memory has no name, no limit of its own, and is gone with the last process.
+The file (memfd) is made by one rank and passed to the others; see host_link. An MPI-3 shared window would do the same,
+but is a file in /dev/shm: containers often have 64 MB of that, and it may be left behind when all ranks are killed.
+This memory has no name, no limit of its own, and is gone with the last process.
 """
 
-import array
+import fcntl
 import mmap
 import os
-import socket
-from collections.abc import Sequence
 
 from ..memory import rounded_up
 
-_HAND_OVER_S = 60.0
+# The file grows while it is used. If it became shorter, ranks would be killed when they touch what is no longer there.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class HostFile:
@@ -25,6 +24,42 @@ class HostFile:
 
     def __init__(self, descriptor: int):
         self._descriptor, self._end = descriptor, 0
+
+    @classmethod
+    def make(cls) -> "HostFile":
+        """A new one, which can grow, but not shrink. Only processes that this one gives it to can open it.
+
+        Raises:
+            OSError: There is none to be had.
+        """
+        descriptor = os.memfd_create("mpistrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(descriptor, 0o600)  # else those who may look into /proc could open it
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(descriptor)
+
+    @classmethod
+    def over(cls, descriptor: int) -> "HostFile":
+        """That of another rank, which `make` has made there.
+
+        Raises:
+            OSError: It is something else, and has been closed.
+        """
+        try:
+            seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
+            if seals != _SEALS or owner != os.geteuid():
+                raise OSError(f"what came is of user {owner} and can be changed in other ways than growing")
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(f"this is not the file that was to be shared: {error}") from error
+        return cls(descriptor)
+
+    def fileno(self) -> int:
+        """The descriptor; -1 when it is closed."""
+        return self._descriptor
 
     def take(self, nbytes: int, part: tuple[int, int] = (0, 1)) -> mmap.mmap:
         """The next `nbytes`, zeroed at first. Local.
@@ -51,45 +86,3 @@ class HostFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-class HandOver:
-    """How the ranks of a host come to one file. First construct it on all ranks, then call `share`.
-
-    Args:
-        rank: This rank.
-        local_ranks: The ranks on this host; the first one makes the file.
-        token: A text that no other job on this host uses, the same on all ranks.
-    """
-
-    def __init__(self, rank: int, local_ranks: Sequence[int], token: str):
-        self._rank, self._leader = rank, local_ranks[0]
-        self._receivers = [f"\0mpistrat-{token}-memory-{other}" for other in local_ranks[1:]]
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        if rank != self._leader:
-            self._socket.bind(f"\0mpistrat-{token}-memory-{rank}")
-            self._socket.settimeout(_HAND_OVER_S)
-
-    def share(self) -> HostFile:
-        """The file. Collective within the host.
-
-        Raises:
-            OSError: This rank has none; the others may have.
-        """
-        with self._socket:
-            if self._rank != self._leader:
-                _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
-                if not descriptors:
-                    raise OSError(f"rank {self._leader} could not make it")
-                os.set_inheritable(descriptors[0], False)
-                return HostFile(descriptors[0])
-            try:
-                descriptor = os.memfd_create("mpistrat")
-            except OSError:
-                for receiver in self._receivers:
-                    self._socket.sendto(b"\0", receiver)
-                raise
-            for receiver in self._receivers:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-                self._socket.sendmsg([b"\0"], [rights], 0, receiver)
-            return HostFile(descriptor)

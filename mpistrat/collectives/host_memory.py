@@ -6,18 +6,20 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ..errors import EngineError
+from ..errors import EngineError, StallError
 from ..memory import rounded_up
+from ..stalls import describe_wait, likely_causes
+from ..topology import Topology
 
 # The counters of a rank, each used by one class only.
 PACKED, CONSUMED, READY, UNPACKED = range(4)  # chunks; SharedMemoryData
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedBallot
 ASLEEP = 6  # SharedMail
 VERDICT = 7  # HostsBallot
-MADE, SEEN = 8, 9  # attempts; SharedResults
 
 _LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
 _ABANDONED = _LINE - 1
+_HAS_LEFT, _HAS_STALLED = 1, 2  # what is there then
 _SPINS = 50
 # How long a rank that waits stays awake. All ranks have come to the collective by then, and one that is late copies its
 # chunk; a sleep takes 150 us at least (102 MB on 2 ranks: 72 ms with 0.1 ms of it, 39 with 1 ms, 39 with 3 ms).
@@ -33,11 +35,14 @@ class HostMemory:
         index: This rank's position among the ranks of the host.
         ranks: The ranks of the host.
         limit_s: How long a wait for another rank may take; 0: for ever.
+        topology: Where all ranks are; None: there are no others than these.
     """
 
-    def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0):
+    def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
+                 topology: Topology | None = None):
         self.index, self.ranks = index, tuple(ranks)
         self._limit_s = limit_s
+        self._topology = topology or Topology(ranks[index], ("",) * (max(ranks) + 1))
         header = self.size_for(len(ranks), 0)
         view = memoryview(memory)
         self._words = view[:header].cast("Q")
@@ -67,7 +72,8 @@ class HostMemory:
         """Return when that counter of every rank is at least `value`; what they wrote before can then be read.
 
         Raises:
-            EngineError: A rank has abandoned the memory, or has not come within the limit.
+            StallError: A rank has not come within the limit, or has abandoned the memory since another has not.
+            EngineError: A rank has abandoned the memory.
         """
         words = self._words
         for other in self._others:
@@ -89,9 +95,15 @@ class HostMemory:
         """The value of a counter of `rank`, as far as this rank can see it."""
         return self._words[self._line_of[rank] + counter]
 
-    def abandon(self) -> None:
-        """Tell ranks that wait for this one, now or later, that it will not come."""
-        self._words[self._mine + _ABANDONED] = 1
+    def abandon(self, is_stalled: bool = False) -> None:
+        """Tell ranks that wait for this one, now or later, that it will not come. The first call counts.
+
+        Args:
+            is_stalled: Because it has itself waited too long for others.
+        """
+        self._acquire(False)  # If Ctrl-C came between the two halves of a fence; the engine fails then.
+        if not self._words[self._mine + _ABANDONED]:
+            self._words[self._mine + _ABANDONED] = _HAS_STALLED if is_stalled else _HAS_LEFT
 
     def _await(self, other: int, counter: int, value: int) -> None:
         words, place = self._words, other * _LINE + counter
@@ -102,14 +114,20 @@ class HostMemory:
         while words[place] < value:
             waited_s = time.monotonic() - began
             if words[other * _LINE + _ABANDONED]:
-                raise EngineError(f"rank {self.ranks[other]} has left in the middle of a collective.")
+                raise self._error_of(other)
             if 0 < self._limit_s < waited_s:
-                raise EngineError(f"rank {self.ranks[other]} has not come to a collective for {waited_s:.0f} s after "
-                                  "all ranks had agreed on it.")
+                raise StallError(describe_wait(self._topology, [self.ranks[other]], waited_s))
             if waited_s < _YIELD_S:
                 os.sched_yield()
             else:
                 time.sleep(_SLEEP_S)
+
+    def _error_of(self, other: int) -> EngineError:
+        """What to raise when a rank has abandoned the memory."""
+        left = f"rank {self.ranks[other]} has left in the middle of a collective"
+        if self._words[other * _LINE + _ABANDONED] == _HAS_LEFT:
+            return EngineError(f"{left}.")
+        return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:
         """All that this thread has read and written before comes before all that it reads and writes after."""

@@ -27,7 +27,7 @@ class ThreadControl(ControlPlane):
         self._group.mailboxes[rank].append((self._rank, message))
         self._group.bells[rank].set()
 
-    def flush(self, ranks: Sequence[int]) -> None:
+    def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
         """Messages are with the receiver at once."""
 
     def poll(self) -> list[tuple[int, bytes]]:

@@ -37,13 +37,12 @@ class _Channel:
         """Let the other end see what has been written. After a fence."""
         self._words[0] = self._moved
 
-    def has_news(self) -> bool:
-        """Whether there is something to read."""
-        return self._words[0] != self._moved
+    def unread(self) -> int:
+        """How many bytes there are to read."""
+        return self._words[0] - self._moved
 
-    def read(self) -> bytes:
-        """All there is. After a fence."""
-        count = self._words[0] - self._moved
+    def read(self, count: int) -> bytes:
+        """So many bytes. After the `unread` that gave the number and a fence: later bytes may not be visible yet."""
         place = self._moved % _RING_BYTES
         first = min(count, _RING_BYTES - place)
         data = bytes(self._ring[place:place + first])
@@ -127,9 +126,10 @@ class SharedMail:
         """The messages that have come, as (sender, message). Does not wait."""
         messages: list[tuple[int, bytes]] = []
         for sender, channel in self._in.items():
-            if channel.has_news():
+            count = channel.unread()
+            if count:
                 self._memory.fence()
-                data = self._partial.pop(sender, b"") + channel.read()
+                data = self._partial.pop(sender, b"") + channel.read(count)
                 self._memory.fence()
                 channel.release()
                 self._split(sender, data, messages)
@@ -179,7 +179,7 @@ class SharedMail:
         if self._has_other_news():
             return True
         for channel in self._in.values():  # noqa: SIM110 - any() of a generator takes ten times as long
-            if channel.has_news():
+            if channel.unread():
                 return True
         return False
 

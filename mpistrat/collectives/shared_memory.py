@@ -5,16 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import is_half
 from ..fusion import FusionBuffer
 from ..messages import ReduceOp
-from ..scale import IDENTITY, Scale, divided_before, scaled_copy
+from ..scale import Scale, divided_before, scaled_copy
 from .at_once import AtOnce, are_large
 from .base import DataPlane, Prepared
 from .chunks import Chunk, lay_out
 from .host_memory import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .reduction import combine
-from .shared_results import SharedResults
 
 # So many views are remembered, of some ten megabytes; they are enough for a few gigabytes of large tensors.
 _KEPT_VIEWS = 2**15
@@ -27,21 +25,18 @@ class Work(Prepared):
         chunks: Its parts.
         first: The number of its first chunk: the counters count the chunks of all all-reduces, from 1.
         inputs, outputs: The sources and the targets, flat.
-        are_lent: The targets are memory that all ranks of the host read.
-        last_scale: How values are scaled on their way to the targets. Then `scale` is the identity.
         packed: So many chunks, the first ones, are packed ahead, and the other ranks do not know it yet.
     """
 
-    __slots__ = ("are_lent", "chunks", "first", "inputs", "last_scale", "outputs", "packed")
+    __slots__ = ("chunks", "first", "inputs", "outputs", "packed")
 
     def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                 scale: Scale, first: int, are_lent: bool, scales_last: bool):
-        super().__init__(sources, targets, op, prescale, IDENTITY if scales_last else scale)
-        self.last_scale = scale if scales_last else IDENTITY
+                 scale: Scale, first: int):
+        super().__init__(sources, targets, op, prescale, scale)
         self.inputs = [source.reshape(-1) for source in sources]
         self.outputs = [target.reshape(-1) for target in targets]
         self.chunks: Sequence[Chunk] = ()
-        self.first, self.are_lent, self.packed = first, are_lent, 0
+        self.first, self.packed = first, 0
 
 
 Stage = Callable[[Work, int], None]  # what is done to chunk k
@@ -64,8 +59,9 @@ class SharedMemoryData(DataPlane):
     rank that is a little late holds up nobody; and the chunks under way are so few that everything but the tensors
     themselves stays in the processor's cache.
 
-    If the result is memory that all ranks of the host read (SharedResults), nothing is left to do once a slice is in it
-    (102 MB on 2 ranks: 32 ms instead of 42).
+    The results are private to each rank. Results in memory that all ranks of the host read would save the last copy
+    (gradients of ResNet-50, 2 ranks: 15 ms instead of 16), but TensorFlow writes in place to slices of the tensors that
+    it is given, which changed the results of the other ranks.
 
     A sum goes to the result by way of the shared memory also on the rank that has computed it: a copy writes large
     memory without reading it first, which an addition does not (102 MB on 2 ranks: 37 ms, and 38 without that; 46 with
@@ -75,15 +71,11 @@ class SharedMemoryData(DataPlane):
         memory: Has `memory_bytes` of data at least; nobody else uses those.
         chunk: Bytes of a chunk, a power of two.
         others: Serves what is not an all-reduce.
-        results: Memory for results.
     """
 
     name = "shared_memory"
     # How many chunks may be under way: one is packed, one reduced, one unpacked, and a rank may be ahead of the others.
     slots = 4
-    # Whether values are scaled on their way to lent targets, as nobody reads them elsewhere, which saves a pass. (Half
-    # precision is scaled before it is rounded.)
-    _scales_last = True
     # Chunks of half a megabyte are quickest: 102 MB on 2 ranks take 45 ms, with 128 KiB 67 ms, with 1 MiB 42 to 45 ms,
     # with 4 MiB twice as long where the cache is smaller. On more ranks a slice is smaller, and Python's time for a
     # chunk longer (90 ms of 102 MB on 64 ranks, and 135 with 256 KiB), while a host for them has more cache.
@@ -91,8 +83,8 @@ class SharedMemoryData(DataPlane):
     # Up to so many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
     at_once_bytes = 512 * 1024
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, results: SharedResults):
-        self._memory, self._others, self._results = memory, others, results
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
+        self._memory, self._others = memory, others
         self._count, self._index = len(memory.ranks), memory.index
         nbytes = self.memory_bytes(self._count, chunk)
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
@@ -127,26 +119,18 @@ class SharedMemoryData(DataPlane):
             prepared.pack_ahead()
         return prepared
 
-    def lend(self, lists: Sequence[Sequence[np.ndarray]], is_wanted: bool) -> list[list[np.ndarray] | None]:
-        if not self._is_used:
-            return super().lend(lists, is_wanted)
-        return self._results.lend(lists, is_wanted)
-
     def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
                scale: Scale) -> Work | AtOnce:
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
         nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
-        are_lent = self._results.are_lent(targets)
-        # At once, every rank would write all of the result.
-        if nbytes <= self._at_once_bytes and not are_lent:
+        if nbytes <= self._at_once_bytes:
             if scale.divisor != 1:
                 before, scale = divided_before(scale, dtype)
                 prescale *= before
             return AtOnce(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements, op,
                           prescale, scale)
-        scales_last = self._scales_last and are_lent and not is_half(dtype)
-        work = Work(sources, targets, op, prescale, scale, self._chunks + 1, are_lent, scales_last)
+        work = Work(sources, targets, op, prescale, scale, self._chunks + 1)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
@@ -204,8 +188,7 @@ class SharedMemoryData(DataPlane):
         count = len(work.chunks)
         if not count:
             return
-        self._results.declare()
-        stages = self._stages[:-1] if work.are_lent else self._stages
+        stages = self._stages
         for turn in range(count + len(stages) - 1):
             for lag, stage in enumerate(stages):
                 if 0 <= turn - lag < count:
@@ -213,8 +196,6 @@ class SharedMemoryData(DataPlane):
         self._chunks += count
         for k in range(max(count - self.slots, 0), count):
             self._free_at[k % self.slots] = work.first + k
-        self._memory.await_all(READY, self._chunks)
-        self._results.learn()
 
     def _room_for(self, work: Work, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before what chunk k uses may be written to."""
@@ -236,7 +217,7 @@ class SharedMemoryData(DataPlane):
 
     @property
     def _stages(self) -> Sequence[Stage]:
-        """What is done to a chunk, one turn after the other; the last is to copy what others have reduced."""
+        """What is done to a chunk, one turn after the other."""
         return self._pack, self._reduce, self._unpack
 
     def _pack(self, work: Work, k: int) -> None:
@@ -256,7 +237,7 @@ class SharedMemoryData(DataPlane):
         self._reduce_slice(work, chunk, chunk.result, work.scale)
         # Before the others do, for they take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
         self._take_own(work, k)
-        self._publish(work, k, CONSUMED)
+        self._memory.post(work.first + k, READY, CONSUMED)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
         """Reduce this rank's slice of a chunk over the host."""
@@ -269,14 +250,8 @@ class SharedMemoryData(DataPlane):
 
     def _take_own(self, work: Work, k: int) -> None:
         """Copy this rank's slice to its own result."""
-        for array, part, place, _ in work.chunks[k].outs:
-            work.last_scale.apply(place, work.outputs[array][part])
-
-    def _publish(self, work: Work, k: int, *counters: int) -> None:
-        """Have the other ranks see this one's slice, and these counters."""
-        if work.are_lent:
-            counters = *counters, UNPACKED
-        self._memory.post(work.first + k, READY, *counters)
+        for array, part, place in work.chunks[k].outs:
+            work.outputs[array][part] = place
 
     def _unpack(self, work: Work, k: int) -> None:
         """Copy the slices of the others; this rank's own has been copied when it was reduced."""
@@ -297,9 +272,8 @@ class SharedMemoryData(DataPlane):
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         self._others.broadcast(array, root_rank)
 
-    def abandon(self) -> None:
-        self._memory.abandon()
+    def abandon(self, is_stalled: bool) -> None:
+        self._memory.abandon(is_stalled)
 
     def close(self) -> None:
-        self._results.close()
         self._others.close()

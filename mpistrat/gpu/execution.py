@@ -60,7 +60,7 @@ class GpuExecutor:
     def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings, ways: Ways = NO_WAYS,
                  clock: Callable[[], float] = time.monotonic):
         self._rank, self._size, self._host, self._settings, self._clock = rank, size, host, settings, clock
-        self._limit_s = 0.0 if settings.stall_check_disable else settings.stall_abort_s
+        self._limit_s = settings.limit_s
         self._ways = ways
         self._device: Any = None
         self._first: GpuPlane | None = None  # what reduces where it can; None: `_staged`

@@ -1,27 +1,36 @@
-"""What mpistrat needs of Keras that is not public: two registries, and one method to patch. Checked by a test.
+"""What DistributedOptimizer needs of Keras that is not public: two registries. Checked by a test; there in 3.0 to 3.15.
 
-Written against Keras 3.0 to 3.15. Everything here says why it is needed, and what happens without it.
+They are looked for when an optimizer is made, and training does without them.
 """
 
+import logging
+from importlib import import_module
 from typing import Any
 
-from keras.src import api_export
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.saving import object_registration
+import keras
+
+logger = logging.getLogger(__name__)
+
+# Where Keras keeps the public names of its own classes, and of classes that users have registered.
+REGISTRIES = (("keras.src.api_export", "REGISTERED_OBJS_TO_NAMES"),
+              ("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES"))
 
 
 def serialise_as(subclass: type, original: type) -> None:
     """Make Keras write `subclass` to files under the name of `original`.
 
-    Keras looks up the public name of a class in a registry; a subclass made at run time is not in it, and its name
-    would lead nowhere when the file is loaded. A user's registered class is in a second registry.
+    Keras looks up the public name of a class in a registry; a subclass made at run time is not in it, and is written
+    under the name of the module that its original is in. That is read where this module is, so by this version.
     """
-    names = api_export.REGISTERED_OBJS_TO_NAMES
-    if original in names:
-        names[subclass] = names[original]
-    custom = object_registration.GLOBAL_CUSTOM_NAMES
-    if original in custom:
-        custom[subclass] = custom[original]
+    for module, name in REGISTRIES:
+        try:
+            registry: dict[type, str] = getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            logger.warning("Keras %s has no %s.%s: models that are saved with a DistributedOptimizer may not load with "
+                           "other versions of Keras.", keras.__version__, module, name)
+            continue
+        if original in registry:
+            registry[subclass] = registry[original]
 
 
 def agree_on_finite(all_ranks: Any) -> None:
@@ -33,7 +42,8 @@ def agree_on_finite(all_ranks: Any) -> None:
     Args:
         all_ranks: Takes a boolean scalar tensor and returns whether it is true on every rank.
     """
-    local = LossScaleOptimizer.check_finite
+    optimizer = keras.optimizers.LossScaleOptimizer
+    local = optimizer.check_finite
     if getattr(local, "_mpistrat", False):
         return
 
@@ -42,4 +52,4 @@ def agree_on_finite(all_ranks: Any) -> None:
         return all_ranks(finite) if getattr(self.inner_optimizer, "is_distributed", False) else finite
 
     check_finite._mpistrat = True  # type: ignore[attr-defined]
-    LossScaleOptimizer.check_finite = check_finite
+    optimizer.check_finite = check_finite

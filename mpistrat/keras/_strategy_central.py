@@ -8,10 +8,10 @@ each function takes the original and returns what takes its place.
 from typing import Any
 
 import tensorflow as tf
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.distribute.central import Slots
+from ._strategy_private import LossScaleOptimizer
 
 
 def _slots_of(optimizer: Any) -> Slots | None:

@@ -14,6 +14,7 @@ from ..tensorflow.distribute import MPIStrategy, collectives, files
 from ..tensorflow.distribute.central import is_central
 from ..tensorflow.distribute.checkpoints import with_values_of
 from . import _strategy_steps as steps
+from ._strategy_private import file_utils
 
 # Of these the chief's does all. Only the classes themselves: one derived from them may call collectives.
 _CHIEF_ONLY = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
@@ -84,13 +85,13 @@ def restore(original: Any) -> Any:
         if not writes_together(model) or not model.built:
             return original(self, logs)
         optimizer = model.optimizer
-        if files.on_chief(lambda: keras.src.utils.file_utils.exists(self._weights_path)) \
+        if files.on_chief(lambda: file_utils.exists(self._weights_path)) \
                 and optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)  # Making variables is collective.
 
         def read() -> tuple[bool, int]:
             original(self, logs)
-            return keras.src.utils.file_utils.exists(self._weights_path), model._initial_epoch
+            return file_utils.exists(self._weights_path), model._initial_epoch
 
         found, model._initial_epoch = files.on_chief(read)
         if found:
@@ -100,6 +101,17 @@ def restore(original: Any) -> Any:
             values = collectives.broadcast_list_from_first(values, "restore")
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
+        return None
+    return replacement
+
+
+def copy_to_cpu(original: Any) -> Any:
+    """For what an asynchronous checkpoint makes of a variable when it begins: later it copies to what it has made."""
+    def replacement(self: Any, object_map: Any) -> None:
+        if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):
+            return original(self, object_map)
+        self.value._copy_trackable_to_cpu(object_map)
+        object_map[self].assign(object_map[self.value])
         return None
     return replacement
 

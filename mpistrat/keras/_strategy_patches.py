@@ -8,18 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow import trainer
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.callbacks import BackupAndRestore, ModelCheckpoint, TensorBoard
-from keras.src.callbacks.callback_list import CallbackList
-from keras.src.callbacks.swap_ema_weights import SwapEMAWeights
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.models.model import Model
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.random.seed_generator import SeedGenerator
-from keras.src.saving import saving_lib
 
 from ..errors import MissingDependencyError
 from ..tensorflow.distribute import checkpoints
@@ -27,6 +15,24 @@ from . import _strategy_central as central
 from . import _strategy_files as files
 from . import _strategy_replacements as new
 from . import _strategy_steps as steps
+from ._strategy_private import (
+    BackupAndRestore,
+    BaseOptimizer,
+    CallbackList,
+    LossScaleOptimizer,
+    Model,
+    ModelCheckpoint,
+    SeedGenerator,
+    SwapEMAWeights,
+    TensorBoard,
+    TensorFlowTrainer,
+    TFOptimizer,
+    Variable,
+    legacy_h5_format,
+    saving_lib,
+    trainer,
+    unknown,
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ PATCHES = (
     Patch(BackupAndRestore, "_save_model", files.backup, "likewise"),
     Patch(BackupAndRestore, "on_train_begin", files.restore, "ranks that see no backup would begin anew"),
     Patch(BackupAndRestore, "on_train_end", files.end_backup, "a rank would delete what another is about to delete"),
+    Patch(Variable, "_copy_trackable_to_cpu", files.copy_to_cpu,
+          "the second asynchronous checkpoint would fail, as it does without strategies: it makes variables anew"),
     Patch(TensorBoard, "_write_keras_model_summary", files.deferred,
           "all ranks would write events, before it is known which of them is to"),
     Patch(TensorBoard, "_configure_embeddings", files.deferred, "likewise"),
@@ -100,21 +108,21 @@ OLDEST = (3, 10)
 _originals: list[tuple[Patch, Any]] = []
 
 
-def apply() -> None:
-    """Patch Keras; once.
-
-    Raises:
-        MissingDependencyError: This version of Keras is too old, or lacks something that is patched.
-    """
-    if _originals:
-        return
-    missing = [f"{patch.owner.__name__}.{patch.name}" for patch in PATCHES if not hasattr(patch.owner, patch.name)]
+def check() -> None:
+    """Raise MissingDependencyError where Keras is too old, or lacks something that is patched."""
     if tuple(int(part) for part in keras.__version__.split(".")[:2]) < OLDEST:
         raise MissingDependencyError(f"MPIStrategy needs Keras {OLDEST[0]}.{OLDEST[1]} or later, and this is "
                                      f"{keras.__version__} (pip install 'keras>={OLDEST[0]}.{OLDEST[1]}').")
+    missing = [f"{patch.owner.__name__}.{patch.name}" for patch in PATCHES if not hasattr(patch.owner, patch.name)]
     if missing:
-        raise MissingDependencyError(f"MPIStrategy does not know Keras {keras.__version__}: it has no "
-                                     f"{', '.join(missing)}. It was run with Keras 3.10 to 3.15.")
+        raise unknown(f"it has no {', '.join(missing)}")
+
+
+def apply() -> None:
+    """Patch Keras; once. Raises as `check`."""
+    if _originals:
+        return
+    check()
     TensorFlowTrainer._mpistrat_logs_wanted = True
     steps.create_shared()
     for patch in PATCHES:

@@ -10,15 +10,16 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 from .. import array_ops, runtime
 from ..requests import Max
 from ..tensorflow.distribute import MPIStrategy, collectives
 from ..tensorflow.distribute.files import errors_shared
 from ..tensorflow.distribute.seeds import state_of_first_rank
+from ..tensorflow.distribute.threads import wire_name
 from . import _strategy_files as files
 from . import _strategy_steps as steps
+from ._strategy_private import GeneratorDataAdapter
 from .optimizer import is_distributed
 
 # Callbacks of Keras that define what to do after a batch, and look at no logs then, or only show them.
@@ -100,21 +101,11 @@ def make_function(original: Any) -> Any:
         def call(iterator: Any) -> Any:
             # train_on_batch and test_on_batch give a generator, and return the logs to their caller.
             wanted = not isinstance(iterator, tf.distribute.DistributedIterator) or self._mpistrat_logs_wanted
-            _set(steps.shared("logs_wanted", None), wanted)
+            steps.tell("logs_wanted", wanted)
             return function(iterator)
 
         return call
     return replacement
-
-
-_python_values: dict[int, Any] = {}
-
-
-def _set(variable: tf.Variable, value: Any) -> None:
-    """Assign, unless it is the last value assigned: that takes longer than to look."""
-    if _python_values.get(id(variable)) != value:
-        variable.assign(value)
-        _python_values[id(variable)] = value
 
 
 def _has_keras_own_steps(model: Any) -> bool:
@@ -145,15 +136,15 @@ def maybe_symbolic_build(original: Any) -> Any:
                     break
             rows = steps.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
                                   for leaf in _without_none(data_batch)])
-        usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name="strategy/usual_rows")
-        _set(steps.shared("usual_rows", None), max(1, int(usual)))
+        usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
+        steps.tell("usual_rows", max(1, int(usual)))
         return original(self, None, data_batch)
     return replacement
 
 
 def _symbolic(spec: Any) -> Any:
     spec = spec._value_specs[0]
-    return keras.KerasTensor(spec.shape, spec.dtype.name)
+    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
 def _without_none(data: Any) -> list[Any]:
@@ -170,7 +161,7 @@ def on_begin(original: Any) -> Any:
             if strategy.num_replicas_in_sync > 1:
                 # A rank may have callbacks that others have not.
                 everybody = array_ops.allreduce([int(wanted), int(any(map(files.writes, self.callbacks)))], op=Max,
-                                                name="strategy/callbacks")
+                                                name=wire_name("callbacks"))
                 wanted = bool(everybody[0])
                 if everybody[1] and not hasattr(self, "_mpistrat_shared_out"):
                     files.share_out(self)

@@ -29,6 +29,7 @@ class StepState(threading.local):
 
 state = StepState()
 _shared: dict[str, tf.Variable] = {}
+_told: dict[str, Any] = {}  # the values last assigned to these
 
 
 def shared(name: str, initial: Any) -> tf.Variable:
@@ -37,6 +38,13 @@ def shared(name: str, initial: Any) -> tf.Variable:
         with tf.init_scope(), tf.device("CPU:0"):
             _shared[name] = tf.Variable(initial, trainable=False, name=f"mpistrat_{name}")
     return _shared[name]
+
+
+def tell(name: str, value: Any) -> None:
+    """Assign to a shared variable, unless it is the last value assigned: that takes longer than to look."""
+    if _told.get(name) != value:
+        shared(name, None).assign(value)
+        _told[name] = value
 
 
 def create_shared() -> None:

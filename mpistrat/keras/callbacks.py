@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import array_ops, runtime
 from ..process_sets import ProcessSet, global_process_set, require_global
+from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 
 
@@ -28,12 +29,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         require_global(process_set)
         self.root_rank = root_rank
-        self._local = {id(variable) for variable in local_variables or ()}
+        self._local = IdentitySet(local_variables or ())
         self._sent = 0
 
     def register_local_var(self, variable: Any) -> None:
         """Leave this variable as it is on each rank."""
-        self._local.add(id(variable))
+        self._local.add(variable)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._sent = 0
@@ -47,7 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _variables(self) -> list[Any]:
-        return [v for v in (*self.model.weights, *self.model.optimizer.variables) if id(v) not in self._local]
+        return [v for v in (*self.model.weights, *self.model.optimizer.variables) if v not in self._local]
 
     def _broadcast(self) -> None:
         variables = self._variables()

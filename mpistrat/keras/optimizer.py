@@ -7,14 +7,17 @@ import keras
 import tensorflow as tf
 
 from .. import runtime
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, MissingDependencyError
 from ..process_sets import ProcessSet, global_process_set, require_global
 from ..requests import Average, Min, ReduceOp, Sum
 from ..tensorflow.buckets import reduce_list
 from ..tensorflow.compression import Compression
 from ..tensorflow.gradients import GradientReducer, check_groups
+from ..tensorflow.identity import IdentitySet
 from ._keras_private import agree_on_finite, serialise_as
 
+# What Keras calls while it applies gradients, and where accumulated ones are reduced; not public.
+_HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _numbers = itertools.count(1)
 _classes: dict[type, type] = {}
 
@@ -30,19 +33,42 @@ class _Distributed:
     _mpistrat_reducer: GradientReducer
     _mpistrat_factor: float
     _mpistrat_accumulating: list[Any] | None
+    _mpistrat_called: set[str]  # the hooks that Keras has called
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """As the wrapped class' apply, with the gradients averaged over the ranks. Collective."""
-        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = list(grads)
-            variables = self._trainable_variables if trainable_variables is None else list(  # type: ignore[attr-defined]
-                trainable_variables)
-            if grads:
-                grads = self._mpistrat_reducer.reduce(grads, variables)
+        """As the wrapped class' apply, with the gradients averaged over the ranks. Collective.
+
+        Raises:
+            MissingDependencyError: Gradients are accumulated, and Keras does not call what averages them.
+        """
+        grads = list(grads)
+        variables = self._trainable_variables if trainable_variables is None else list(  # type: ignore[attr-defined]
+            trainable_variables)
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            return self._mpistrat_apply_accumulated(grads, trainable_variables, variables)
+        if grads:
+            grads = self._mpistrat_reducer.reduce(grads, variables)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _mpistrat_apply_accumulated(self, grads: list[Any], given: Any, variables: list[Any]) -> Any:
+        if self._mpistrat_called.issuperset(_HOOKS):
+            return super().apply(grads, given)  # type: ignore[misc]
+        require_hooks(type(self))
+        # Keras assigns the gradients of some variables as they are, and calls nothing if these are all.
+        expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
+                                      for gradient, v in zip(grads, variables, strict=False)) else set()
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
+            expected.discard("_clip_gradients")  # This step is no update; in a graph both branches are traced.
+        result = super().apply(grads, given)  # type: ignore[misc]
+        if not expected <= self._mpistrat_called:
+            raise _unknown(f"it has applied gradients with {type(self).__name__} and not called "
+                           f"{', '.join(sorted(expected - self._mpistrat_called))}")
+        return result
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         # Keras calls this from apply, and from here, in the branch of the update only, _clip_gradients.
+        self._mpistrat_called.add("_backend_apply_gradients")
         accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
         # Not by plain assignment: Keras would take the model's variables, found in a list, for the optimizer's own.
         object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
@@ -56,6 +82,7 @@ class _Distributed:
         return list(grads_and_vars)
 
     def _clip_gradients(self, grads: Any) -> Any:
+        self._mpistrat_called.add("_clip_gradients")
         if self._mpistrat_accumulating is not None:
             grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
             if self._mpistrat_factor != 1.0:
@@ -99,6 +126,8 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
+        MissingDependencyError: Gradients are accumulated, and this version of Keras does not do so in a way that is
+            known here; `apply` raises it too.
     """
     require_global(process_set)
     check_groups(groups, num_groups)
@@ -108,6 +137,8 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
         config["name"] = name
     if backward_passes_per_step > 1:
         config["gradient_accumulation_steps"] = backward_passes_per_step
+    if config.get("gradient_accumulation_steps"):
+        require_hooks(type(optimizer))
     cls = _distributed_class(type(optimizer))
     distributed = cls.from_config(config)
     distributed._mpistrat_reducer = GradientReducer(
@@ -115,6 +146,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
         scale_local_gradients)
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
+    object.__setattr__(distributed, "_mpistrat_called", set())  # Keras would track a set.
     if optimizer.built:
         _take_over(distributed, optimizer, backward_passes_per_step)
     agree_on_finite(_on_all_ranks)
@@ -124,8 +156,8 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
 def _take_over(new: Any, old: Any, passes: int) -> None:
     """Give `new` the state of `old`: a loaded model's optimizer has learned something."""
     new.build(old._trainable_variables)
-    accumulators = {id(v) for v in new._accumulated_gradients} if passes > 1 else set()
-    variables = [v for v in new.variables if id(v) not in accumulators]
+    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
+    variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
@@ -146,6 +178,21 @@ def _check(optimizer: Any, op: ReduceOp, passes: int) -> None:
     if passes > 1 and optimizer.gradient_accumulation_steps:
         raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
                                   "optimizer.")
+
+
+def require_hooks(cls: type) -> None:
+    """Raise MissingDependencyError where a class of optimizers lacks what averages accumulated gradients."""
+    # The class below puts its own before them, whether there are any or not.
+    missing = [name for name in _HOOKS
+               if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
+    if missing:
+        raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
+
+
+def _unknown(what: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. It was run "
+        "with Keras 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a version.")
 
 
 def is_distributed(optimizer: Any) -> bool:

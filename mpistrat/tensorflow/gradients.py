@@ -9,6 +9,7 @@ from .. import runtime
 from ..errors import InvalidRequestError
 from ..requests import Average, ReduceOp, resolve_op
 from .compression import Compressed
+from .identity import IdentitySet
 from .ops import reduce_dense, reduce_slices
 
 
@@ -36,11 +37,11 @@ class GradientReducer:
         self._name, self._compression, self._sparse_as_dense, self._op = name, compression, sparse_as_dense, op
         self._predivide = gradient_predivide_factor
         self._scale_local = scale_local_gradients
-        self._local: set[int] = set()
+        self._local = IdentitySet()
 
     def register_local(self, variable: Any) -> None:
         """Leave this variable's gradients out of the reduction."""
-        self._local.add(id(variable))
+        self._local.add(variable)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients, reduced. Collective; `variables` are those of the gradients. None stays None.
@@ -59,7 +60,7 @@ class GradientReducer:
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
-            if id(variable) in self._local:
+            if variable in self._local:
                 results[i] = self._local_gradient(gradient, size)
                 continue
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):

@@ -16,6 +16,7 @@ import tensorflow as tf
 from .. import array_ops, runtime
 from ..process_sets import ProcessSet, global_process_set, require_global
 from ..requests import (
+    Adasum,
     Average,
     ReduceOp,
     Sum,
@@ -28,6 +29,13 @@ from . import bridge, gpu_graph
 from .buckets import reduce_list
 from .compression import Compressed, Compression
 from .differentiable import Gradient, name_of_gradient, with_gradient
+
+try:
+    from tensorflow.python.eager.record import could_possibly_record
+except ImportError:  # It is not public. Without it an eager call takes longer.
+    def could_possibly_record() -> bool:
+        """Whether a tape may be watching."""
+        return True
 
 Tensor = Any  # tf.Tensor or tf.IndexedSlices; TensorFlow has no type information
 
@@ -61,13 +69,14 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
         MismatchError: On every rank, when the ranks disagree; eagerly it is a tf.errors.FailedPreconditionError too.
         InvalidRequestError: On this rank, for a dtype that `op` has no meaning for, or a name in flight; eagerly it is
             a tf.errors.InvalidArgumentError too.
+        NotImplementedError: On this rank, for tf.IndexedSlices and another `op` than Average and Sum.
         EngineError: The engine has ended; eagerly it is a tf.errors.UnknownError too.
     """
     require_global(process_set)
+    op = _op_for([tensor], op, average)
     tensor = _as_tensor(tensor)
     name = _wire_name("allreduce", tensor, name, ignore_name_scope)
-    return _reduce([tensor], resolve_op(op, average), compression, prescale_factor, postscale_factor, name,
-                   patient=False)[0]
+    return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, patient=False)[0]
 
 
 @without_autograph
@@ -78,11 +87,13 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       name: str | None = None) -> list[Tensor]:
     """As allreduce, for a list of tensors that are reduced together. Dtypes may differ; `[]` gives `[]`."""
     require_global(process_set)
+    tensors = list(tensors)
+    op = _op_for(tensors, op, average)
     if not tensors:
         return []
     converted = [_as_tensor(tensor) for tensor in tensors]
     name = _wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
-    return _reduce(converted, resolve_op(op, average), compression, prescale_factor, postscale_factor, name)
+    return _reduce(converted, op, compression, prescale_factor, postscale_factor, name)
 
 
 @without_autograph
@@ -253,9 +264,19 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
                [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 
 
+def _op_for(tensors: Sequence[Any], op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """The operation asked for, if tensors of these kinds can be reduced with it; raises as allreduce."""
+    if average is None and op == Adasum and any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError("The Adasum reduction does not currently support sparse tensors. As a workaround "
+                                  "please pass sparse_as_dense=True to DistributedOptimizer")  # Horovod's words
+    return resolve_op(op, average)
+
+
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, tf.IndexedSlices):
-        return value
+        # In a graph, what was made outside of it becomes a tensor of the graph, which has a name.
+        return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
+                                value.dense_shape)
     if isinstance(value, np.ndarray) and value.dtype == object:
         raise ValueError("an array of Python objects is no tensor; use broadcast_object or allgather_object.")
     return tf.convert_to_tensor(value)

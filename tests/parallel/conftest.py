@@ -31,11 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed and launched_size(os.environ)[0] > 1:
-        import mpistrat
-        print(f"\n=== {report.nodeid} ({report.when}) failed on rank {mpistrat.rank()} of {mpistrat.size()}\n"
+        from mpi4py import MPI  # which is there also where a test has shut down mpistrat
+        world = MPI.COMM_WORLD
+        print(f"\n=== {report.nodeid} ({report.when}) failed on rank {world.Get_rank()} of {world.Get_size()}\n"
               f"{report.longreprtext}\n{report.capstdout}{report.capstderr}", file=sys.__stderr__, flush=True)
-        from mpi4py import MPI
-        MPI.COMM_WORLD.Abort(1)
+        world.Abort(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """DistributedGradientTape on every rank."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
+
+from mpistrat.tensorflow.gradients import GradientReducer  # noqa: E402
 
 
 def eagerly(function: Callable) -> Callable:
@@ -249,6 +252,16 @@ def test_the_gradient_of_a_local_source_stays_on_its_rank(way: Callable, scale: 
     of_local, of_shared = way(step)()
     np.testing.assert_allclose(of_local, [(rank + 1) / (size if scale else 1)], rtol=1e-6)
     assert of_shared.numpy().tolist() == [size * (size + 1)]
+
+
+def test_a_variable_does_not_become_local_in_the_place_of_one_that_is_gone(rank: int, size: int) -> None:
+    reducer = GradientReducer("places", hvd.Compression.none, False, hvd.Sum)
+    for _ in range(5):  # Python gives the id of the first to one of those that follow.
+        reducer.register_local(tf.Variable(0.0))
+        gc.collect()
+        variables = [tf.Variable(0.0) for _ in range(20)]
+        gradients = reducer.reduce([tf.constant(rank + 1.0)] * 20, variables)
+        assert [float(gradient) for gradient in gradients] == [size * (size + 1) / 2] * 20
 
 
 def test_a_local_source_may_be_sparse(rank: int, size: int) -> None:

@@ -179,7 +179,7 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
         if host.ranks[i] != unready:
             cut = arrays[i].size // 2
             sources = [arrays[i]] if whole else [arrays[i][:cut], arrays[i][cut:]]
-            loads[i] = freight.pack(sources, [targets[i]], op, prescale, scale, arrays[i].size, are_shared=False)
+            loads[i] = freight.pack(sources, [targets[i]], op, prescale, scale, arrays[i].size)
         ballot.cast(number, is_ready=i in loads)
     outcomes = host.outcomes()
     first = host.freights[0]

@@ -243,6 +243,57 @@ def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size:
     assert_equal_on_all_ranks(got)
 
 
+class WithoutClipping(keras.optimizers.SGD):
+    """As of a Keras that clips gradients by a method of another name."""
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        accumulated = [self._accumulated_gradients[self._get_variable_index(v)] for v in trainable_variables]
+        steps = self.gradient_accumulation_steps
+
+        def update() -> None:
+            self._backend_update_step([(g + a) / steps for g, a in zip(grads, accumulated)], trainable_variables,
+                                      self.learning_rate)
+
+        keras.ops.cond((self._iterations + 1) % steps == 0, update,
+                       lambda: self._backend_increment_gradient_accumulators(grads, accumulated))
+
+
+class WithoutBackend(keras.optimizers.SGD):
+    """As of a Keras that applies gradients by a method of another name."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        for gradient, variable in zip(grads, trainable_variables):
+            self.update_step(gradient, variable.value, 0.1)
+
+
+@both_ways
+@pytest.mark.parametrize(("cls", "missing"), [
+    (WithoutClipping, "_clip_gradients"), (WithoutBackend, "_backend_apply_gradients")])
+@pytest.mark.parametrize("asked", ["here", "of Keras"])
+def test_a_keras_that_does_not_call_what_averages_accumulated_gradients_is_refused(
+        way: Callable, cls: Any, missing: str, asked: str, rank: int) -> None:
+    optimizer = hvd.DistributedOptimizer(cls(0.1), backward_passes_per_step=2) if asked == "here" else \
+        hvd.DistributedOptimizer(cls(0.1, gradient_accumulation_steps=2))
+    text = rf"with Keras {keras.__version__}: it has applied gradients with {cls.__name__} and not called {missing}"
+    with pytest.raises(mpistrat.MissingDependencyError, match=text):
+        steps_with(optimizer, [gradients_of(rank, step) for step in range(2)], way)
+
+
+@pytest.mark.parametrize("name", ["_backend_apply_gradients", "_clip_gradients"])
+def test_a_keras_without_what_averages_accumulated_gradients_is_refused_at_once(
+        name: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(next(base for base in keras.optimizers.SGD.__mro__ if name in vars(base)), name)
+    text = rf"with Keras {keras.__version__}: SGD has no {name}\. .*Leave out backward_passes_per_step"
+    with pytest.raises(mpistrat.MissingDependencyError, match=text):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    with pytest.raises(mpistrat.MissingDependencyError, match=text):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    later = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    later.gradient_accumulation_steps = 2
+    with pytest.raises(mpistrat.MissingDependencyError, match=text):
+        steps_with(later, [gradients_of(rank, 0)])
+
+
 def test_the_sum_of_backward_passes_is_what_is_clipped(rank: int, size: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, clipvalue=1.0), backward_passes_per_step=2)
     got = steps_with(optimizer, [gradients_of(rank, s) for s in range(2)])

@@ -3,28 +3,38 @@
 Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_shared_memory.py.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.collectives import mpi
 from mpistrat.collectives.base import DataPlane, Outcome
 from mpistrat.collectives.freight import Freight
 from mpistrat.collectives.hierarchical import HierarchicalData
 from mpistrat.collectives.hosts_ballot import HostsBallot
 from mpistrat.collectives.hosts_vote import hosts_vote
-from mpistrat.collectives.mpi import CHUNK_BYTES, MpiData
+from mpistrat.collectives.mpi import CHUNK_BYTES, MpiControl, MpiData
+from mpistrat.collectives.peer_wait import PeerWait
+from mpistrat.errors import StallError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
 from mpistrat.topology import Topology
 
-from ..shared_memory_of_threads import shared_results
+from ..shared_memory_of_threads import host_memories
 
 CHUNK = 64 * 1024
 # In float32: nothing, less than an element per host, one exchange of whole slices, a scatter and a gather in one chunk,
 # as many chunks as there is memory for, more, and more than a piece of MpiData.
 SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7, CHUNK_BYTES // 2 + 7]
+
+
+def waits(limit_s: float = 60.0) -> PeerWait:
+    """Those of this rank for all others, each on a host of its own."""
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return PeerWait(Topology(rank, tuple(f"host{r}" for r in range(size))), range(size), limit_s)
 
 
 @pytest.fixture(scope="module", params=["hierarchical", "mpi"])
@@ -33,8 +43,8 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     between: DataPlane = MpiData(MPI.COMM_WORLD.Dup())
     if request.param == "hierarchical":
         nbytes = HierarchicalData.memory_bytes(1, CHUNK)
-        (memory, results), = shared_results([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
-        between = HierarchicalData(memory, CHUNK, between, results, MPI.COMM_WORLD.Dup(), 1, 60.0)
+        memory, = host_memories([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
+        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, waits())
     yield between
     between.close()
 
@@ -71,34 +81,15 @@ def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
     np.testing.assert_array_equal(result, large)
 
 
-# One array of each kind, large ones that share a chunk, and small ones that do.
-@pytest.mark.parametrize("elements", [[1000], [CHUNK // 4], [20 * CHUNK // 4 + 7], [CHUNK // 2 + 3, CHUNK], [7] * 5000])
-def test_hosts_may_differ_in_whether_results_are_lent(plane: DataPlane, rank: int, size: int,
-                                                      elements: list[int]) -> None:
-    lends, lent_before = rank != 1, 0
-    for step in range(8):
-        sources = [np.full(count, float(step + rank + k)) for k, count in enumerate(elements)]
-        lent, = plane.lend([sources], lends)
-        lent_before += lent is not None
-        results = [np.empty_like(source) for source in sources] if lent is None else lent
-        plane.allreduce(sources, results, ReduceOp.SUM, 1.0, Scale(6.0, size))
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, np.full(elements[k], 6.0 * (step + k + (size - 1) / 2)))
-            del result
-        del lent, results
-    assert (lent_before > 2) == (lends and isinstance(plane, HierarchicalData))
-
-
 @pytest.fixture
 def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HostsBallot]]:
     """A plane whose small all-reduces travel with votes, with this rank as one of so many hosts."""
     each = 8 * CHUNK
-    (memory, results), = shared_results([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
+    memory, = host_memories([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
     freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
     vote = hosts_vote(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), freight)
     ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank])
-    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), results, MPI.COMM_WORLD.Dup(), 1, 60.0,
-                             freight)
+    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, waits(), freight)
     yield plane, ballot
     ballot.close()
     plane.close()
@@ -131,24 +122,65 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         np.testing.assert_array_equal(results[1], results[2])
 
 
-@pytest.mark.parametrize("shapes", [[(50_000,)], [(200, 100), (3,), (30_000,)]], ids=["one", "list"])
-def test_results_of_what_travels_with_votes_are_lent(voting: tuple[HierarchicalData, HostsBallot], rank: int, size: int,
-                                                     shapes: list[tuple[int, ...]]) -> None:
-    plane, ballot = voting
-    lent_before, kept = 0, []
-    for step in range(12):
-        sources = [np.full(shape, float(step + rank + k)) for k, shape in enumerate(shapes)]
-        lent, = plane.lend([sources], True)
-        lent_before += lent is not None
-        results = [np.empty_like(source) for source in sources] if lent is None else lent
-        # Now and then a rank is not ready, so that it is reduced without a vote.
-        reduce_by_vote(plane, ballot, sources, results, is_ready=step % 5 != 4 or rank != 0)
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, np.full(shapes[k], step + k + (size - 1) / 2))
-        if step in (6, 9):
-            kept.append((step, results))
-        del lent, results
-    assert lent_before >= 8
-    for step, results in kept:
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, np.full(shapes[k], step + k + (size - 1) / 2))
+def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = MpiData(MPI.COMM_WORLD.Dup())
+    monkeypatch.setattr(mpi, "PIECE_BYTES", 1000)
+    counts = [0, 7, 3000, 126, 125][:size]
+    for large_bytes in (mpi.LARGE_BYTES, 2000):
+        monkeypatch.setattr(mpi, "LARGE_BYTES", large_bytes)
+        target = np.empty(sum(counts))
+        plane.allgather(values(rank, counts[rank]).astype(float), target, counts)
+        np.testing.assert_array_equal(target, np.concatenate([values(r, count) for r, count in enumerate(counts)]))
+    array = values(rank, 3001)
+    plane.broadcast(array, size - 1)
+    np.testing.assert_array_equal(array, values(size - 1, 3001))
+    plane.close()
+
+
+# -- waits have an end ------------------------------------------------------------------------------------------------
+
+LARGE = 2**16
+CALLS = {
+    "small all-reduce": lambda plane, size: plane.allreduce([np.ones(3)], [np.ones(3)], ReduceOp.SUM, 1.0, IDENTITY),
+    "all-reduce": lambda plane, size: plane.allreduce([np.ones(LARGE)], [np.ones(LARGE)], ReduceOp.SUM, 1.0, IDENTITY),
+    "allgather": lambda plane, size: plane.allgather(np.ones(5), np.ones(5 * size), [5] * size),
+    "broadcast": lambda plane, size: plane.broadcast(np.ones(5), size - 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: int, size: int, call: str) -> None:
+    if size == 1:
+        pytest.skip("needs another rank")
+    plane = MpiData(MPI.COMM_WORLD.Dup(), waits(0.2))
+    began = time.thread_time()
+    if rank == 0:
+        with pytest.raises(StallError, match=r"rank 0 on host0 has waited 0 s for ranks \[1\] on host1.* Either the "
+                                             "network between the hosts host0 and host1"):
+            CALLS[call](plane, size)
+        assert time.thread_time() - began < 0.1  # It has slept, mostly.
+    MPI.COMM_WORLD.Barrier()
+
+
+class FullMail:
+    """A mailbox in which all that is sent to one rank waits for room."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def is_sending_to(self, ranks: Iterable[int]) -> bool:
+        """See Mail."""
+        return self._rank in ranks
+
+    def flush(self) -> None:
+        """See Mail."""
+
+
+def test_a_rank_that_takes_no_messages_is_named_after_the_limit(rank: int, size: int) -> None:
+    topology = Topology(rank, ("here",) * (size + 2))
+    wait = PeerWait(topology, range(size + 2), 0.2)
+    control = MpiControl(MPI.COMM_WORLD, FullMail(size), range(size + 2), [], wait=wait)  # type: ignore[arg-type]
+    control.flush([size + 1])
+    with pytest.raises(StallError, match=rf"rank {rank} has waited 0 s for ranks \[{size}\]\."):
+        control.flush([size, size + 1])

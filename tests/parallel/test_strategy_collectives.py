@@ -91,6 +91,24 @@ def test_a_scalar_cannot_be_gathered(strategy: MPIStrategy) -> None:
 
 
 @each_way
+@pytest.mark.parametrize("gather", ["strategy.gather", "all_gather"])
+@pytest.mark.parametrize("differ", ["shape", "number of dimensions", "dtype"])
+def test_values_that_cannot_be_joined_are_the_error_of_tensorflows_strategies(
+        strategy: MPIStrategy, way: Callable, gather: str, differ: str, rank: int, restart: Callable) -> None:
+    odd = rank == 1
+    value = tf.zeros([2, 3 + odd] if differ == "shape" else [2, 3, *[1] * odd],
+                     tf.int32 if odd and differ == "dtype" else tf.float32)
+    step = way(lambda: strategy.gather(value, 0) if gather == "strategy.gather"
+               else strategy.run(lambda: replica().all_gather(value, 0)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"the ranks disagree on (shape|dtype)") as caught:
+        step()
+    if way is eagerly:
+        assert isinstance(caught.value, mpistrat.MismatchError)
+    else:
+        restart()
+
+
+@each_way
 def test_all_reduce_of_a_nested_structure(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
     def step() -> Any:
         return replica().all_reduce(SUM, {"a": tf.constant(rank + 1.0), "b": (tf.ones([2, 3]), tf.constant([rank]))})

@@ -189,3 +189,25 @@ def test_the_next_batches_are_read_ahead_by_a_plain_iterator(strategy: MPIStrate
     assert all(enough.acquire(timeout=30) for _ in range(1 + size))
     if not tf.config.list_logical_devices("GPU"):
         assert type(iterator._iterators[0]._iterator).__name__ == "OwnedIterator", "TensorFlow's other one has crashed"
+
+
+@pytest.mark.parametrize("structure", ["pair", "tuple of one", "dictionary", "lone"])
+def test_sparse_tensors_need_no_order(strategy: MPIStrategy, structure: str) -> None:
+    table = np.arange(1, 27 * 4 + 1, dtype=np.float32).reshape(27, 4)
+
+    def batch(number: Any) -> Any:
+        rows = tf.constant(table)[6 * number:6 * number + 6]
+        indices = tf.reverse(tf.where(rows != 0), [0])
+        sparse = tf.SparseTensor(indices, tf.gather_nd(rows, indices), tf.shape(rows, tf.int64))
+        return {"pair": (sparse, rows[:, 0]), "tuple of one": (sparse,), "dictionary": {"a": sparse},
+                "lone": sparse}[structure]
+
+    dataset = tf.data.Dataset.range(5).map(batch)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    tf.nest.assert_same_structure(distributed.element_spec, dataset.element_spec)
+    rows = []
+    for element in distributed:
+        first = next(leaf for leaf in tf.nest.flatten(element))
+        rows += tf.sparse.to_dense(strategy.experimental_local_results(first)[0]).numpy().tolist()
+    joined = [row for part in mpistrat.allgather_object(rows) for row in part]
+    assert sorted(joined) == table.tolist()

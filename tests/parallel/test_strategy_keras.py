@@ -1,7 +1,9 @@
 """Keras under MPIStrategy: what is special to it. What every strategy should do is in test_features.py."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,3 +114,33 @@ def test_ranks_drop_different_units_unless_asked_otherwise(differs: bool, rank: 
     kept = strategy.run(tf.function(lambda: layer(tf.ones([64]), training=True)))
     everybody = mpistrat.allgather_object(np.asarray(kept).tobytes())
     assert len(set(everybody)) == (size if differs else 1)
+
+
+# Keras itself slices a matrix only if its rows are in order, with and without a strategy; the columns need not be.
+@pytest.mark.parametrize(("way", "kind"), [("matrix", "csr_matrix"), ("matrix", "coo_array"),
+                                           ("generator", "csr_matrix"), ("generator", "csc_matrix")])
+def test_scipy_matrices(strategy: MPIStrategy, kind: str, way: str, rank: int) -> None:
+    """Those that a single process learns from, whatever the order of their elements."""
+    scipy_sparse = pytest.importorskip("scipy.sparse")
+    x, y = global_data(60)
+    x = np.where(x > 0.3, x, 0.0).astype(np.float32)
+
+    def sparse(rows: np.ndarray, by_columns: bool) -> Any:
+        row, column = np.nonzero(rows)
+        order = np.lexsort([row, column] if by_columns else [-column, row])
+        found = scipy_sparse.coo_matrix((rows[row, column][order], (row[order], column[order])), rows.shape)
+        return getattr(scipy_sparse, kind)(found)
+
+    batches = [(sparse(x[i:i + BATCH], True), y[i:i + BATCH]) for i in range(0, 60, BATCH)]
+
+    def learned(scope: Any) -> list[np.ndarray]:
+        with scope:
+            model = keras.Sequential([keras.Input((x.shape[1],), sparse=True), keras.layers.Dense(3),
+                                      keras.layers.Dense(1)])
+            model.set_weights([np.full(w.shape, 0.1, np.float32) for w in model.get_weights()])
+            model.compile(keras.optimizers.SGD(0.05), loss="mse")
+        data = (sparse(x, False), y) if way == "matrix" else ((batch for batch in batches),)
+        model.fit(*data, batch_size=BATCH if way == "matrix" else None, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    assert_close(learned(strategy.scope()), learned(contextlib.nullcontext()), 1e-5)

@@ -1,5 +1,6 @@
 """Variables of MPIStrategy: how they begin, how they are written and read, and how they are saved."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -158,3 +159,24 @@ def test_training_by_hand_is_equal_on_all_ranks(strategy: MPIStrategy, rank: int
         program()
     assert_equal_on_all_ranks([weights.numpy()])
     np.testing.assert_allclose(weights.numpy(), [(size - 1) / 2] * 3, atol=1e-5)
+
+
+def test_a_variable_is_not_taken_for_one_that_is_gone(strategy: MPIStrategy, rank: int) -> None:
+    def first_of_ranks() -> Any:
+        return make(strategy, 0, aggregation=Aggregation.ONLY_FIRST_REPLICA)
+
+    gone = [first_of_ranks() for _ in range(40)]
+    for variable in gone:
+        strategy.extended.assigned_in_lockstep(variable)
+    del gone, variable
+    for variable in [first_of_ranks() for _ in range(40)]:  # Python gives some of them the ids of those that are gone.
+        strategy.run(lambda v=variable: v.assign(tf.constant(rank + 5)))
+        assert strategy.experimental_local_results(variable)[0].numpy() == 5
+
+
+def test_looking_for_variables_reads_none(strategy: MPIStrategy, shared_dir: str) -> None:
+    variable = make(strategy, 1.0, synchronization=ON_READ, aggregation=Aggregation.SUM)
+    checkpoint = tf.train.Checkpoint(variable=variable)
+    with collectives_counted() as names:
+        checkpoint.write(os.path.join(shared_dir, "checkpoint"))
+    assert sum(name.endswith("/reduce") for name in names) == 1

@@ -157,6 +157,24 @@ def test_an_empty_group_gives_an_empty_list() -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
+@both_ways
+@pytest.mark.parametrize("make", [lambda: [], lambda: [None], lambda: [object()], lambda: [tf.constant(1.0)],
+                                  lambda: [tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))]],
+                         ids=["nothing", "None", "object", "tensor", "slices"])
+def test_what_is_wrong_with_the_operation_is_said_whatever_the_tensors_are(way: Callable, make: Callable) -> None:
+    tensors = make()
+    with pytest.raises(ValueError, match=r"op must be one of Average, .*\. Received: 'mean'"):
+        way(lambda: hvd.grouped_allreduce(tensors, op="mean"))()
+    with pytest.raises(ValueError, match="supersedes average"):
+        way(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, average=True))()
+
+
+def test_a_group_may_be_a_tensor_whose_rows_it_is(rank: int, size: int) -> None:
+    results = hvd.grouped_allreduce(tf.constant([[1.0, 2.0], [3.0, 4.0]]) * (rank + 1), op=hvd.Sum)
+    total = size * (size + 1) / 2
+    assert [row.numpy().tolist() for row in results] == [[total, 2 * total], [3 * total, 4 * total]]
+
+
 def test_a_group_has_the_bits_that_its_tensors_have_alone(rank: int) -> None:
     generator = np.random.default_rng(rank)
     tensors = [tf.constant(generator.standard_normal(n), tf.float32) for n in (1, 10, 20_000, 3, 100_000, 7)]
@@ -173,6 +191,21 @@ def test_a_group_above_the_size_of_a_bucket(rank: int, size: int) -> None:
 
 
 # -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("grouped", [False, True])
+def test_adasum_of_slices_is_refused_as_horovod_does(way: Callable, grouped: bool) -> None:
+    slices = tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))
+    with pytest.raises(NotImplementedError, match="Adasum reduction does not currently support sparse tensors"):
+        way(lambda: hvd.grouped_allreduce([tf.constant(1.0), slices], op=hvd.Adasum) if grouped
+            else hvd.allreduce(slices, op=hvd.Adasum))()
+
+
+def test_slices_that_were_made_outside_of_a_graph_are_reduced_in_it(rank: int, size: int) -> None:
+    slices = tf.IndexedSlices(tf.constant([1.0 + rank]), tf.constant([rank]))
+    result = in_graph(lambda: hvd.allreduce(slices, op=hvd.Sum).values)()
+    assert result.numpy().tolist() == [1.0 + r for r in range(size)]
 
 
 def slices_of(rank: int, dtype: Any = tf.float32) -> Any:

@@ -33,6 +33,7 @@ ways = {
     "raises before init": fail_on_purpose,
     "fails in init": lambda: mpistrat.init(comm=[0]),
     "exits with 3": lambda: sys.exit(3),
+    "exits with 3 at once": lambda: os._exit(3),
     "gets SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "gets SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
     "presses Ctrl-C": press_ctrl_c,

@@ -3,12 +3,17 @@
 All ranks run the same programs; which branches are taken and how often loops run depends on the data, and is equal on
 all ranks. Reductions that do not depend on each other are built in another order on each rank.
 
-usage: random_programs.py PROGRAMS
+With "gradients" each program is differentiated as well, and the gradients are compared with numpy's; "simple gradients"
+does so for programs in which branches, loops and functions are not in each other.
+
+usage: random_programs.py PROGRAMS [FIRST] [gradients | simple gradients]
+
+FIRST is the number of the first program.
 """
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,9 +26,12 @@ from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 strategy = MPIStrategy()
 rank, size = hvd.rank(), hvd.size()
 WIDTH = 3
-# A piece of a program: what it does to this rank's tensor, in TensorFlow; and to all ranks' rows, in numpy.
+# A piece of a program: what it does to this rank's tensor, in TensorFlow; and to all ranks' rows, in numpy, with what
+# makes of the gradients of its results those of its inputs. Those are of the sum of what all ranks have, except through
+# collectives that average gradients, as Horovod's do.
 Graph = Callable[[tf.Tensor], tf.Tensor]
-Rows = Callable[[np.ndarray], np.ndarray]
+Pullback = Callable[[np.ndarray], np.ndarray]
+Rows = Callable[[np.ndarray], tuple[np.ndarray, Pullback]]
 Piece = tuple[Graph, Rows]
 
 
@@ -32,30 +40,71 @@ def small(x: tf.Tensor) -> tf.Tensor:
     return tf.math.floormod(x, 17.0)
 
 
+def to_all(row: np.ndarray) -> np.ndarray:
+    """The same row for all ranks."""
+    return np.repeat(row[np.newaxis], size, axis=0)
+
+
 def all_reduced(chooser: random.Random, depth: int) -> Piece:
     op = chooser.choice(["SUM", "MEAN"])
+    factor = size if op == "SUM" else 1
 
     def graph(x: tf.Tensor) -> tf.Tensor:
         return small(x + tf.distribute.get_replica_context().all_reduce(op, x * float(size)))
+    return graph, lambda x: (np.mod(x + factor * x.sum(0), 17), lambda g: g + to_all(factor * g.sum(0)))
 
-    def rows(x: np.ndarray) -> np.ndarray:
-        total = (x * size).sum(0) if op == "SUM" else x.sum(0)
-        return np.mod(x + total, 17)
-    return graph, rows
+
+def largest(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+    """The largest of the rows; where several are, each has a part of the gradient."""
+    is_largest = x == x.max(0)
+    return x.max(0), lambda g: is_largest / is_largest.sum(0) * g
 
 
 def gathered(chooser: random.Random, depth: int) -> Piece:
     def graph(x: tf.Tensor) -> tf.Tensor:
         everybody = tf.distribute.get_replica_context().all_gather(x[tf.newaxis], axis=0)
         return small(x + tf.reduce_max(everybody, axis=0))
-    return graph, lambda x: np.mod(x + x.max(0), 17)
+
+    def rows(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+        most, back = largest(x)
+        return np.mod(x + most, 17), lambda g: g + back(g.sum(0))
+    return graph, rows
+
+
+def gathered_by_horovods_name(chooser: random.Random, depth: int) -> Piece:
+    number = chooser.randrange(10**9)
+
+    def graph(x: tf.Tensor) -> tf.Tensor:
+        return small(x + tf.reduce_max(hvd.allgather(x[tf.newaxis], name=f"gather/{number}"), axis=0))
+
+    def rows(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+        most, back = largest(x)
+        return np.mod(x + most, 17), lambda g: g + back(g.sum(0)) / size
+    return graph, rows
+
+
+def broadcast(chooser: random.Random, depth: int) -> Piece:
+    number, root = chooser.randrange(10**9), chooser.randrange(size)
+
+    def graph(x: tf.Tensor) -> tf.Tensor:
+        return small(x + hvd.broadcast(2.0 * x, root, name=f"broadcast/{number}"))
+
+    def back(g: np.ndarray) -> np.ndarray:
+        result = g.copy()
+        result[root] += 2 * g.sum(0) / size
+        return result
+    return graph, lambda x: (np.mod(x + 2 * x[root], 17), back)
 
 
 def merged(chooser: random.Random, depth: int) -> Piece:
     def graph(x: tf.Tensor) -> tf.Tensor:
         return small(x + tf.distribute.get_replica_context().merge_call(lambda s, v: s.reduce("SUM", v, axis=None),
                                                                         args=(x,)))
-    return graph, lambda x: np.mod(x + x.sum(0), 17)
+    return graph, lambda x: (np.mod(x + x.sum(0), 17), no_gradient)
+
+
+def no_gradient(g: np.ndarray) -> np.ndarray:
+    raise AssertionError("nobody asks for it")
 
 
 def independent(chooser: random.Random, depth: int) -> Piece:
@@ -66,7 +115,12 @@ def independent(chooser: random.Random, depth: int) -> Piece:
     def graph(x: tf.Tensor) -> tf.Tensor:
         sums = {i: hvd.allreduce(x + float(i), op=hvd.Sum, name=f"independent/{number}/{i}") for i in order}
         return small(tf.add_n([float(i + 1) * sums[i] for i in range(count)]) + x)
-    return graph, lambda x: np.mod(sum((i + 1) * (x + i).sum(0) for i in range(count)) + x, 17)
+
+    def rows(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+        total = sum(range(1, count + 1))
+        return (np.mod(sum((i + 1) * (x + i).sum(0) for i in range(count)) + x, 17),
+                lambda g: g + to_all(total * g.sum(0)))
+    return graph, rows
 
 
 def branched(chooser: random.Random, depth: int) -> Piece:
@@ -86,11 +140,7 @@ def looped(chooser: random.Random, depth: int) -> Piece:
         times = tf.cast(tf.math.floormod(tf.distribute.get_replica_context().all_reduce("SUM", x)[1], 4.0), tf.int32)
         return tf.while_loop(lambda i, _: i < times, lambda i, v: (i + 1, body_graph(v)), (0, x))[1]
 
-    def rows(x: np.ndarray) -> np.ndarray:
-        for _ in range(int(np.mod(x.sum(0)[1], 4))):
-            x = body_rows(x)
-        return x
-    return graph, rows
+    return graph, lambda x: repeated(body_rows, int(np.mod(x.sum(0)[1], 4)), x)
 
 
 def nested(chooser: random.Random, depth: int) -> Piece:
@@ -103,16 +153,34 @@ def nested(chooser: random.Random, depth: int) -> Piece:
             x = function(x)
         return x
 
-    def rows(x: np.ndarray) -> np.ndarray:
-        for _ in range(calls):
-            x = inner_rows(x)
-        return x
-    return graph, rows
+    return graph, lambda x: repeated(inner_rows, calls, x)
+
+
+def repeated(rows: Rows, times: int, x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+    """`rows` one time after the other."""
+    return chained([rows] * times, x)
+
+
+def chained(several: Sequence[Rows], x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+    """One after the other."""
+    pullbacks: list[Pullback] = []
+    for rows in several:
+        x, back = rows(x)
+        pullbacks.append(back)
+
+    def back_through_all(g: np.ndarray) -> np.ndarray:
+        for back in reversed(pullbacks):
+            g = back(g)
+        return g
+    return x, back_through_all
+
+
+LEAVES = [all_reduced, gathered, gathered_by_horovods_name, broadcast, independent]
 
 
 def sequence(chooser: random.Random, depth: int) -> Piece:
     """One to three pieces; where `depth` is 0, none that have others inside."""
-    makers = [all_reduced, gathered, merged, independent] + [branched, looped, nested] * 2 * (depth > 0)
+    makers = LEAVES + [branched, looped, nested] * 2 * (depth > 0)
     pieces = [chooser.choice(makers)(chooser, depth) for _ in range(chooser.randint(1, 3))]
 
     def graph(x: tf.Tensor) -> tf.Tensor:
@@ -120,22 +188,41 @@ def sequence(chooser: random.Random, depth: int) -> Piece:
             x = piece(x)
         return x
 
-    def rows(x: np.ndarray) -> np.ndarray:
-        for _, piece in pieces:
-            x = piece(x)
-        return x
-    return graph, rows
+    return graph, lambda x: chained([rows for _, rows in pieces], x)
+
+
+def with_gradient(graph: Graph) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    """What `graph` makes of a tensor, and the gradient of that, given one of the result."""
+    def both(x: tf.Tensor, upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = graph(x)
+        return y, tape.gradient(y, x, output_gradients=upstream)
+    return both
 
 
 def main() -> None:
     """Run the programs, each on several inputs."""
-    for seed in range(int(sys.argv[1])):
-        graph, rows = sequence(random.Random(seed), depth=2)
-        program = tf.function(lambda x, graph=graph: strategy.run(graph, args=(x,)))
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    count, first = numbers[0], (numbers[1:] or [0])[0]
+    has_gradients, depth = "gradients" in sys.argv, 1 if "simple" in sys.argv else 2
+    if not has_gradients:
+        LEAVES.append(merged)
+    for seed in range(first, first + count):
+        graph, rows = sequence(random.Random(seed), depth)
+        run = with_gradient(graph) if has_gradients else lambda x, _, graph=graph: (graph(x), tf.zeros_like(x))
+        program = tf.function(lambda x, g, run=run: strategy.run(run, args=(x, g)))
         for start in range(3):
             x = np.array([[(7 * r + 5 * c + start + seed) % 17 for c in range(WIDTH)] for r in range(size)], np.float32)
-            np.testing.assert_array_equal(program(tf.constant(x[rank])), rows(x)[rank], f"program {seed}")
-    print(f"rank {rank}: {sys.argv[1]} programs are right", flush=True)
+            upstream = np.array([[r + 2 * c - start for c in range(WIDTH)] for r in range(size)], np.float32)
+            result, gradient = program(tf.constant(x[rank]), tf.constant(upstream[rank]))
+            expected, back = rows(x)
+            np.testing.assert_array_equal(result, expected[rank], f"program {seed}")
+            if has_gradients:
+                exact = back(upstream.astype(np.float64))
+                np.testing.assert_allclose(gradient, exact[rank], rtol=1e-4, atol=1e-4 * np.abs(exact).max(),
+                                           err_msg=f"the gradient of program {seed}")
+    print(f"rank {rank}: {count} programs are right", flush=True)
 
 
 main()

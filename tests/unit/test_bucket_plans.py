@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpistrat.bucket_plans import LARGE_BYTES, BucketPlans
+from mpistrat.bucket_plans import BucketPlans
 from mpistrat.messages import ReduceOp, Request
 from mpistrat.requests import Sum, allreduce_request, specs_of
 from mpistrat.tensor_queue import Entry, Handle
@@ -31,16 +31,6 @@ def test_a_list_seen_before_has_the_same_plan_until_the_limit_changes() -> None:
     assert [(bucket.members, bucket.whole) for bucket in first] == [(((0, 0), (1, 0)), None)]
     assert plans.plan(entries, 1000) is first
     assert [(bucket.members, bucket.whole) for bucket in plans.plan(entries, 10)] == [(((0, 0),), 0), (((1, 0),), 1)]
-
-
-def test_a_large_entry_shares_buckets_only_with_large_ones() -> None:
-    entries = []
-    for i, size in enumerate([10, LARGE_BYTES // 8, 20, 30, LARGE_BYTES // 16 - 1, LARGE_BYTES]):
-        arrays = [np.ones(size), np.ones(size)]
-        entries.append(Entry(allreduce_request(f"{i}", specs_of(arrays), Sum), arrays, Handle(f"{i}")))
-    plan = BucketPlans(2).plan(entries, 64 * LARGE_BYTES)
-    assert [(sorted({place for place, _ in bucket.members}), bucket.whole, bucket.is_large) for bucket in plan] == [
-        ([0, 2, 3, 4], None, False), ([1, 5], None, True)]
 
 
 def test_a_bucket_of_some_of_an_entrys_arrays_is_not_a_whole_entry() -> None:

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 import pytest
 
 from mpistrat.coordinator import Coordinator
+from mpistrat.errors import MessageError, StallError
 from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
 from mpistrat.mismatch import describe_half_done, describe_mismatch
+from mpistrat.topology import Topology
 from mpistrat.tree import FAN_OUT, neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
@@ -642,6 +644,61 @@ def test_a_waiting_rank_looks_up_now_and_then() -> None:
     assert Coordinator(0, 2, stall_warning_s=None).patience(0.0) > 10
 
 
+def test_a_rank_that_rank_0_does_not_answer_ends_after_the_limit() -> None:
+    node = Coordinator(3, 4, 1024, WARNING_S, ABORT_S, Topology(3, ("here", "here", "there", "there")))
+    node.submit(allreduce("a"), 0.0)
+    node.submit(allreduce("b"), 100.0)
+    assert 0 < node.patience(0.0) <= 1
+    for now in range(int(ABORT_S) + 4):
+        node.check(now)  # Rank 0 may just be about to say that it is too late.
+    with pytest.raises(StallError, match=r"^a: rank 3 on there has waited 604 s for ranks \[0\] on here\. Either the "
+                                         "network between the hosts there and here is down"):
+        node.check(ABORT_S + 4.0)
+    node.learn(Decision(agreed=((None, allreduce("a")),), errors=(("b", "the ranks disagree"),)))
+    node.check(1e6)
+
+
+def test_ranks_further_from_rank_0_give_it_the_time_that_those_between_take() -> None:
+    far = 17 * FAN_OUT
+    for rank, waits_s in ((1, 0.0), (17, WARNING_S / 2), (far + 1, WARNING_S)):
+        node = Coordinator(rank, far + 2, 1024, WARNING_S, ABORT_S)
+        node.submit(allreduce("a"), 0.0)
+        for now in range(int(ABORT_S + waits_s) + 4):
+            node.check(now)
+        with pytest.raises(StallError, match="a: rank"):
+            node.check(ABORT_S + 4.0 + waits_s)
+
+
+def test_a_rank_that_has_not_looked_for_long_reads_its_messages_before_it_blames_rank_0() -> None:
+    node = Coordinator(1, 2, 1024, WARNING_S, ABORT_S)
+    node.submit(allreduce("a"), 0.0)
+    node.check(1.0)
+    node.check(1e6)
+    node.check(1e6 + 3.9)
+    with pytest.raises(StallError, match="a: rank"):
+        node.check(1e6 + 4.0)
+
+
+def test_without_a_limit_rank_0_may_take_any_time() -> None:
+    node = Coordinator(1, 2, 1024, WARNING_S, None)
+    node.submit(allreduce("a"), 0.0)
+    node.check(1e9)
+
+
+@pytest.mark.parametrize("present, is_named", [((0, 1), True), ((0, 2), False)])
+def test_a_stall_of_a_whole_host_may_be_for_the_network(present: tuple[int, ...], is_named: bool) -> None:
+    root = Coordinator(0, 4, 1024, WARNING_S, ABORT_S, Topology(0, ("here", "here", "there", "there")))
+    for rank in present:
+        if rank:
+            root.receive(rank, Announcement(requests=((allreduce("a"), None),)).to_bytes(), 0.0)
+        else:
+            root.submit(allreduce("a"), 0.0)
+    _, decision = root.advance(ABORT_S + 1)
+    assert decision is not None and decision.end is End.STALL
+    assert ("Or the network between the hosts here and there is down or loses what is sent: no rank there has called a."
+            in decision.end_text) == is_named
+
+
 # -- what is told of incomplete work ----------------------------------------------------------------------------------
 
 
@@ -811,3 +868,25 @@ def test_what_is_new_is_told_once_by_each_rank_whatever_the_number_of_ranks_belo
     job.settle()
     assert Counter(rank for rank, _, _ in job.announcements) == dict.fromkeys(range(1, 300), 1)
     assert len({length for _, _, length in job.announcements}) == 1
+
+
+# -- what no rank sends ------------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_stands_for_nothing_is_told_with_its_sender() -> None:
+    job = repeated_step(3, ["a"])
+    with pytest.raises(MessageError, match=r"^rank 2 sent the number 9, which stands for no request on rank 0\.$"):
+        job.nodes[0].receive(2, Announcement(ids=(0, 9)).to_bytes(), 0.0)
+    with pytest.raises(MessageError, match=r"^rank 0 sent the number 9, which stands for no request on rank 1\.$"):
+        job.nodes[1].learn(Decision(agreed=(9,)))
+
+
+@pytest.mark.parametrize("source", [0, 17, 18, 300])
+def test_an_announcement_is_taken_from_children_only(source: int) -> None:
+    with pytest.raises(MessageError, match=rf"^rank {source} sent an announcement to rank 0, which is not its parent"):
+        Job(18).nodes[0].receive(source, Announcement(requests=((allreduce("a", 1), None),)).to_bytes(), 0.0)
+
+
+def test_what_is_no_announcement_is_told_with_its_sender() -> None:
+    with pytest.raises(MessageError, match=r"^rank 1 sent 3 bytes that are no Announcement: "):
+        Job(2).nodes[0].receive(1, b"\2\x95\xc1", 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpistrat import mpi_setup
 from mpistrat.collectives import device_mpi
@@ -165,8 +166,12 @@ def test_a_gpu_that_does_not_get_done_is_an_error() -> None:
 def test_more_bytes_than_mpi_counts_are_broadcast_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_mpi, "LARGE_BYTES", 100)
     sent = []
-    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 2,
-                           Bcast=lambda buffer, root: sent.append((buffer[0].address, buffer[0].nbytes, root)))
+
+    def broadcast(buffer: list, root: int) -> MPI.Request:
+        sent.append((buffer[0].address, buffer[0].nbytes, root))
+        return MPI.Request()  # one that is complete
+
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 2, Ibcast=broadcast)
     memory = np.zeros(250, np.uint8)
     start = memory.ctypes.data
     device_mpi.DeviceMpi(comm).gather(start, [90, 160])

@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import dis
+import itertools
 import logging
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType
 
 import numpy as np
 import pytest
@@ -111,6 +115,34 @@ def test_the_same_names_are_used_again_step_after_step(size: int) -> None:
         handles = [submit_barrier(engine, name) for engine in job.engines for name in "ab"]
         job.settle()
         assert all(handle.done() for handle in handles)
+
+
+def test_decisions_that_come_together_go_down_the_tree_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 17 reads nothing more once it is in the first one's collective; rank 1 must not wait for it to do so."""
+    job = ByHand(18)
+    control = job.engines[1]._control
+    events: list[str] = []
+    send, flush = control.send, control.flush
+
+    def recording_send(rank: int, message: bytes) -> None:
+        if rank == 17:
+            events.append("send")
+        send(rank, message)
+
+    monkeypatch.setattr(control, "send", recording_send)
+    monkeypatch.setattr(control, "flush", lambda children: (events.append("flush"), flush(children)))
+    for rank, engine in enumerate(job.engines):
+        if rank != 2:
+            submit_barrier(engine, "a")
+            submit_barrier(engine, "b")
+    job.settle()
+    for name in "ab":  # Rank 0 decides twice before rank 1 looks.
+        submit_barrier(job.engines[2], name)
+        for rank in (2, 0):
+            job.engines[rank].step()
+    assert not events
+    job.engines[1].step()
+    assert events == ["send", "flush", "send", "flush"]
 
 
 def test_a_stall_is_reported_once_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
@@ -886,3 +918,69 @@ def test_a_request_has_its_own_handle() -> None:
         second = engines[0].submit(request, [])
         assert second is not first
         assert second.name == "a"
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+def interrupted_after_calls(function: Callable[[], object], code: CodeType) -> Iterator[bool]:
+    """Call `function` again and again, each time interrupted after the next call that `code` makes.
+
+    Python raises KeyboardInterrupt after calls. Yields whether there was an interrupt; the last time there is none.
+    """
+    operations = {operation.offset: operation.opname for operation in dis.get_instructions(code)}
+    for skipped in itertools.count():
+        calls, follows_call, has_interrupted = 0, False, False
+
+        def trace(frame: FrameType, event: str, argument: object) -> Callable | None:
+            nonlocal calls, follows_call, has_interrupted
+            if frame.f_code is not code or has_interrupted:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                if follows_call:
+                    calls += 1
+                    if calls > skipped:  # noqa: B023 - the function is gone before the next round
+                        has_interrupted = True
+                        raise KeyboardInterrupt
+                follows_call = operations[frame.f_lasti].startswith("CALL")
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        yield has_interrupted
+        if not has_interrupted:
+            return
+
+
+def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
+    engines: list[Engine] = []
+    array = np.ones(3)
+
+    def run() -> None:
+        group = ThreadGroup(1)
+        engines.append(Engine(0, 1, group.control(0), group.data(0), Settings()))
+        engines[-1].run(allreduce_request("a", specs_of([array]), Sum), [array])
+
+    interrupts = list(interrupted_after_calls(run, Engine.run.__code__))
+    assert sum(interrupts) > 5
+    assert not any(engine._driving.locked() for engine in engines)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 17])
+def test_a_rank_that_fails_sees_that_its_last_message_leaves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ByHand(18)
+    control, events = job.engines[rank]._control, []
+    send = control.send
+    monkeypatch.setattr(control, "send", lambda other, message: (events.append(other), send(other, message)))
+    monkeypatch.setattr(control, "flush", lambda ranks, limit_s: events.append((sorted(ranks), limit_s > 0)))
+    job.engines[rank]._rounds.fail(RuntimeError("broken"))
+    neighbours = {0: list(range(1, 17)), 1: [0, 17], 17: [1]}[rank]
+    assert sorted(events[:-1]) == neighbours
+    assert events[-1] == (neighbours, True)

@@ -176,3 +176,9 @@ def test_the_table_has_a_row_with_a_sentence_for_every_setting() -> None:
 
 def test_the_tables_defaults_are_read_back_as_the_defaults() -> None:
     assert Settings.from_env({name: default for name, default, _ in Settings.table()}) == Settings()
+
+
+@pytest.mark.parametrize("settings, limit_s", [(Settings(), 600.0), (Settings(stall_abort_s=0.0), 0.0),
+                                               (Settings(stall_check_disable=True), 0.0)])
+def test_no_wait_has_a_limit_without_stall_checks(settings: Settings, limit_s: float) -> None:
+    assert settings.limit_s == limit_s

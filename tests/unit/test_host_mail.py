@@ -1,7 +1,9 @@
 """Messages among the ranks of one host."""
 
+import array
 import os
 import random
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,21 +11,23 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mpistrat.collectives import host_mail
-from mpistrat.collectives.host_mail import HostMail
+from mpistrat.collectives.host_mail import HostMail, MailSockets
+from mpistrat.errors import MessageError
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the abstract namespace is Linux's")
+from .. import shared_memory_of_threads
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's sockets only")
 
 LONG_S = 30.0  # only a failing test waits for so long
 
 
 @pytest.fixture
 def mailboxes() -> Iterator[Callable[[int], list[HostMail]]]:
-    """Makes the mailboxes of several ranks, which nobody else sees."""
+    """Makes the mailboxes of several ranks."""
     opened: list[HostMail] = []
 
     def make(ranks: int) -> list[HostMail]:
-        token = os.urandom(8).hex()
-        opened.extend(HostMail(rank, range(ranks), token) for rank in range(ranks))
+        opened.extend(shared_memory_of_threads.mailboxes(range(ranks)))
         return opened[-ranks:]
 
     yield make
@@ -66,13 +70,6 @@ def test_a_rank_may_write_to_itself(mailboxes: Make) -> None:
     mail, = mailboxes(1)
     mail.send(0, b"me")
     assert mail.receive() == [(0, b"me")]
-
-
-def test_jobs_with_other_tokens_do_not_meet(mailboxes: Make) -> None:
-    mine, theirs = mailboxes(2), mailboxes(2)
-    mine[0].send(1, b"mine")
-    assert theirs[1].receive() == []
-    assert mine[1].receive() == [(0, b"mine")]
 
 
 @pytest.mark.parametrize("size", [0, 1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 64 * 1024, 1_000_000])
@@ -254,9 +251,51 @@ def test_what_waits_for_a_receiver_that_closes_is_dropped(mailboxes: Make) -> No
     assert not first.is_sending
 
 
-def test_a_mailbox_may_be_closed_twice_and_its_address_used_again() -> None:
-    token = os.urandom(8).hex()
-    for _ in range(2):
-        mail = HostMail(0, [0], token)
+def test_a_mailbox_may_be_closed_twice(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    mail.close()
+    mail.close()
+
+
+def test_no_descriptor_is_left_open() -> None:
+    before = os.listdir("/proc/self/fd")
+    for mail in shared_memory_of_threads.mailboxes(range(5)):
         mail.close()
-        mail.close()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_mailbox_has_no_name(mailboxes: Make) -> None:
+    for mail in mailboxes(3):
+        for end in (mail._socket, *mail._outboxes.values()):
+            assert end.getsockname() in ("", b"", None)
+
+
+@pytest.mark.parametrize("part", [b"", b"\0", b"\1", b"\2\2", b"\0\0\0\0", b"\3" + bytes(9), b"\0\7\0\0\0x"],
+                         ids=["empty", "last only", "more only", "two wakes", "short", "unknown", "unknown rank"])
+def test_what_no_rank_sends_is_an_error_that_says_so(mailboxes: Make, part: bytes) -> None:
+    first, second = mailboxes(2)
+    first._outboxes[1].send(part)
+    with pytest.raises(MessageError, match=r"^a part of a message came that begins with b'.*', as no rank"):
+        second.receive()
+    first.send(1, b"next")
+    assert second.receive() == [(0, b"next")]
+
+
+def test_a_descriptor_that_comes_along_is_not_taken(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    with open(os.devnull) as extra:
+        before = os.listdir("/proc/self/fd")
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [extra.fileno()] * 9))
+        first._outboxes[1].sendmsg([b"\0\0\0\0\0x"], [rights])
+        assert second.receive() == [(0, b"x")]
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_descriptors_that_are_no_sockets_for_messages_are_left_to_the_caller() -> None:
+    inbox, outbox = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with inbox, outbox, open(os.devnull) as file:
+        for wrong in ([inbox.fileno(), outbox.fileno()], [file.fileno(), file.fileno()]):
+            with pytest.raises(OSError):
+                MailSockets.over(wrong, [0])
+        outbox.send(b"x")
+        assert inbox.recv(1) == b"x"

@@ -19,8 +19,9 @@ PACKAGE = Path(mpistrat.__file__).parent
 # A module belongs to the layer of the longest name here that it is, or is inside of. It imports its own layer and lower
 # ones. "mpistrat" itself is listed, but not everything inside of it.
 LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("settings", "errors", "launch_environment", "tree", "network"),
-    1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch",
+    0: ("settings", "errors", "launch_environment", "tree", "network", "forked", "processes",
+        "launcher_watch"),
+    1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch", "stalls",
         "introduction", "autotune", "cost_model", "tf_config", "lifelines",
         "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),
     2: ("coordinator", "tensor_queue", "voting", "bucket_plans", "collectives.base", "collectives.reduction",
@@ -37,8 +38,9 @@ PACKAGES: dict[str, set[str]] = {
     "0": set(), "1": {"numpy"}, "2": {"numpy"}, "3": {"numpy"}, "4": {"numpy", "mpi4py"},
     "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
     # Each of these wraps one package for all others.
+    "messages": {"msgpack"},
     "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
-    "collectives.hosts_vote": {"numpy", "mpi4py"},
+    "collectives.hosts_vote": {"numpy", "mpi4py"}, "collectives.peer_wait": {"mpi4py"},
     "collectives.device_mpi": {"mpi4py"},
     "collectives.nccl_hosts": {"numpy", "ml_dtypes"},
     "gpu.device": {"numpy", "cupy", "cupyx"}, "tensor_kinds": {"numpy", "ml_dtypes"},
@@ -48,7 +50,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 # The imports that point up, and only when they are asked for: Horovod has DistributedOptimizer in both places, and a
 # strategy patches Keras, where there is one.
-UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras._strategy_patches")}
+UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras"),
+           ("tensorflow.distribute.strategy", "keras._strategy_patches")}
 
 
 @cache

@@ -1,8 +1,10 @@
 """Lifelines: each side learns how the other ends. Both sides are in this process; a death is a socket that closes."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -55,6 +57,23 @@ def test_what_was_heard_is_remembered(pair: Pair) -> None:
     assert [pair.others[1].wait(LIMIT_S), pair.others[1].wait(0)] == [(), ()]
 
 
+def test_a_process_that_a_rank_has_forked_does_not_keep_its_connection_open(pair: Pair) -> None:
+    waits, goes_on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(goes_on)
+        os.read(waits, 1)
+        os._exit(0)
+    os.close(waits)
+    try:
+        pair.others[1].close()
+        assert pair.heard.wait(LIMIT_S)
+        assert pair.ended == [(1, True)]
+    finally:
+        os.close(goes_on)
+        os.waitpid(child, 0)
+
+
 def test_the_chief_hears_of_a_death_at_once_and_tells_the_others_at_the_end(pair: Pair) -> None:
     pair.others[1].close()
     assert pair.heard.wait(LIMIT_S)
@@ -101,6 +120,91 @@ def test_strangers_are_turned_away() -> None:
     assert line.wait(LIMIT_S) == ()
     for end in (stranger, other_job, line):
         end.close()
+
+
+@pytest.mark.parametrize("said", [b"", TOKEN, TOKEN + b"\0\0\0"], ids=len)
+def test_strangers_that_say_nothing_more_hold_up_nobody(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    # More than the chief lets in at once; all of them come before the rank. Only a failing test waits for so long.
+    monkeypatch.setattr(lifelines, "_HELLO_LIMIT_S", 3600.0)
+    monkeypatch.setattr(lifelines, "_MOST_SILENT", 5)
+    chief = Lifelines(local=True)
+    strangers = [socket.create_connection(("127.0.0.1", chief.port)) for _ in range(12)]
+    for stranger in strangers:
+        stranger.sendall(said)
+    line = Lifeline(["127.0.0.1"], chief.port, TOKEN, 1)
+    chief.accept([1], TOKEN)
+    for stranger in strangers:
+        stranger.settimeout(LIMIT_S)
+        try:
+            assert stranger.recv(1) == b""
+        except ConnectionResetError:
+            pass  # The chief had something unread.
+        stranger.close()
+    chief.close()
+    assert line.wait(LIMIT_S) == ()
+    line.close()
+
+
+def test_a_stranger_has_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifelines, "_HELLO_LIMIT_S", 0.05)
+    chief = Lifelines(local=True)
+    stranger = socket.create_connection(("127.0.0.1", chief.port))
+    with ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(chief.accept, [1], TOKEN)
+        stranger.settimeout(LIMIT_S)
+        assert stranger.recv(1) == b""
+        monkeypatch.setattr(lifelines, "_HELLO_LIMIT_S", LIMIT_S)
+        line = Lifeline(["127.0.0.1"], chief.port, TOKEN, 1)
+        accepting.result(LIMIT_S)
+    chief.close()
+    for end in (stranger, line):
+        end.close()
+
+
+def test_a_hello_that_comes_in_parts_is_understood() -> None:
+    chief = Lifelines(local=True)
+    with ThreadPoolExecutor(1) as thread, socket.create_connection(("127.0.0.1", chief.port)) as line:
+        accepting = thread.submit(chief.accept, [1], TOKEN)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in TOKEN + b"\0\0\0\1":
+            line.sendall(bytes([byte]))
+        accepting.result(LIMIT_S)
+        chief.close()
+        assert line.recv(10) == b"[]"
+
+
+def test_strangers_do_not_prolong_the_wait_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifelines, "_ACCEPT_LIMIT_S", 0.2)
+    chief = Lifelines(local=True)
+    is_over = threading.Event()
+
+    def connect() -> None:
+        while not is_over.is_set():
+            socket.create_connection(("127.0.0.1", chief.port)).close()
+
+    with ThreadPoolExecutor(1) as thread:
+        connecting = thread.submit(connect)
+        with pytest.raises(OSError, match=r"no connection of ranks \[1\] has arrived here"):
+            chief.accept([1], TOKEN)
+        is_over.set()
+        connecting.result(LIMIT_S)
+    chief.close()
+
+
+@pytest.mark.parametrize("text", [b"[1", b"{}", b"[1.5]", b"[-1]", b"[true]", b"7", b"\xff", b"[" * 10_000,
+                                  b" " * (lifelines._LONGEST_WORDS + 1) + b"[]"],
+                         ids=lambda text: text[:9].decode("latin-1").strip())
+def test_a_farewell_that_is_none_is_the_death_of_the_chief(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifelines, "_LAUNCHER_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        line = Lifeline(["127.0.0.1"], listener.getsockname()[1], TOKEN, 1)
+        waiting = thread.submit(line.wait, LIMIT_S)
+        with listener.accept()[0] as other:
+            other.sendall(text)
+            other.shutdown(socket.SHUT_WR)
+            with pytest.raises(RankDiedError, match="rank 0, the chief, has died"):
+                waiting.result(LIMIT_S)
+    line.close()
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 import gc
 import random
 import weakref
+from collections import deque
 
 import numpy as np
 import pytest
 
-from mpistrat.memory import ALIGNMENT, ResultPool, aligned_empty
+from mpistrat.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
 
 F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
 SOME_TURNS = 200  # more than a size may be idle
@@ -111,22 +112,6 @@ def test_memory_that_is_idle_for_many_turns_is_released() -> None:
     assert block() is None
 
 
-def test_free_memory_of_a_size_can_be_given_back() -> None:
-    pool = ResultPool()
-    held, other = pool.take((8,), F32), weakref.ref(pool.take((9,), F32).base)
-    held.fill(1)
-    in_use, free = weakref.ref(held.base), weakref.ref(pool.take((2, 4), F32).base)
-    assert not pool.give_back(32)
-    assert free() is None
-    assert in_use() is not None and other() is not None
-    again = pool.take((8,), F32)
-    again.fill(2)
-    assert set(held) == {1.0}
-    del held, again
-    assert pool.give_back(32)
-    assert in_use() is None
-
-
 def test_memory_in_use_outlives_idle_turns() -> None:
     pool = ResultPool()
     held = pool.take((8,), F32)
@@ -155,3 +140,40 @@ def test_arrays_outlive_the_pool() -> None:
     array.fill(3)
     del pool
     assert set(array) == {3.0}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 65, 1000, 4096, 10**6, 2**30, 2**30 + 1, 3 * 2**31 + 5])
+def test_a_block_is_at_most_an_eighth_or_64_bytes_larger_than_its_result(nbytes: int) -> None:
+    assert nbytes <= block_size(nbytes) <= max(nbytes * 9 / 8, nbytes + 63)
+    assert block_size(nbytes) % ALIGNMENT == 0
+    assert block_size(block_size(nbytes)) == block_size(nbytes)
+
+
+def test_ten_thousand_changing_sizes_need_no_more_memory_than_is_in_use_and_spare() -> None:
+    source, pool, spare = random.Random(1), ResultPool(spare_bytes=2**16), 2**16
+    held: deque[np.ndarray] = deque()
+    largest_use = 0
+    for _ in range(10_000):
+        held.append(pool.take((source.randrange(1, 20_000),), U8))
+        in_use = sum(block_size(array.nbytes) for array in held)
+        if len(held) > 3:
+            held.popleft()
+        largest_use = max(largest_use, in_use)
+        assert in_use <= pool.nbytes <= largest_use + 2 * max(largest_use, spare)
+        pool.next_turn()
+
+
+def test_results_that_are_kept_do_not_count_against_what_is_free() -> None:
+    pool = ResultPool(spare_bytes=1024)
+    held = [pool.take((1024,), U8) for _ in range(100)]
+    assert pool.nbytes == 100 * 1024
+    for value, array in enumerate(held):
+        array.fill(value)
+    del array
+    assert all((array == value).all() for value, array in enumerate(held))
+    del held[1:]
+    pool.take((1024,), U8)
+    assert pool.nbytes == 100 * 1024  # Nothing new was needed.
+    for _ in range(SOME_TURNS):
+        pool.next_turn()
+    assert pool.nbytes == 1024

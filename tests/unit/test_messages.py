@@ -1,9 +1,17 @@
 """What ranks tell each other, and its byte form."""
 
+import array
 import dataclasses
+import math
+import pickle
+import random
+import struct
+from typing import Any
 
+import msgpack
 import pytest
 
+from mpistrat.errors import MessageError
 from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
 
 PLAIN = Request(Kind.ALLREDUCE, "a", (TensorSpec("float32", (2, 3)),))
@@ -27,7 +35,9 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     Announcement(),
     Announcement(ids=(0, 5, 2**40)),
     Announcement(requests=((PLAIN, None), (FULL, (0, 2, 300)), (GATHER, ()))),
-    Announcement((1,), ((BARRIER, None),), ended=((4, 12), (5, 0)), failure="Traceback: ä\nline 2")])
+    Announcement((1,), ((BARRIER, None),), ended=((4, 12), (5, 0)), failure="Traceback: ä\nline 2"),
+    Announcement(failure="a name of a file that is not UTF-8: \udcff"),
+    Announcement(ids=(2**63 - 1,), recall=True)])
 def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> None:
     copy = Announcement.from_bytes(message.to_bytes())
     assert copy == message
@@ -38,6 +48,8 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
     Decision(),
     Decision(agreed=(0, (7, PLAIN), 3, (None, FULL))),
     Decision(errors=(("a", "the ranks disagree"),), ended=True),
+    Decision((3,), calls_vote=True),
+    Decision(choice=(("backend", "shared_memory"), ("chunk_bytes", 2**40), ("a", True), ("b", 0.1), ("c", -1))),
     *(Decision((1,), (), False, end, "why: ü") for end in End)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
     copy = Decision.from_bytes(message.to_bytes())
@@ -67,3 +79,137 @@ def test_tensors_differ_by_dtype_and_shape(other: TensorSpec) -> None:
 
 def test_the_operations_have_horovods_numbers() -> None:
     assert [int(ReduceOp[name]) for name in ("AVERAGE", "SUM", "ADASUM", "MIN", "MAX", "PRODUCT")] == list(range(6))
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3, 5e-324, -0.0, math.inf, -math.inf, math.nan, 2.0**1023])
+def test_a_factor_keeps_all_its_bits(factor: float) -> None:
+    request = dataclasses.replace(PLAIN, prescale=factor, postscale=-factor)
+    (_, copy), = Decision.from_bytes(Decision(agreed=((0, request),)).to_bytes()).agreed  # type: ignore[misc]
+    assert struct.pack("dd", copy.prescale, copy.postscale) == struct.pack("dd", factor, -factor)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: r.kind.value)
+def test_a_fingerprint_survives_the_way(request_: Request) -> None:
+    (copy, _), = Announcement.from_bytes(Announcement(requests=((request_, None),)).to_bytes()).requests
+    assert copy.fingerprint == request_.fingerprint
+    assert copy.in_graph == request_.in_graph
+
+
+# -- what is no message -----------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """What runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return pytest.fail, ("a message has run code",)
+
+
+def refused(message: type, data: bytes) -> str:
+    """What is said of it; it must be the one kind of error that there is for it, and name the sender."""
+    with pytest.raises(MessageError, match=r"^rank 7 sent ") as caught:
+        message.from_bytes(data, 7)  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("message", [Announcement, Decision])
+@pytest.mark.parametrize("start", [b"", b"\1" + bytes(7), b"\2", b"\3"])
+def test_a_message_runs_no_code(message: type, start: bytes) -> None:
+    refused(message, start + pickle.dumps(Harm()))
+    refused(message, start + pickle.dumps(Harm(), protocol=0))
+
+
+def test_what_is_no_message_is_told_with_its_sender() -> None:
+    assert refused(Decision, b"\3\xc0") == ("rank 7 sent 2 bytes that are no Decision: no fields. Do all ranks run "
+                                            "the same version of mpistrat?")
+    with pytest.raises(MessageError, match=r"^a rank sent 0 bytes that are no Announcement: it begins with b''\."):
+        Announcement.from_bytes(b"")
+
+
+@pytest.mark.parametrize("data", [b"\1", b"\1" + bytes(6), bytes(8), b"\1" + bytes(8), b"\1" + bytes(14),
+                                  b"\1\0\0\0\0\0\0\1" + bytes(8)])
+def test_numbers_that_are_cut_off_are_no_message(data: bytes) -> None:
+    refused(Announcement, data)
+    refused(Decision, data)
+
+
+@pytest.mark.parametrize("message", [Announcement(failure="x"), Decision(ended=True)])
+def test_one_kind_of_message_is_not_the_other(message: Announcement | Decision) -> None:
+    refused(Decision if isinstance(message, Announcement) else Announcement, message.to_bytes())
+
+
+WRONG: list[Any] = [None, True, -1, 2**63, 2**64 - 1, 1.5, "x", (), (0,), (-1,), ((),), ((0,),), (("x", 1),),
+                    ((1, "x"),), (("x", "y", "z"),), ((1, 2, 3),), (("x", (1.5,)),), (("x", (-2,)),), ((0, None),),
+                    ((None, None),), ("x",), ((True, 1),), (((),),)]
+
+
+@pytest.mark.parametrize("message", [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True),
+                                     Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, End.STALL, "why",
+                                              (("backend", "mpi"),), True)])
+def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(message: Announcement | Decision) -> None:
+    data = message.to_bytes()
+    fields = msgpack.unpackb(data[1:], use_list=False)
+
+    def check(changed: tuple) -> None:
+        wrong = data[:1] + msgpack.packb(changed)
+        try:
+            copy = type(message).from_bytes(wrong, 7)
+        except MessageError as error:
+            assert str(error).startswith("rank 7 sent ")
+        else:
+            # Only what could have been sent is taken: it has the very same bytes.
+            assert msgpack.unpackb(copy.to_bytes()[1:], use_list=False) == changed or copy.to_bytes()[:1] == b"\1"
+
+    def changes(values: tuple, put: Any) -> None:
+        put(values[:-1])
+        put((*values, 0))
+        for place, value in enumerate(values):
+            for other in WRONG:
+                put((*values[:place], other, *values[place + 1:]))
+            if isinstance(value, tuple):
+                changes(value, lambda inner, place=place: put((*values[:place], inner, *values[place + 1:])))
+
+    changes(fields, check)
+
+
+@pytest.mark.parametrize("message", [Announcement, Decision])
+def test_random_bytes_are_refused_by_the_one_error(message: type) -> None:
+    chance = random.Random(16)
+    valid = [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True).to_bytes(),
+             Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, End.STALL, "why", (("b", 1),)).to_bytes(),
+             Decision(tuple(range(9))).to_bytes()]
+    taken = 0
+    for turn in range(20_000):
+        if turn % 2:
+            data = chance.choice([b"\1" + bytes(7), b"\2", b"\3", b"\2\x95", b"\3\x97", b""])
+            data += chance.randbytes(chance.randrange(60))
+        else:
+            changed = bytearray(chance.choice(valid))
+            for _ in range(chance.randrange(1, 4)):
+                changed[chance.randrange(len(changed))] = chance.randrange(256)
+            data = bytes(changed[:chance.choice([len(changed), chance.randrange(len(changed) + 1)])])
+        try:
+            read = message.from_bytes(data, 7)  # type: ignore[attr-defined]
+        except MessageError:
+            continue
+        taken += 1
+        assert message.from_bytes(read.to_bytes()).to_bytes() == read.to_bytes()  # type: ignore[attr-defined]
+    assert 0 < taken < 10_000
+
+
+@pytest.mark.parametrize("depth", [100, 5_000, 100_000])
+def test_what_is_nested_deeply_is_refused(depth: int) -> None:
+    refused(Decision, b"\3" + b"\x91" * depth + b"\xc0")
+
+
+@pytest.mark.parametrize("claimed", [b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
+                                     b"\xdf\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\1"])
+def test_a_length_that_is_only_claimed_takes_no_memory(claimed: bytes) -> None:
+    refused(Decision, b"\3" + claimed)
+    refused(Announcement, b"\2\x95" + claimed)
+
+
+def test_numbers_travel_as_they_are() -> None:
+    numbers = (0, 5, 2**40)
+    for message in (Decision(numbers), Announcement(numbers)):
+        assert message.to_bytes()[8:] == array.array("Q", numbers).tobytes()

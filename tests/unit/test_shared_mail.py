@@ -2,15 +2,15 @@
 
 import mmap
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mpistrat.collectives.host_mail import HostMail
 from mpistrat.collectives.host_memory import ASLEEP, HostMemory
 from mpistrat.collectives.shared_mail import SharedMail, mail_bytes
+
+from ..shared_memory_of_threads import mailboxes
 
 LONG_S = 20.0
 
@@ -18,10 +18,10 @@ LONG_S = 20.0
 @pytest.fixture
 def trio() -> Iterator[list[SharedMail]]:
     """The mailboxes of ranks 4, 5 and 6 of a host; 5 and 6 exchange messages with 4 only."""
-    ranks, edges, token = (4, 5, 6), [(5, 4), (6, 4)], uuid.uuid4().hex
+    ranks, edges = (4, 5, 6), [(5, 4), (6, 4)]
     block = mmap.mmap(-1, HostMemory.size_for(3, 128 + mail_bytes(edges)))
-    mails = [SharedMail(HostMemory(block, index, ranks), 128, edges, HostMail(rank, ranks, token))
-             for index, rank in enumerate(ranks)]
+    mails = [SharedMail(HostMemory(block, index, ranks), 128, edges, mail)
+             for index, mail in enumerate(mailboxes(ranks))]
     yield mails
     for mail in mails:
         mail.close()
@@ -122,3 +122,27 @@ def test_a_thousand_questions_are_answered(trio: list[SharedMail]) -> None:
             trio[1].send(4, b"%d" % number)
             assert received(trio[1], 1) == [(4, b"%d!" % number)]
         answering.result(LONG_S)
+
+
+def test_what_is_written_while_a_rank_reads_is_read_the_next_time(trio: list[SharedMail],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence covers what the counter said before it; later bytes may not be visible yet on every processor."""
+    memory = trio[0]._memory
+    fence = memory.fence
+
+    def fence_in_which_another_message_comes() -> None:
+        monkeypatch.setattr(memory, "fence", fence)
+        trio[1].send(4, b"second")
+        fence()
+
+    trio[1].send(4, b"first")
+    monkeypatch.setattr(memory, "fence", fence_in_which_another_message_comes)
+    assert trio[0].receive() == [(5, b"first")]
+    assert trio[0].receive() == [(5, b"second")]
+
+
+def test_a_rank_that_was_interrupted_in_a_fence_can_still_tell_of_its_failure(trio: list[SharedMail]) -> None:
+    trio[1]._memory._release()
+    trio[1]._memory.abandon()
+    trio[1].send(4, b"failed")
+    assert trio[0].receive() == [(5, b"failed")]

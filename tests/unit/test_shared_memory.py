@@ -1,9 +1,9 @@
 """Shared memory among ranks of a host, with threads in the place of processes."""
 
+import fcntl
 import mmap
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.collectives import host_file
-from mpistrat.collectives.host_file import HandOver
+from mpistrat.collectives.host_file import HostFile
 from mpistrat.collectives.host_memory import HostMemory
 from mpistrat.collectives.local import ThreadGroup
 from mpistrat.collectives.shared_memory import SharedMemoryData
-from mpistrat.errors import EngineError
+from mpistrat.errors import EngineError, StallError
 from mpistrat.messages import ReduceOp
 from mpistrat.scale import IDENTITY, Scale
+from mpistrat.topology import Topology
 
 from ..shared_memory_of_threads import host_files, shared_memory_planes
 
@@ -29,10 +29,11 @@ AT_ONCE = SharedMemoryData.at_once_bytes // 4
 SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE, AT_ONCE + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
 
 
-def memories(count: int, limit_s: float = LIMIT_S) -> list[HostMemory]:
+def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = None) -> list[HostMemory]:
     """What each of `count` ranks has of one block."""
     block = mmap.mmap(-1, HostMemory.size_for(count, 0))
-    return [HostMemory(block, index, [10 + rank for rank in range(count)], limit_s) for index in range(count)]
+    ranks = [10 + rank for rank in range(count)]
+    return [HostMemory(block, index, ranks, limit_s, topology) for index in range(count)]
 
 
 def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -85,7 +86,7 @@ def test_counters_are_a_ranks_own() -> None:
 
 def test_a_rank_that_never_comes_is_named_after_the_limit() -> None:
     first, _ = memories(2, limit_s=0.05)
-    with pytest.raises(EngineError, match="rank 11 has not come to a collective for 0 s after all ranks had agreed"):
+    with pytest.raises(StallError, match=r"rank 10 has waited 0 s for ranks \[11\]\. The engine of one of them"):
         first.await_all(0, 1)
 
 
@@ -96,13 +97,20 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
         first.await_all(0, 1)
 
 
+def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hosts() -> None:
+    first, second = memories(2, topology=Topology(10, ("there",) * 10 + ("here",) * 2))
+    second.abandon(is_stalled=True)
+    second.abandon()
+    with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, after it had waited too "
+                                         r"long for others\. Either the network between the hosts here and there"):
+        first.await_all(0, 1)
+
+
 # -- the memory itself ------------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
-    token = uuid.uuid4().hex
-    hand_overs = [HandOver(rank, (3, 5, 9), token) for rank in (3, 5, 9)]
-    files = on_all(3, lambda index: hand_overs[index].share())
+def test_what_is_asked_for_in_the_same_order_is_the_same_memory() -> None:
+    files = host_files(3)
     for nbytes in (8192, 100, 70_000):
         blocks = [file.take(nbytes) for file in files]
         blocks[1][99] = 42
@@ -111,6 +119,34 @@ def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
     for file in files:
         file.close()
         file.close()
+
+
+def test_a_file_can_grow_but_not_shrink() -> None:
+    file = HostFile.make()
+    block = file.take(100_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file.fileno(), 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    block[99_999] = 1
+    file.take(100_000)[99_999] = 2
+    assert block[99_999] == 1
+    file.close()
+
+
+def test_only_the_file_of_a_rank_is_taken_and_what_is_not_is_closed() -> None:
+    made = HostFile.make()
+    unsealed, ordinary = os.memfd_create("other", os.MFD_ALLOW_SEALING), os.open(os.devnull, os.O_RDWR)
+    for wrong in (unsealed, ordinary):
+        with pytest.raises(OSError, match=r"^this is not the file that was to be shared: "):
+            HostFile.over(wrong)
+        with pytest.raises(OSError):
+            os.fstat(wrong)
+    same = HostFile.over(os.dup(made.fileno()))
+    made.take(1)[0] = 7
+    assert same.take(1)[0] == 7
+    made.close()
+    same.close()
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 4096, 50_000, 1_000_000])
@@ -123,28 +159,6 @@ def test_every_rank_reserves_a_part_of_memory_that_all_have(nbytes: int) -> None
     assert os.fstat(files[0]._descriptor).st_blocks * 512 >= 2 * nbytes
     for file in files:
         file.close()
-
-
-def test_a_file_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: str) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    token = uuid.uuid4().hex
-    hand_overs = [HandOver(rank, (0, 1), token) for rank in (0, 1)]
-
-    def attempt(index: int) -> str:
-        with pytest.raises(OSError) as raised:
-            hand_overs[index].share()
-        return str(raised.value)
-
-    assert on_all(2, attempt) == ["no space", "rank 0 could not make it"]
-
-
-def test_a_rank_that_gets_no_memory_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_file, "_HAND_OVER_S", 0.05)
-    with pytest.raises(OSError):
-        HandOver(1, (0, 1), uuid.uuid4().hex).share()
 
 
 # -- all-reduce -------------------------------------------------------------------------------------------------------
@@ -300,7 +314,7 @@ def test_ranks_that_wait_for_one_that_failed_are_told() -> None:
 
     def work(index: int) -> str:
         if index == 1:
-            data[1].abandon()
+            data[1].abandon(is_stalled=False)
             return ""
         with pytest.raises(EngineError) as raised:
             allreduced(data[0], [np.ones(100_000)])

@@ -1,10 +1,15 @@
 """MPIStrategy alone: what it imports of TensorFlow and Keras is there, and a lone rank trains as without it."""
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import mpistrat
+
+from ..jobs import job_environment
 
 tf = pytest.importorskip("tensorflow")
 
@@ -34,3 +39,87 @@ def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(keras, "__version__", "3.9.2")
     with pytest.raises(mpistrat.MissingDependencyError, match=r"needs Keras 3\.10 or later, and this is 3\.9\.2 \(pip"):
         patches.apply()
+
+
+# -- names that have moved --------------------------------------------------------------------------------------------
+
+TRAINS_WITHOUT = """
+import importlib, sys
+import keras, numpy, tensorflow as tf
+from keras.src.callbacks.swap_ema_weights import SwapEMAWeights
+
+moved = [(importlib.import_module(module), name) for module, name in [  # in the order in which they are imported
+    ("tensorflow.python.distribute.input_util", "get_distributed_dataset"),
+    ("tensorflow.python.distribute.values", "SyncOnReadVariable"),
+    ("tensorflow.python.framework.func_graph", "FuncGraph")]]
+moved.append((tf.train.Checkpoint, "_async_checkpointer"))
+moved += [(importlib.import_module("keras.src.callbacks.callback_list"), "CallbackList"),
+          (importlib.import_module("keras.src.optimizers.loss_scale_optimizer"), "LossScaleOptimizer"),
+          (SwapEMAWeights, "_tf_swap_variables")]
+taken = [(owner, name, getattr(owner, name)) for owner, name in moved]
+for owner, name in moved:
+    delattr(owner, name)
+hidden = sys.modules.pop("tensorflow.python.distribute.device_util")
+sys.modules["tensorflow.python.distribute.device_util"] = None
+
+import mpistrat.keras as hvd, mpistrat.tensorflow as hvt
+hvd.init()
+variable = tf.Variable(1.0)
+with tf.GradientTape() as tape:
+    loss = variable * 3.0
+assert float(hvt.DistributedGradientTape(tape).gradient(loss, variable)) == 3.0
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+optimizer.build(model.trainable_variables)
+optimizer.apply([tf.ones_like(v) for v in model.trainable_variables])
+print("trained")
+
+def strategy():
+    try:
+        hvt.MPIStrategy()
+        print("made")
+    except ImportError as error:
+        print(type(error).__name__, error)
+
+strategy()
+sys.modules["tensorflow.python.distribute.device_util"] = hidden
+for owner, name, value in taken:
+    strategy()
+    setattr(owner, name, value)
+strategy()
+"""
+
+
+def test_where_a_private_name_has_moved_only_the_strategy_is_refused() -> None:
+    keras = pytest.importorskip("keras")
+    finished = subprocess.run([sys.executable, "-c", TRAINS_WITHOUT], env=job_environment("", {}), text=True,
+                              capture_output=True, timeout=250, check=False)
+    assert finished.returncode == 0, finished.stderr
+    trained, *refused, made = finished.stdout.splitlines()
+    assert (trained, made) == ("trained", "made")
+    missing = ["device_util", "get_distributed_dataset", "SyncOnReadVariable", "FuncGraph",
+               "Checkpoint._async_checkpointer", "CallbackList", "LossScaleOptimizer",
+               "SwapEMAWeights._tf_swap_variables"]
+    assert len(refused) == len(missing)
+    for i, (text, name) in enumerate(zip(refused, missing)):
+        of = f"TensorFlow {tf.__version__}" if i < 5 else f"Keras {keras.__version__}"
+        assert text.startswith(f"MissingDependencyError MPIStrategy does not know {of}: ") and name in text
+
+
+def test_where_keras_registries_have_moved_an_optimizer_still_trains_and_loads(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    keras = pytest.importorskip("keras")
+    private = importlib.import_module("mpistrat.keras._keras_private")
+    optimizers = importlib.import_module("mpistrat.keras.optimizer")
+    assert all(hasattr(importlib.import_module(module), name) for module, name in private.REGISTRIES)
+    monkeypatch.setattr(private, "REGISTRIES", (("keras.src.api_export", "MOVED"), ("keras.src.moved", "NAMES")))
+    monkeypatch.setattr(optimizers, "_classes", {})
+    mpistrat.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizers.DistributedOptimizer(keras.optimizers.RMSprop(0.25)), loss="mse")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"Keras {keras.__version__} has no keras.src.api_export.MOVED",
+        f"Keras {keras.__version__} has no keras.src.moved.NAMES"]
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
+    assert type(loaded) is keras.optimizers.RMSprop and float(loaded.learning_rate) == 0.25

@@ -1,6 +1,8 @@
 """Hand-over between threads: Handle, Entry and TensorQueue."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -225,3 +227,16 @@ def test_of_many_threads_that_use_one_name_one_wins() -> None:
         thread.join(LONG_S)
     assert sorted(int(each.request.name) for each in queue.take_new()) == list(range(50))
     assert len(refused) == 7 * 50
+
+
+def test_threads_that_give_up_leave_nothing_in_the_handle() -> None:
+    handle = Handle("a")
+    for _ in range(3):
+        assert not handle.await_done(1e-3)
+    assert not handle._waiters
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(handle.wait, LONG_S) for _ in range(3)]
+        while len(handle._waiters) < 3:
+            time.sleep(1e-3)
+        handle.complete([1])
+        assert [wait.result(LONG_S) for wait in waiting] == [[1]] * 3

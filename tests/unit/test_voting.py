@@ -19,6 +19,7 @@ from mpistrat.errors import EngineError, MismatchError, ShutdownError, StallErro
 from mpistrat.requests import Average, Sum, allreduce_request, barrier_request, specs_of
 from mpistrat.settings import Settings
 from mpistrat.tensor_queue import Entry, Handle
+from mpistrat.topology import Topology
 from mpistrat.voting import Voting
 
 from ..shared_memory_of_threads import shared_memory_planes
@@ -124,7 +125,8 @@ def entry(name: str) -> Entry:
 
 def voters(warning_s: float | None = None, abort_s: float | None = None) -> list[Voting]:
     """Those of two ranks, in a vote that has just been called."""
-    made = [Voting(ballot, rank, warning_s, abort_s) for rank, ballot in enumerate(ballots(2))]
+    made = [Voting(ballot, Topology(rank, ("here", "here")), warning_s, abort_s)
+            for rank, ballot in enumerate(ballots(2))]
     for voting in made:
         voting.call()
     return made
@@ -165,7 +167,7 @@ def test_a_rank_that_votes_against_ends_the_vote() -> None:
 
 
 def test_nobody_votes_against_before_a_vote_is_called() -> None:
-    first = Voting(ballots(2)[0], 0, None, None)
+    first = Voting(ballots(2)[0], Topology(0, ("here", "here")), None, None)
     first.decline(0.0)
     assert not first.has_voted
 
@@ -217,6 +219,15 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
     assert len(caplog.messages) == 2
     with pytest.raises(StallError, match=r"a: rank 0 has waited 601 s for ranks \[1\]"):
         first.check(601.0)
+
+
+def test_a_vote_that_another_host_does_not_answer_may_be_for_the_network() -> None:
+    first = Voting(ballots(2)[0], Topology(0, ("here", "there")), None, 5.0)
+    first.call()
+    first.propose(entry("a"), False, 0.0)
+    with pytest.raises(StallError, match=r"^a: rank 0 on here has waited 5 s for ranks \[1\] on there\. Either the "
+                                         "network between the hosts here and there is down"):
+        first.check(5.0)
 
 
 @pytest.mark.parametrize("warning_s", [None, 60.0])
@@ -547,6 +558,26 @@ def test_a_decision_waits_until_the_vote_has_ended() -> None:
     assert ours.done() and all(handle.done() for handle in handles)
 
 
+def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child in the collective of one decision does not read the next, which may be larger than its mailbox."""
+    ranks = Steps(2)
+    ranks.open_vote()
+    control, events = ranks.rounds[0]._control, []
+    send, flush = control.send, control.flush
+    monkeypatch.setattr(control, "send", lambda rank, message: (events.append("send"), send(rank, message)))
+    monkeypatch.setattr(control, "flush", lambda children: (events.append("flush"), flush(children)))
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.rounds[0]._voting._ballot, "outcome", lambda: None)  # type: ignore[union-attr]
+        for name in ("a", "b"):
+            for rank in range(2):
+                ranks.put(rank, name, is_awaited=False)
+            ranks.step()
+        assert len(ranks.rounds[0]._decided) == 2
+        assert events == ["send"]
+    ranks.step()
+    assert events == ["send", "flush", "send", "flush"]
+
+
 def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
     ranks = Steps(2)
     ours = ranks.vote_of_the_first()
@@ -567,6 +598,19 @@ def test_a_rank_that_fails_is_heard_of_while_a_vote_is_open() -> None:
     ranks.step(0)
     with pytest.raises(EngineError, match="broken"):
         pending.wait(0)
+
+
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_a_stall_of_one_rank_is_a_stall_on_all(stalled: int) -> None:
+    ranks = Steps(3)
+    pending = [ranks.put(rank, "a", is_awaited=False) for rank in range(2)]
+    ranks.step()
+    ranks.rounds[stalled].fail(StallError("rank 7 does not come"))
+    ranks.step(*(rank for rank in range(3) if rank != stalled))
+    for handle in pending:
+        with pytest.raises(StallError, match="rank 7 does not come"):
+            handle.wait(0)
+    assert [type(rounds.error) for rounds in ranks.rounds] == [StallError] * 3
 
 
 def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits_for_the_vote(

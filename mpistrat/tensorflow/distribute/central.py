@@ -30,7 +30,7 @@ _ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: ElsewhereVariable}
 
 def is_central(variable: Any) -> bool:
     """Whether the chief alone has the contents of a variable; the same on all ranks."""
-    return hasattr(variable, _MARK)
+    return _MARK in vars(variable)  # To ask for an attribute that is missing may be a collective; see checkpoints.
 
 
 class Slots:

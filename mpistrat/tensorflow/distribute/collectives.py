@@ -16,10 +16,12 @@ from typing import Any
 import tensorflow as tf
 
 from ... import runtime
+from ...errors import MismatchError
 from ...requests import Average, ReduceOp, Sum
 from ..buckets import BUCKET_BYTES, reduce_list
 from ..ops import broadcast_list, gather_list, reduce_slices
 from ..program_order import token
+from . import threads
 from ._tf_private import FuncGraph
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
@@ -61,6 +63,8 @@ def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
 
     Raises:
         ValueError: A value is a scalar, or has no such axis.
+        tf.errors.InvalidArgumentError: On every rank, when the values differ in more than that. Eagerly it is a
+            MismatchError too.
     """
     tensors = [tf.convert_to_tensor(v) for v in values]
     for tensor in tensors:
@@ -69,8 +73,18 @@ def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
-    joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
+    try:
+        joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
+    except MismatchError as error:
+        raise GatherError(str(error)) from error
     return [_swapped(tensor, axis) for tensor in joined]
+
+
+class GatherError(MismatchError, tf.errors.InvalidArgumentError):
+    """The ranks' values cannot be joined: of the class that TensorFlow's own strategies raise for that."""
+
+    def __init__(self, text: str):
+        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
 
 
 def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
@@ -98,7 +112,7 @@ def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labe
 def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) -> list[Any]:
     """Call `collective(name)` in such a way that it runs after all earlier ones of the program."""
     if tf.executing_eagerly():
-        return collective(f"strategy/{operation}")
+        return collective(threads.wire_name(operation))
     name, order = _name_in_graph(operation), token()
     if order is None:
         return collective(name)
@@ -117,4 +131,4 @@ def _name_in_graph(operation: str) -> str:
     while isinstance(graph, FuncGraph):
         places.append(re.sub(r"_\d+(?=_|$)", "", graph.name))  # the numbers are counted over all of the process
         graph = graph.outer_graph
-    return "/".join(["strategy", *reversed(places)])
+    return threads.wire_name("/".join(reversed(places)))

@@ -26,6 +26,7 @@ from ._tf_private import (
 from .central import Slots
 from .options import apply_timeout, bucket_bytes
 from .replica_context import RankReplicaContext
+from .variables import RankMirroredVariable
 
 
 class RankExtended(tf.compat.v1.distribute.StrategyExtended):
@@ -56,7 +57,6 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         self._rank, self._size = topology.rank, topology.size
         self._input = input.Pipelines(strategy, self._rank, self._size, device)
         self.slots = Slots(strategy, central)
-        self._in_lockstep: set[int] = set()
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -85,10 +85,12 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
         Keras counts its optimizer's steps in such a variable: that would be a broadcast in every step.
         """
-        self._in_lockstep.add(id(variable))
+        variable.is_in_lockstep = True
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        if isinstance(tensor, float | int) or id(destinations) in self._in_lockstep:
+        if isinstance(tensor, float | int):
+            return tensor
+        if isinstance(destinations, RankMirroredVariable) and destinations.is_in_lockstep:
             return tensor
         return collectives.broadcast_from_first(tf.convert_to_tensor(tensor))
 

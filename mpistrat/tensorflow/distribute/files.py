@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from ... import array_ops, runtime
 from ...errors import CollectiveError, EngineError, ShutdownError
+from .threads import wire_name
 
 T = TypeVar("T")
-NAME = "strategy/files"
 # An attribute of exceptions that all ranks know of.
 SHARED = "_mpistrat_shared"
 
@@ -42,7 +42,7 @@ class Told:
 class _State(threading.local):
     def __init__(self) -> None:
         self.alone = False
-        self.known: dict[int, Any] = {}
+        self.known: dict[Any, Any] = {}
 
 
 _state = _State()
@@ -64,8 +64,8 @@ def alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known(values: dict[int, Any]) -> Iterator[None]:
-    """Within it, variables have these values, by their id, for a rank that reads them alone to write them."""
+def known(values: dict[Any, Any]) -> Iterator[None]:
+    """Within it, variables have these values, by their ref(), for a rank that reads them alone to write them."""
     before, _state.known = _state.known, values
     try:
         yield
@@ -75,7 +75,7 @@ def known(values: dict[int, Any]) -> Iterator[None]:
 
 def known_value(variable: Any) -> Any:
     """What `known` was given for a variable, where this rank is alone; else None."""
-    return _state.known.get(id(variable)) if _state.alone else None
+    return _state.known.get(variable.ref()) if _state.alone else None
 
 
 def write_once(path: str, write: Callable[[], Any], value: Callable[[], Any] = lambda: None) -> Any:
@@ -161,7 +161,7 @@ def meet(error: Exception | None = None, path: str = "", value: Any = None) -> l
     """
     told = Told(path, _description(error), _stamp(path) if path else None, value)
     try:
-        everybody = array_ops.allgather_object(told, NAME)
+        everybody = array_ops.allgather_object(told, wire_name("files"))
     except ShutdownError:
         # The usual end of a script: the chief saves the model, and the others have nothing left to do.
         if error is not None:

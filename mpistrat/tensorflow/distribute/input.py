@@ -13,6 +13,7 @@ import tensorflow as tf
 from ... import array_ops
 from ...errors import InvalidRequestError
 from ._tf_private import InputWorkers, get_distributed_dataset, get_distributed_datasets_from_function
+from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Pipelines:
                                       "`distribute_datasets_from_function`.")
         batches, same = self._agree(dataset)
         if self._size > 1:
-            dataset = _with_own_memory(dataset)
+            dataset = _in_order(_with_own_memory(dataset))
         policy = dataset.options().experimental_distribute.auto_shard_policy
         distributed = self._distributed(dataset, options)
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
@@ -85,7 +86,8 @@ class Pipelines:
             if "FILE based sharding" not in str(error):
                 raise
             own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
-        return next((problem for problem in array_ops.allgather_object(own) if problem), "")
+        everybody = array_ops.allgather_object(own, wire_name("files_of_input"))
+        return next((problem for problem in everybody if problem), "")
 
     def distribute_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
         """The dataset that `dataset_fn` makes of an InputContext, as it is. Collective."""
@@ -135,7 +137,7 @@ class Pipelines:
             return tf.data.UNKNOWN_CARDINALITY, False
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
-        everybody = array_ops.allgather_object((batches, kind))
+        everybody = array_ops.allgather_object((batches, kind), wire_name("input"))
         kinds: dict[str, list[int]] = {}
         for rank, (_, other) in enumerate(everybody):
             kinds.setdefault(other, []).append(rank)
@@ -177,9 +179,24 @@ def _with_own_memory(dataset: Any) -> Any:
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless") for operation in _operations(dataset)):
         return dataset
-    return dataset.map(lambda *element: tf.nest.map_structure(
-        lambda x: tf.raw_ops.DeepCopy(x=x) if isinstance(x, tf.Tensor) and x.dtype != tf.string else x,
-        element if len(element) > 1 else element[0]))
+    return _changed(dataset, lambda x: tf.raw_ops.DeepCopy(x=x) if isinstance(x, tf.Tensor) and x.dtype != tf.string
+                    else x)
+
+
+def _in_order(dataset: Any) -> Any:
+    """A dataset whose sparse tensors have their indices in order, for TensorFlow splits up no others.
+
+    Those of scipy have the order of the columns, or none: only some operations need one.
+    """
+    if not any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec)):
+        return dataset
+    return _changed(dataset, lambda x: tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x)
+
+
+def _changed(dataset: Any, change: Callable[[Any], Any]) -> Any:
+    """A dataset with each tensor of its elements changed; they keep their structure, also that of a tuple of one."""
+    return dataset.map(lambda *element: tf.nest.pack_sequence_as(
+        dataset.element_spec, [change(leaf) for leaf in tf.nest.flatten(element)]))
 
 
 def _is_per_replica(options: Any) -> bool:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from ... import array_ops, basics, runtime
 from ...errors import InvalidRequestError
 from ..buckets import BUCKET_BYTES
+from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def agreed(options: Any) -> tf.distribute.experimental.CommunicationOptions:
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
                          f"Received: {options!r}")
     options = options or tf.distribute.experimental.CommunicationOptions()
-    everybody = array_ops.allgather_object(_fields(options), "strategy/options")
+    everybody = array_ops.allgather_object(_fields(options), wire_name("options"))
     if any(other != everybody[0] for other in everybody):
         raise InvalidRequestError("communication_options differ among the ranks: "
                                   + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))

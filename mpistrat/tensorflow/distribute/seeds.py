@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ... import array_ops, runtime
 from ._tf_private import context, global_seed
+from .threads import wire_name
 
 
 def seed_alike() -> None:
@@ -18,7 +19,7 @@ def seed_alike() -> None:
     seed = global_seed()
     if seed is None:
         seed = _drawn()
-    tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name="strategy/seed")))
+    tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name=wire_name("seed"))))
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def state_of_first_rank() -> Iterator[None]:
     own = _state()
     if own[0] is None:
         tf.random.set_seed(_drawn())
-    seed, numbers, python = array_ops.broadcast_object(_state(), 0)
+    seed, numbers, python = array_ops.broadcast_object(_state(), 0, wire_name("random"))
     _set(seed, numbers)
     random.setstate(python)
     try:

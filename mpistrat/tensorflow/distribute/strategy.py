@@ -9,11 +9,8 @@ import tensorflow as tf
 from ... import array_ops, basics, runtime
 from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
 from ..pinning import pin_gpu
-from . import checkpoints
-from ._tf_private import resolve
-from .extended import RankExtended
 from .options import agreed
-from .seeds import seed_alike
+from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +28,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     calls mpistrat.init() if need be. It seeds TensorFlow alike on all ranks, so that all shuffle alike: with the seed
     that rank 0 has set, or a random one.
 
+    Threads of one rank may use it at the same time, to read a metric for example, if the ranks can tell them apart: by
+    the name that a thread was given, or else by the function that it runs. See threads.py.
+
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
         device: Where variables and computation are, for example "GPU:0"; by default the GPU that pin_gpu(), which it
@@ -47,7 +47,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Raises:
         InvalidRequestError: There is no such kind of variables; on this rank, before anything is sent.
-        MissingDependencyError: The version of Keras is one that it cannot work with.
+        MissingDependencyError: The version of TensorFlow or Keras is one that it cannot work with; on this rank, before
+            anything is sent.
         MismatchError: The ranks disagree on the kind of variables; on every rank.
     """
 
@@ -55,9 +56,16 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                  variables: str = "mirrored"):
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
+        # Not imported above, for they need names of TensorFlow and Keras that are not public, and may be missing.
+        from . import checkpoints
+        from ._tf_private import resolve
+        from .extended import RankExtended
+        from .seeds import seed_alike
+        checkpoints.check()
+        patches = _patches_of_keras()
         runtime.init()
         options = agreed(communication_options)
-        kinds = array_ops.allgather_object(variables)
+        kinds = array_ops.allgather_object(variables, wire_name("variables"))
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
         extended = RankExtended(self, resolve(device or _default_device()), options, _resolver(), random_per_rank,
@@ -66,7 +74,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
         checkpoints.patch()
-        _patch_keras()
+        if patches is not None:
+            patches.apply()
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduce over the replicas, and over `axis` of each value before. Collective.
@@ -126,11 +135,14 @@ def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
         num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})
 
 
-def _patch_keras() -> None:
+def _patches_of_keras() -> Any:
+    """The module with what Keras is to do otherwise; None where there is no Keras 3."""
     try:
-        patches = import_module("mpistrat.keras._strategy_patches")
+        import_module("mpistrat.keras")
     except MissingDependencyError as error:
         logger.info("MPIStrategy is for custom training loops here: %s", error)
-        return
+        return None
     # An error if it cannot be done, since ranks would train models of their own without a word.
-    patches.apply()
+    patches = import_module("mpistrat.keras._strategy_patches")
+    patches.check()
+    return patches

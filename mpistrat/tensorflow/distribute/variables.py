@@ -29,7 +29,13 @@ class _Number:
 
 
 class RankMirroredVariable(_Number, MirroredVariable):
-    """A variable that is equal on all ranks, as long as it is not assigned to without aggregation in a replica."""
+    """A variable that is equal on all ranks, as long as it is not assigned to without aggregation in a replica.
+
+    Attributes:
+        is_in_lockstep: Whether the ranks assign equal values to it; see RankExtended.assigned_in_lockstep.
+    """
+
+    is_in_lockstep = False
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         # TensorFlow would leave a Python number out of the aggregation, and add 1 where the ranks add 1 each.

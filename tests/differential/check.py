@@ -1,0 +1,36 @@
+"""One program in all legs, and the comparisons."""
+
+import mpi4py.MPI
+
+from .compare import assert_equal_in_both, assert_equal_on_all_ranks
+from .legs import MPI, legs_for, under
+from .programs import PROGRAMS
+from .random_models import random_recipe
+from .training import Recipe, train
+
+SEED = "seed "
+
+
+def recipe_named(name: str) -> Recipe:
+    """The program of that name, or `seed N` for a random one."""
+    return random_recipe(int(name.removeprefix(SEED))) if name.startswith(SEED) else PROGRAMS[name].recipe
+
+
+def assert_same_in_all_legs(name: str) -> None:
+    """Train the program of that name in each leg. Collective; mpistrat is not initialised afterwards.
+
+    Raises:
+        AssertionError: On all ranks, when any of them has other bits than the others, or in one leg than in another.
+    """
+    recipe = recipe_named(name)
+    size = mpi4py.MPI.COMM_WORLD.Get_size()
+    legs, trained = legs_for(size), {}
+    for leg in legs:
+        with under(leg):
+            trained[leg.name] = train(recipe)
+        assert_equal_on_all_ranks(trained[leg.name].shared, f"{name}, leg {leg.name!r}")
+    for leg in legs:
+        if leg is not MPI and leg.sums_like_mpi(size, recipe.sends_halves):
+            for part in ("shared", "own"):
+                assert_equal_in_both(getattr(trained[MPI.name], part), getattr(trained[leg.name], part),
+                                     f"{name}, legs {MPI.name!r} and {leg.name!r}")

@@ -1,0 +1,71 @@
+"""The legs: with what settings, and on which hosts, a program is trained."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+import mpistrat
+from mpistrat import runtime
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Settings to train with.
+
+    Attributes:
+        settings: Environment variables, set on all ranks.
+        hosts: The host of each of the first ranks, one letter for each; the other ranks are on the last one. "": the
+            ranks are where they are.
+    """
+
+    name: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    hosts: str = ""
+
+    def host_of(self, size: int) -> tuple[str, ...]:
+        """The host of each of `size` ranks."""
+        return tuple(f"host {letter}" for letter in (self.hosts + self.hosts[-1] * size)[:size])
+
+    def sums_like_mpi(self, size: int, in_halves: bool) -> bool:
+        """Whether sums over `size` ranks have the bits of MPI's, which are of all ranks from left to right.
+
+        Over hosts they are sums of hosts' sums; and of half precision, each host rounds its own.
+        """
+        hosts = self.host_of(size) if self.hosts else ("one",) * size
+        has_sums_of_sums = any(hosts.count(host) > 1 for host in set(hosts) - {hosts[0]})
+        is_rounded_twice = in_halves and 1 < len(set(hosts)) < size
+        return not has_sums_of_sums and not is_rounded_twice
+
+
+DEFAULT = Leg("default")
+MPI = Leg("mpi", {"MPISTRAT_CPU_OPERATIONS": "mpi"})
+# Ranks 0 and 1 share a host, where there are three ranks or more; two ranks are two hosts.
+TWO_HOSTS = Leg("two hosts", hosts="AAB")
+HOST_EACH = Leg("two hosts", hosts="AB")
+
+
+def legs_for(size: int) -> list[Leg]:
+    """All legs of a program on `size` ranks."""
+    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH]
+
+
+@contextlib.contextmanager
+def under(leg: Leg) -> Iterator[None]:
+    """Have mpistrat initialised for `leg` meanwhile, and shut down afterwards. Collective.
+
+    Hosts are made up where init() has heard the ranks' host names; what it makes of them is the product's own.
+    """
+    mpistrat.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in leg.settings.items():
+            patch.setenv(name, value)
+        if leg.hosts:
+            patch.setattr(runtime, "unique_hosts", lambda names, groups: leg.host_of(len(names)))
+        mpistrat.init()
+        assert not leg.hosts or set(mpistrat.hosts()) == set(leg.host_of(mpistrat.size())), mpistrat.hosts()
+        assert "MPISTRAT_CPU_OPERATIONS" not in leg.settings or \
+            runtime.current().data_name == leg.settings["MPISTRAT_CPU_OPERATIONS"], runtime.current().data_name
+        yield
+        mpistrat.shutdown()

@@ -1,0 +1,132 @@
+"""The programs that have names: what users train with, and the sizes at which gradients go other ways."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+from keras import layers
+from keras.optimizers import SGD, Adam, LossScaleOptimizer, RMSprop
+
+from mpistrat.tensorflow import Compression
+
+from .training import CLASSES, Recipe
+
+# Kernels of up to 64 KiB are joined for the reduction; together these are more than 512 KiB, from where large results
+# are treated in a way of their own.
+WIDTH, DEPTH = 120, 10
+
+
+def dense(width: int = WIDTH, depth: int = DEPTH, bias: bool = False) -> Callable[[], keras.Model]:
+    """Makes a stack of equal layers."""
+    def make() -> keras.Model:
+        hidden = [layers.Dense(width, activation="relu", use_bias=bias) for _ in range(depth)]
+        return keras.Sequential([keras.Input((width,)), *hidden, layers.Dense(CLASSES)])
+    return make
+
+
+def normalised() -> keras.Model:
+    """Layers with running statistics."""
+    hidden = [layer for _ in range(4) for layer in (layers.Dense(112), layers.BatchNormalization(), layers.ReLU())]
+    return keras.Sequential([keras.Input((300,)), *hidden, layers.Dense(CLASSES)])
+
+
+def embedded() -> keras.Model:
+    """An embedding, of which the gradient is sparse, under dense layers and running statistics."""
+    return keras.Sequential([keras.Input((7,), dtype="int32"), layers.Embedding(50, 24), layers.Flatten(),
+                             layers.Dense(96, activation="relu"), layers.BatchNormalization(), layers.Dense(CLASSES)])
+
+
+def residual(blocks: int = 4, filters: int = 32) -> Callable[[], keras.Model]:
+    """Makes a small network of ResNet's kind: convolutions without biases, batch normalisation, shortcuts."""
+    def make() -> keras.Model:
+        image = keras.Input((8, 8, 3))
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(image)
+        for _ in range(blocks):
+            shortcut = x
+            for _ in range(2):
+                x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(layers.ReLU()(
+                    layers.BatchNormalization()(x)))
+            x = layers.Add()([x, shortcut])
+        return keras.Model(image, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
+    return make
+
+
+def resnet50() -> keras.Model:
+    """Keras' own, on small images."""
+    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=CLASSES,
+                                       classifier_activation=None)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe with a name.
+
+    Attributes:
+        is_quick: The tests run it, too; otherwise only `python -m tests.differential` does.
+    """
+
+    name: str
+    recipe: Recipe
+    is_quick: bool = False
+
+
+def _adam(**arguments: Any) -> Callable[[], Adam]:
+    return lambda: Adam(1e-3, **arguments)
+
+
+def _momentum(**arguments: Any) -> Callable[[], SGD]:
+    return lambda: SGD(0.01, momentum=0.9, **arguments)
+
+
+_ADAM = Recipe(dense(), _adam())
+_MOMENTUM = Recipe(dense(), _momentum())
+
+_LIST = [
+    Program("adam", _ADAM, is_quick=True),
+    Program("adam, at the same time", replace(_ADAM, takes_turns=False, steps=40)),
+    Program("sgd with momentum", _MOMENTUM),
+    Program("sgd with nesterov momentum", Recipe(dense(), _momentum(nesterov=True))),
+    Program("rmsprop", Recipe(dense(), lambda: RMSprop(1e-3, momentum=0.5, centered=True))),
+    Program("loss scale", Recipe(dense(), lambda: LossScaleOptimizer(SGD(0.01, momentum=0.9), initial_scale=256.0),
+                                 takes_turns=False), is_quick=True),
+    Program("mixed precision", Recipe(dense(), _adam(), policy="mixed_bfloat16")),
+    Program("mixed precision with loss scale", Recipe(
+        dense(), lambda: LossScaleOptimizer(SGD(0.01, momentum=0.9), initial_scale=256.0), policy="mixed_float16",
+        takes_turns=False)),
+    Program("clipped by norm", Recipe(dense(), _momentum(clipnorm=0.01))),
+    Program("clipped by value", Recipe(dense(), _momentum(clipvalue=0.001))),
+    Program("clipped by global norm", Recipe(dense(), _momentum(global_clipnorm=0.1)), is_quick=True),
+    Program("ema", Recipe(dense(), _momentum(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2))),
+    Program("gradient accumulation", Recipe(dense(), _momentum(gradient_accumulation_steps=2)), is_quick=True),
+    Program("backward passes per step", replace(_MOMENTUM, distribute={"backward_passes_per_step": 2})),
+    Program("compressed", replace(_MOMENTUM, distribute={"compression": Compression.fp16})),
+    Program("several steps per execution", replace(_MOMENTUM, compile={"steps_per_execution": 3})),
+    Program("eager", replace(_MOMENTUM, steps=3, compile={"run_eagerly": True})),
+    Program("tape", replace(_ADAM, way="tape"), is_quick=True),
+    Program("tape, momentum", replace(_MOMENTUM, way="tape")),
+    Program("strategy fit", replace(_ADAM, way="strategy fit"), is_quick=True),
+    Program("strategy loop", replace(_MOMENTUM, way="strategy loop"), is_quick=True),
+    Program("strategy fit, accumulation", Recipe(dense(), _momentum(gradient_accumulation_steps=2),
+                                                 way="strategy fit")),
+    Program("strategy fit, clipped", Recipe(dense(), _adam(clipnorm=0.01), way="strategy fit")),
+    Program("batch normalisation", Recipe(normalised, _adam())),
+    Program("batch normalisation, strategy", Recipe(normalised, _momentum(), way="strategy fit")),
+    Program("embedding", Recipe(embedded, _adam(), tokens=50), is_quick=True),
+    Program("embedding, made dense", Recipe(embedded, _momentum(), tokens=50, distribute={"sparse_as_dense": True})),
+    Program("embedding, strategy", Recipe(embedded, _adam(), tokens=50, way="strategy fit")),
+    Program("widths of 16", Recipe(dense(96, 15, bias=True), _momentum())),
+    Program("widths of no power", Recipe(dense(97, 15, bias=True), _momentum())),
+    Program("twenty layers of 96", Recipe(dense(96, 20, bias=True), _adam())),
+    Program("twenty layers of 96, at the same time", Recipe(dense(96, 20, bias=True), _adam(), takes_turns=False,
+                                                            steps=40)),
+    Program("many small", Recipe(dense(9, 60, bias=True), _momentum())),
+    Program("few large", Recipe(dense(512, 3), _momentum()), is_quick=True),
+    Program("more than a bucket", Recipe(dense(2048, 2), _momentum(), takes_turns=False, steps=3)),
+    Program("several buckets", Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3)),
+    Program("a network like ResNet", Recipe(residual(), _momentum())),
+    Program("resnet50", Recipe(resnet50, _momentum(), steps=8, batch=2)),
+    Program("resnet50, at the same time", Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False)),
+    Program("resnet50, strategy", Recipe(resnet50, _momentum(), steps=4, batch=2, way="strategy fit")),
+]
+PROGRAMS = {program.name: program for program in _LIST}

@@ -1,0 +1,197 @@
+"""A training of a Keras model by a recipe, in any of the ways that users train."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import mpistrat.keras as hvd
+from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy
+
+from .turns import Turns, in_turns
+
+# So many that the bias of the last layer, which comes first in a bucket, leaves the others aligned to 64 bytes.
+CLASSES = 16
+WAYS = ("fit", "tape", "strategy fit", "strategy loop")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train, and how.
+
+    Attributes:
+        model: Makes the model; its weights are drawn by Keras' global seed.
+        optimizer: Makes the optimizer.
+        way: One of WAYS.
+        steps: How many there are. They are one epoch.
+        batch: Rows of each rank in a step.
+        tokens: The inputs are whole numbers below this, for an embedding; 0: they are normally distributed.
+        classes: How many outputs the model has, of which a label names one.
+        policy: Keras' dtype policy.
+        takes_turns: Whether the ranks apply gradients one after the other; see turns.py.
+        distribute: More arguments for DistributedOptimizer or DistributedGradientTape.
+        compile: More arguments for Model.compile.
+    """
+
+    model: Callable[[], keras.Model]
+    optimizer: Callable[[], keras.optimizers.Optimizer]
+    way: str = "fit"
+    steps: int = 12
+    batch: int = 4
+    tokens: int = 0
+    classes: int = CLASSES
+    policy: str = "float32"
+    takes_turns: bool = True
+    distribute: Mapping[str, Any] = field(default_factory=dict)
+    compile: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sends_halves(self) -> bool:
+        """Whether gradients are reduced in half precision."""
+        return "compression" in self.distribute
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves on one rank.
+
+    Attributes:
+        shared: What all ranks must have the same bits of: the weights, and the state of the optimizer.
+        own: What is this rank's alone, and must be the same in each leg: losses, running statistics, and gradients that
+            have been accumulated.
+    """
+
+    shared: dict[str, np.ndarray]
+    own: dict[str, np.ndarray]
+
+
+def train(recipe: Recipe, seed: int = 1) -> Trained:
+    """Train as `recipe` says, between init and shutdown. Collective; the same from run to run."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(recipe.policy)
+    turns = Turns() if recipe.takes_turns else None
+    try:
+        trained = _WAYS[recipe.way](recipe, turns, seed)
+    finally:
+        keras.config.set_dtype_policy(before)
+    if turns is not None:
+        turns.close()
+    return trained
+
+
+def _optimizer(recipe: Recipe, turns: Turns | None) -> keras.optimizers.Optimizer:
+    optimizer = recipe.optimizer()
+    return optimizer if turns is None else in_turns(optimizer, turns)
+
+
+def _loss() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _data(recipe: Recipe, model: keras.Model, seed: int, rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    generator, rows, shape = np.random.default_rng([seed, rank]), recipe.steps * batch, model.input_shape[1:]
+    if recipe.tokens:
+        x = generator.integers(0, recipe.tokens, (rows, *shape))
+    else:
+        x = generator.normal(size=(rows, *shape)).astype(np.float32)
+    return x, generator.integers(0, recipe.classes, rows)
+
+
+def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
+    model = recipe.model()
+    optimizer = hvd.DistributedOptimizer(_optimizer(recipe, turns), **recipe.distribute)
+    optimizer.build(model.trainable_variables)  # or else Keras traces every step twice
+    model.compile(optimizer, _loss(), **recipe.compile)
+    x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
+    before = _weights(model)
+    history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0)
+    return _trained(model, optimizer, before, history.history["loss"])
+
+
+def _by_tape(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
+    model, loss_of = recipe.model(), _loss()
+    optimizer = _optimizer(recipe, turns)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with DistributedGradientTape(tf.GradientTape(), **recipe.distribute) as tape:
+            loss = loss_of(y, model(x, training=True))
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
+    before, losses = _weights(model), []
+    for start in range(0, len(x), recipe.batch):
+        rows = slice(start, start + recipe.batch)
+        losses.append(step(tf.constant(x[rows]), tf.constant(y[rows])).numpy())
+    return _trained(model, optimizer, before, losses)
+
+
+def _by_strategy_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
+    with MPIStrategy().scope():
+        model = recipe.model()
+        optimizer = _optimizer(recipe, turns)
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, _loss(), **recipe.compile)
+    batch = recipe.batch * hvd.size()
+    before = _weights(model)
+    data = tf.data.Dataset.from_tensor_slices(_data(recipe, model, seed, 0, batch)).batch(batch)
+    history = model.fit(data, epochs=1, verbose=0)
+    return _trained(model, optimizer, before, history.history["loss"])
+
+
+def _by_strategy_loop(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
+    strategy, loss_of = MPIStrategy(), _loss()
+    with strategy.scope():
+        model = recipe.model()
+        optimizer = _optimizer(recipe, turns)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        def of_replica(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True)) / strategy.num_replicas_in_sync
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+        return strategy.reduce("SUM", strategy.run(of_replica, (x, y)), axis=None)
+
+    x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
+    before, losses = _weights(model), []
+    for start in range(0, len(x), recipe.batch):
+        rows = slice(start, start + recipe.batch)
+        losses.append(step(tf.constant(x[rows]), tf.constant(y[rows])).numpy())
+    return _trained(model, optimizer, before, losses)
+
+
+_WAYS = dict(zip(WAYS, (_by_fit, _by_tape, _by_strategy_fit, _by_strategy_loop), strict=True))
+
+
+def _weights(model: keras.Model) -> list[np.ndarray]:
+    return [_array(v) for v in model.trainable_variables]
+
+
+def _array(variable: Any) -> np.ndarray:
+    return np.array(tf.convert_to_tensor(variable.value).numpy())
+
+
+def _trained(model: keras.Model, optimizer: Any, before: list[np.ndarray], losses: Any) -> Trained:
+    after = _weights(model)
+    assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True)), "nothing has been learned"
+    assert all(np.isfinite(a.astype(np.float64)).all() for a in after), "the weights are not finite"
+    shared = {f"weight {i} {v.path}": value
+              for i, (v, value) in enumerate(zip(model.trainable_variables, after, strict=True))}
+    own = {"losses": np.array(losses)}
+    for i, v in enumerate(optimizer.variables):
+        # Between updates each rank has accumulated its own gradients.
+        (own if "gradient_accumulator" in v.path else shared)[f"optimizer {i} {v.path}"] = _array(v)
+    own.update({f"statistic {i} {v.path}": _array(v) for i, v in enumerate(model.non_trainable_variables)})
+    return Trained(shared, own)

@@ -1,0 +1,18 @@
+"""Make the ranks of one machine form several hosts, so that tests of what goes on between hosts need no network."""
+
+import dataclasses
+from typing import Any
+
+from mpistrat import introduction
+
+
+def pretend_hosts(ranks_per_host: int) -> None:
+    """Let each `ranks_per_host` consecutive ranks be a host of their own from the next init() on. On all ranks."""
+    introduce = introduction.introduce
+
+    def introduce_hosts(mpi: Any, comm: Any) -> list[introduction.Introduction]:
+        return [dataclasses.replace(told, host=f"host{rank // ranks_per_host}",
+                                    memory_group=rank - rank % ranks_per_host)
+                for rank, told in enumerate(introduce(mpi, comm))]
+
+    introduction.introduce = introduce_hosts

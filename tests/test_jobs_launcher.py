@@ -1,0 +1,74 @@
+"""The launcher ends before its ranks: mpirun is killed, and cannot end them."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from .jobs import ROOT, find_mpirun, job_environment, living_after, needs_mpirun, processes_of, run_job, wait_until
+
+pytestmark = needs_mpirun
+
+# The ranks look every second; this is for a machine that is very busy.
+SOON_S = 60
+
+
+def kill_mpirun(tmp_path: Path, way: str, wrapper: Sequence[str] = ()) -> str:
+    """Start two ranks, kill mpirun when they do what is named, and let nothing live on. Returns what they printed."""
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    job, mark = uuid.uuid4().hex, tmp_path / "mark"
+    script = [sys.executable, "tests/scripts/launcher_dies.py", way, str(mark)]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen([mpirun, "--oversubscribe", "--bind-to", "none", "-np", "2", *wrapper, *script],
+                                   env=job_environment(job, {}), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
+                                   stderr=subprocess.STDOUT)
+        try:
+            wait_until(lambda: mark.exists() or process.poll() is not None, 120)
+            assert process.poll() is None
+            process.kill()
+            process.wait()
+            assert living_after(job, SOON_S) == ()
+        finally:
+            process.kill()
+            process.wait()
+            for left in processes_of(job):
+                left.kill()
+        return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode()
+
+
+@pytest.mark.parametrize("way", ["sleep", "compute", "reduce", "wait", "wait at the end"])
+def test_ranks_end_when_mpirun_was_killed_whatever_they_do(tmp_path: Path, way: str) -> None:
+    kill_mpirun(tmp_path, way)
+
+
+def test_ranks_end_when_mpirun_was_killed_behind_a_shell_and_say_so(tmp_path: Path) -> None:
+    # The shell's own output goes to a file, for what passes through mpirun is lost with it.
+    said = tmp_path / "said"
+    kill_mpirun(tmp_path, "sleep", ["sh", "-c", f'"$@" 2>> {said}; exit $?', "sh"])
+    assert said.read_text().count(") ends, because the process that launched it (") == 2
+
+
+LIST = """
+import threading, mpistrat
+def watches(): return any(thread.name == "mpistrat-launcher-watch" for thread in threading.enumerate())
+mpistrat.init()
+print("in between", watches())
+mpistrat.shutdown()
+print("after", watches())
+"""
+
+
+@pytest.mark.parametrize(("env", "watches"), [({}, True), ({"MPISTRAT_LAUNCHER_CHECK_DISABLE": "1"}, False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_launcher_is_watched_from_init_to_shutdown_unless_the_setting_says_no(
+        ranks: int, env: dict[str, str], watches: bool) -> None:
+    job = run_job(ranks, ["python", "-c", LIST], env=env)
+    assert job.output.count(f"in between {watches}\n") == ranks, job.output
+    assert job.output.count("after False\n") == ranks, job.output
+    assert job.code == 0, job.output

@@ -1,0 +1,27 @@
+"""Random programs of collectives against numpy: no difference, and no rank waits for ever.
+
+A few of them; any number is run by hand, as the scripts say.
+"""
+
+import pytest
+
+from .jobs import needs_mpirun, run_job
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks, options", [(2, ["30"]), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
+                                            (2, ["10", "3000", "tensorflow"])])
+def test_programs_of_arrays(ranks: int, options: list[str]) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/random_arrays.py", *options], limit_s=300)
+    assert job.code == 0, job.output
+    for rank in range(ranks):
+        assert f"rank {rank}: {options[0]} programs of " in job.output, job.output
+
+
+@needs_mpirun
+def test_gradients_of_programs_under_a_strategy() -> None:
+    ranks = 3
+    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "5", "simple", "gradients"], limit_s=300)
+    assert job.code == 0, job.output
+    for rank in range(ranks):
+        assert f"rank {rank}: 5 programs are right" in job.output, job.output

@@ -1,0 +1,182 @@
+"""What `mpistrat run` does when mpirun, or a part of the job, does not end. stubborn_mpirun.py is in mpirun's place."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+import psutil
+import pytest
+
+from .jobs import ROOT, job_environment, living_after, processes_of, wait_until
+
+SOON_S = 60  # for what takes a second on a machine that is not busy
+LONG = {"abort_s": 1e4, "signal_s": 1e4, "second_s": 0.3, "kill_s": 1e4, "left_s": 1e4}
+MPIRUN = "tests/scripts/stubborn_mpirun.py"
+ABORT = "import os, mpistrat.launcher_watch as watch; watch.tell_of_abort(os.environ); "
+KILLED = 256 - signal.SIGKILL  # as stubborn_mpirun.py reports a rank that was killed
+SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
+
+SUPERVISE = """
+import os, sys
+from mpistrat.cli.launcher import LaunchLine
+from mpistrat.cli.supervisor import Patience, supervise
+sys.exit(supervise(LaunchLine(tuple(sys.argv[2:])), os.environ, Patience(**eval(sys.argv[1]))))
+"""
+
+
+class Run:
+    """A supervised mpirun, from its start on."""
+
+    def __init__(self, words: Sequence[str], prefix: Sequence[str], patience: Mapping[str, float], output: IO[bytes]):
+        self.job = uuid.uuid4().hex
+        self._output = output
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", SUPERVISE, str({**LONG, **patience}), *words], cwd=ROOT,
+            env=job_environment(self.job, {}), stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT)
+
+    @property
+    def output(self) -> str:
+        """What all of it has printed so far."""
+        return os.pread(self._output.fileno(), 2**20, 0).decode()
+
+    def await_text(self, text: str) -> None:
+        """Wait until it is printed."""
+        wait_until(lambda: text in self.output or self.process.poll() is not None, SOON_S)
+        assert text in self.output
+
+    def code(self) -> int:
+        """The exit code, soon; nothing of the job is left then."""
+        code = self.process.wait(SOON_S)
+        assert living_after(self.job, SOON_S) == (), self.output
+        return code
+
+    def named(self, text: str) -> psutil.Process:
+        """The process of the job with this in its command line, this or that way."""
+        found, = (each for each in processes_of(self.job) if text in each.cmdline()[:2])
+        return found
+
+
+@contextlib.contextmanager
+def supervised(*words: str, prefix: Sequence[str] = (), **patience: float) -> Iterator[Run]:
+    """mpirun with these words, under supervision. What is not named in `patience` is waited for nearly for ever."""
+    with tempfile.TemporaryFile() as output:
+        run = Run([sys.executable, MPIRUN, *words], prefix, patience, output)
+        try:
+            yield run
+        finally:
+            run.process.kill()
+            run.process.wait()
+            for left in processes_of(run.job):
+                left.kill()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_that_of_mpirun(code: int) -> None:
+    with supervised("ends", "sh", "-c", f"exit {code}", left_s=0.1) as run:
+        assert run.code() == code
+        assert run.output == "the rank has ended\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_goes_to_mpirun_and_the_second_kills(number: signal.Signals) -> None:
+    with supervised("ends", *SLEEP, second_s=0.0) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(number)
+        run.await_text(f"got {number.name}\n")
+        assert run.process.poll() is None
+        run.process.send_signal(number)
+        assert run.code() == 128 + number
+        assert "mpistrat run: this is the second signal; it is sent SIGKILL\n" in run.output
+        assert "mpistrat run: what is left of the job is killed: processes " in run.output
+
+
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    with supervised("ends", *SLEEP, second_s=1e4, left_s=0.1) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(signal.SIGTERM)
+        run.await_text("got SIGTERM\n")
+        run.process.send_signal(signal.SIGTERM)
+        run.named("sleep").kill()
+        assert run.code() == KILLED
+        assert "it is sent" not in run.output
+
+
+def test_mpirun_that_does_not_end_after_a_signal_is_killed() -> None:
+    with supervised("ends", *SLEEP, signal_s=0.5, left_s=0.1) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(signal.SIGINT)
+        assert run.code() == 130
+        assert "got SIGINT\n" in run.output
+        assert "mpirun has not ended within 0.5 s after a signal; it is sent SIGKILL\n" in run.output
+
+
+def test_other_signals_go_to_mpirun_and_end_nothing() -> None:
+    with supervised("ends", *SLEEP, left_s=0.1) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(signal.SIGUSR1)
+        run.await_text("got SIGUSR1\n")
+        assert run.process.poll() is None
+        run.named("sleep").kill()
+        assert run.code() == KILLED
+
+
+def test_mpirun_that_does_not_end_when_a_rank_has_ended_the_job_is_ended() -> None:
+    with supervised("stays", sys.executable, "-c", ABORT, abort_s=0.5, kill_s=0.5, left_s=0.1) as run:
+        assert run.code() == 1
+        assert run.output.index("it is sent SIGTERM\n") < run.output.index("it is sent SIGKILL\n")
+        assert "a rank ended the job, and mpirun has not ended within 0.5 s" in run.output
+
+
+def test_mpirun_that_ends_after_a_rank_has_ended_the_job_has_the_exit_code() -> None:
+    with supervised("ends", sys.executable, "-c", f"{ABORT} raise SystemExit(7)") as run:
+        assert run.code() == 7
+        assert "it is sent" not in run.output
+
+
+def test_a_job_that_a_rank_starts_may_abort_without_ending_the_job_around_it() -> None:
+    inner = [sys.executable, MPIRUN, "ends", sys.executable, "-c", f"{ABORT} raise SystemExit(7)"]
+    outer = f"import subprocess, time; code = subprocess.run({inner!r}).returncode; time.sleep(2); exit(code)"
+    with supervised("ends", sys.executable, "-c", outer, abort_s=0.5, kill_s=0.5, left_s=0.1) as run:
+        assert run.code() == 7
+        assert "it is sent" not in run.output
+
+
+def test_what_is_left_of_a_job_whose_mpirun_was_killed_is_killed() -> None:
+    with supervised("ends", *SLEEP, left_s=0.5) as run:
+        run.await_text("the rank begins")
+        run.named(MPIRUN).kill()
+        assert run.code() == 128 + signal.SIGKILL
+        assert "mpistrat run: what is left of the job is killed: processes " in run.output
+
+
+def test_what_a_job_leaves_that_has_succeeded_is_left_alone() -> None:
+    with supervised("ends", "sh", "-c", "setsid sleep 600 &", left_s=0.0) as run:
+        assert run.process.wait(SOON_S) == 0
+        assert run.named("sleep").is_running()
+        assert run.output == "the rank has ended\n"
+
+
+def test_mpirun_is_told_to_end_when_its_supervisor_was_killed() -> None:
+    with supervised("ends", *SLEEP) as run:
+        run.await_text("the rank begins")
+        run.process.kill()
+        run.await_text("got SIGTERM\n")
+        run.named("sleep").kill()
+        assert living_after(run.job, SOON_S) == ()
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_so() -> None:
+    with supervised("ends", *SLEEP, prefix=["nohup"], left_s=0.1) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGUSR1)
+        run.await_text("got SIGUSR1\n")
+        run.named("sleep").kill()
+        run.code()
+        assert "SIGHUP" not in run.output

@@ -1,0 +1,126 @@
+"""Which process is the launcher, what ends with a rank, and what /proc says of processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from mpistrat import processes
+from mpistrat.launch_environment import identity
+from mpistrat.launcher_watch import launcher_among, launcher_here, workers_of
+from mpistrat.processes import Process, descendants, parse_stat
+
+RANK_1 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-7@1"}
+HYDRA_1 = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9"}
+SRUN_1 = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+
+
+def process(pid: int, parent: int = 1, group: int = 0) -> Process:
+    return Process(pid, 100 + pid, parent, group or pid)
+
+
+def launcher(own: Mapping[str, str], *environs: Mapping[str, str] | None) -> int | None:
+    """The number of the ancestor, from 1 for the parent, that is taken for the launcher."""
+    found = launcher_among(identity(own), [(process(number), environ) for number, environ in enumerate(environs, 1)])
+    return None if found is None else found.pid
+
+
+@pytest.mark.parametrize("own", [RANK_1, HYDRA_1, SRUN_1])
+def test_the_launcher_is_the_parent_if_nothing_is_between(own: Mapping[str, str]) -> None:
+    assert launcher(own, {"PATH": "/bin"}, {}) == 1
+
+
+@pytest.mark.parametrize("own", [RANK_1, HYDRA_1, SRUN_1])
+def test_shells_and_profilers_between_the_launcher_and_the_rank_are_passed_over(own: Mapping[str, str]) -> None:
+    assert launcher(own, {**own, "SHLVL": "2"}, own, {"PATH": "/bin"}, {}) == 3
+
+
+def test_a_launcher_of_another_user_is_one() -> None:
+    assert launcher(SRUN_1, SRUN_1, None, {}) == 2
+
+
+def test_mpirun_in_a_batch_script_of_slurm_is_the_launcher_of_its_ranks() -> None:
+    assert launcher({**BATCH_SCRIPT, **RANK_1}, BATCH_SCRIPT, BATCH_SCRIPT) == 1
+
+
+def test_a_daemon_that_srun_has_started_is_the_launcher_of_its_ranks() -> None:
+    assert launcher({**SRUN_1, **RANK_1}, SRUN_1, None) == 1
+
+
+def test_mpirun_that_a_rank_has_started_is_the_launcher_of_its_own_ranks() -> None:
+    inner = {**RANK_1, "PMIX_NAMESPACE": "prterun-a-9@1"}
+    assert launcher(inner, RANK_1, RANK_1, {}) == 1
+
+
+def test_a_rank_whose_launcher_is_out_of_sight_has_none() -> None:
+    assert launcher(RANK_1) is None
+    assert launcher(RANK_1, RANK_1) is None
+
+
+@pytest.mark.parametrize("environ", [{}, {"PATH": "/bin"}, BATCH_SCRIPT])
+def test_without_a_launcher_nothing_is_watched(environ: Mapping[str, str]) -> None:
+    assert identity(environ) == ()
+    assert launcher_here(environ) is None
+
+
+ASK = f"""
+import os, subprocess, sys
+from mpistrat.launcher_watch import launcher_here
+from mpistrat.processes import ancestors
+if sys.argv[1:] != ["inner"]:
+    sys.exit(subprocess.run([sys.executable, "-c", sys.orig_argv[2], "inner"]).returncode)
+found = [process.pid for process in ancestors(os.getpid())]
+print(found[0] == os.getppid(), 1 in found, launcher_here({RANK_1}).pid == os.getppid())
+"""
+
+
+def test_the_ancestors_of_a_process_are_found_and_its_launcher_among_them() -> None:
+    # Asked of a process of a process, for this one may be the first of a container.
+    done = subprocess.run([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "True True True\n"
+
+
+def test_what_a_rank_has_started_ends_with_it_unless_it_has_left_its_group() -> None:
+    found = [process(10, 1, 10), process(11, 10, 10), process(12, 11, 10), process(13, 10, 13), process(14, 1, 10),
+             process(15, 13, 10)]
+    assert [each.pid for each in workers_of(10, 10, found)] == [11, 12, 15]
+
+
+def test_descendants() -> None:
+    found = [process(5, 4), process(4, 3), process(3, 2), process(9, 2), process(8, 7)]
+    assert sorted(each.pid for each in descendants(2, found)) == [3, 4, 5, 9]
+
+
+STAT = "{} ({}) {} 41 42 43 0 -1 4194304 81 0 0 0 0 0 0 0 20 0 1 0 7777 2764800 235 18446744073709551615\n"
+
+
+@pytest.mark.parametrize("name", ["python", "my prog (2) Z 1", ") R 1 2 ("])
+def test_a_name_may_hold_anything(name: str) -> None:
+    assert parse_stat(STAT.format(40, name, "S")) == Process(pid=40, started=7777, parent=41, group=42)
+
+
+@pytest.mark.parametrize("state", ["Z", "X"])
+def test_a_process_that_nobody_has_asked_for_has_ended_all_the_same(state: str) -> None:
+    assert parse_stat(STAT.format(40, "mpirun", state)) is None
+
+
+def test_a_process_is_alive_until_it_ends_even_if_its_parent_does_not_ask() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    found = processes.find(child.pid)
+    assert found is not None
+    assert found.parent == os.getpid()
+    assert found.is_alive()
+    assert found in processes.everything()
+    assert not Process(found.pid, found.started + 1, found.parent, found.group).is_alive()
+    child.communicate()
+    assert not found.is_alive()
+
+
+def test_the_environment_of_a_process() -> None:
+    environ = processes.environment_of(os.getpid())
+    assert environ is not None
+    assert "PATH" in environ
+    assert processes.environment_of(2**22 + 1) is None
