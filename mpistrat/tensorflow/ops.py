@@ -288,7 +288,12 @@ def _wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_n
     if name is None:
         if isinstance(tensor, tf.IndexedSlices):
             tensor = tensor.values
-        name = operation if tensor is None else f"{operation}_{tensor.name}"
+        name = operation if tensor is None or _is_numbered(tensor) else f"{operation}_{tensor.name}"
     name = re.sub("[^a-zA-Z0-9_]", "_", name)
     unique = tf.compat.v1.get_default_graph().unique_name(name)
     return unique.rsplit("/", 1)[-1] if ignore_name_scope else unique
+
+
+def _is_numbered(tensor: tf.Tensor) -> bool:
+    """Whether this is an eager tensor that the graph captures. Its name is a number that each process counts alone."""
+    return tensor.op.name.rsplit("/", 1)[-1].isdigit()
