@@ -76,49 +76,6 @@ def test_what_is_raised_is_an_error_of_tensorflow(error: Exception, expected: ty
         program()
 
 
-@pytest.mark.parametrize("consume", [
-    lambda x: x * 2.0, lambda x: tf.nn.relu(-x), lambda x: tf.add_n([x, x]), lambda x: tf.clip_by_value(x, 5.0, 6.0),
-    lambda x: tf.reshape(x, [2, -1]) * 2.0, lambda x: tf.split(x, 2)[0] * 2.0, lambda x: tf.identity(x) * 2.0,
-    lambda x: tf.cond(x[0] > 0.0, lambda: x * 2.0, lambda: x),
-    lambda x: tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2.0), [0, x])[1],
-    lambda x: tf.linalg.set_diag(tf.reshape(x, [100, 200]), tf.zeros([100])),
-    lambda x: tf.tensor_scatter_nd_update(x, [[0]], [9.0]), lambda x: tf.sort(x, direction="DESCENDING") * 2.0])
-def test_memory_that_tensorflow_is_given_is_not_written_to(consume: Any) -> None:
-    """Other ranks read it too, see collectives/shared_results.py."""
-    made = aligned_empty(80_000).view(np.float32)
-    made[...] = 1.0
-
-    @tf.function
-    def program() -> Any:
-        x, = host_call(lambda: [made], [], [tf.float32], True)
-        x.set_shape([20_000])
-        return consume(x)
-
-    program()
-    assert (made == 1.0).all()
-
-
-def test_memory_that_a_variable_is_given_is_not_written_to() -> None:
-    made = aligned_empty(80_000).view(np.float32)
-    made[...] = 1.0
-    variable = tf.Variable(tf.zeros([20_000]))
-
-    @tf.function
-    def program() -> None:
-        x, = host_call(lambda: [made], [], [tf.float32], True)
-        x.set_shape([20_000])
-        variable.assign(x)
-        variable.assign_add(x)
-        variable.assign(x)
-        variable.scatter_nd_update([[0]], [9.0])
-        variable[1:3].assign([9.0, 9.0])
-
-    program()
-    variable.assign_sub(variable * 0.5)
-    np.testing.assert_array_equal(variable.numpy()[:4], [4.5, 4.5, 4.5, 0.5])
-    assert (made == 1.0).all()
-
-
 # -- how long a function lives ----------------------------------------------------------------------------------------
 
 
