@@ -83,6 +83,19 @@ exec "DIRECTORY/on" "$host" env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bi
 """
 
 
+# Returns when the address can be reached, where nothing listens. After a link is up it takes the kernel a while.
+_REACH = """
+import socket, sys, time
+while True:
+    try:
+        socket.create_connection((sys.argv[1], 9), timeout=1).close()
+    except ConnectionRefusedError:
+        break
+    except OSError:
+        time.sleep(0.05)
+"""
+
+
 @dataclass(frozen=True)
 class Link:
     """What is between the hosts instead of a cable, in each direction.
@@ -170,6 +183,9 @@ class Hosts:
             yield
         finally:
             subprocess.run(self._on(0, ["ip", "link", "set", _CABLE, "up"]), check=True)
+            for host, other in ((0, 1), (1, 0)):
+                subprocess.run(self._on(host, [sys.executable, "-c", _REACH, self.addresses[other]]), check=True,
+                               timeout=60)
 
     def _mpirun(self, ranks_per_host: Sequence[int], command: Sequence[str], env: Mapping[str, str],
                 map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> list[str]:

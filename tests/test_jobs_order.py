@@ -49,6 +49,15 @@ def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:
         assert f"rank {rank}: 300 steps in one thread, and in 3" in job.output
 
 
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/asynchronous.py"], limit_s=180)
+    assert job.code == 0, job.output
+    for rank in range(ranks):
+        assert f"rank {rank}: trained" in job.output, job.output
+
+
 # Over TCP a large message needs calls of MPI by its sender; and with one child each, rank 1 sends to another host.
 @needs_mpirun
 @pytest.mark.parametrize("rounds, tree, mpi", [("1000", [], {}), ("100", ["1"], {

@@ -21,7 +21,7 @@ def test_programs_of_arrays(ranks: int, options: list[str]) -> None:
 @needs_mpirun
 def test_gradients_of_programs_under_a_strategy() -> None:
     ranks = 3
-    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "5", "simple", "gradients"], limit_s=300)
+    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "5", "gradients"], limit_s=300)
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: 5 programs are right" in job.output, job.output

@@ -74,6 +74,13 @@ class _Distributed:
         object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        # Without a strategy Keras' own changes nothing. But it has a custom gradient, for which TensorFlow keeps the
+        # graph of the train step as long as the process lives.
+        if tf.distribute.has_strategy():
+            return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
+        return list(grads_and_vars)
+
     def _clip_gradients(self, grads: Any) -> Any:
         self._mpistrat_called.add("_clip_gradients")
         if self._mpistrat_accumulating is not None:

@@ -34,18 +34,15 @@ from ..errors import (
     MpistratError,
     NotInitializedError,
 )
-from ..memory import aligned_empty
 from ..messages import Request
-from ..tensor_queue import Handle
-from . import gpu_bridge
+from . import executions, gpu_bridge
+from .executions import Execution
 from .host_call import host_call
+from .program_order import calls_in_order
 from .thread_state import keep_thread_state
-from .wakeups import WAKEUPS, awaited
+from .wakeups import TICKET, WAKEUPS, awaited, execution_of, is_done, queue_of
 
 _PATIENCE_S = 10e-3
-_DONE = aligned_empty(8).view(np.int64).reshape(())  # in place of a ticket; TensorFlow need not copy it
-_DONE[...] = -1
-
 _MOST_BRANCHES = 8  # of collectives in one graph that wait if they are the last; each takes 10 ms when it is traced
 
 # Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit; the same for the same shapes.
@@ -98,25 +95,42 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     require_function()
     dtypes = [t.dtype for t in tensors]
     line = _lines.setdefault(tf.compat.v1.get_default_graph(), _Line())
-    place = _Place(make_request, dtypes, line, wait)
+    execution = executions.current() or Execution()
+    site = _CallSite(make_request, dtypes, line, wait, execution)
+    past = [execution.number] if execution.is_past else []
+    calls_in_order()
+    WAKEUPS.prepare()
 
     def shaped(results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return list(results)
 
-    def fetched(ticket: tf.Tensor) -> list[tf.Tensor]:
-        return shaped(host_call(place.fetch, [awaited(ticket, place.queues)], dtypes, stateful=False))
+    def fetched(ticket: list[tf.Tensor], queue: tf.Tensor) -> list[tf.Tensor]:
+        return shaped(host_call(site.fetch, [awaited(ticket, queue)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
         if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > _MOST_BRANCHES):
-            ticket, = host_call(place.submit, tensors, [tf.int64], stateful=True)
-            ticket.set_shape([])
-            return fetched(ticket)
-        ticket, *results = host_call(place.submit_and_wait, tensors, [tf.int64, *dtypes], stateful=True)
-        ticket.set_shape([])
-        # Bare Switch and Merge nodes are no quicker, and what stands in line behind the dequeue would be dead with it.
-        return list(tf.cond(ticket < 0, lambda: shaped([tf.identity(r) for r in results]), lambda: fetched(ticket)))
+            ticket = scalars(host_call(site.submit, [*tensors, *past], TICKET, stateful=True))
+            results = fetched(ticket, queue_of(ticket))
+        else:
+            returned = host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes], stateful=True)
+            ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
+            queue = queue_of(ticket)
+            # Bare Switch and Merge nodes are no quicker, and what stands in line behind the dequeue would be dead with
+            # it.
+            results = list(tf.cond(is_done(ticket), lambda: shaped([tf.identity(result) for result in ready]),
+                                   lambda: fetched(ticket, queue)))
+        if execution.number is None:
+            execution.number = execution_of(ticket)
+    return results
+
+
+def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors, which are known to have no dimensions."""
+    for tensor in tensors:
+        tensor.set_shape([])
+    return tensors
 
 
 def require_function() -> None:
@@ -142,51 +156,54 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> lis
     return [to_tensor(result) for result in results]
 
 
-class _Place:
-    """A place in a graph where a collective stands. It may be executed many times, also before earlier ones end."""
+class _CallSite:
+    """Where in a graph a collective stands. It may be executed many times, also before earlier ones end.
 
-    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], line: _Line, wait: Wait):
+    It lives as long as the graph, see host_call, and so must not refer to it: `make_request` must not.
+    """
+
+    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], line: _Line, wait: Wait,
+                 execution: Execution):
         self._make_request, self._line, self._wait = make_request, line, wait
+        self._has_past, self._counts = execution.is_past, execution.number is None
         line.length += 1
         self._position = line.length
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
-        self._latest: tuple[list[tuple[int, ...]], Request] | None = None
-        self.queues = WAKEUPS.queues_for(self)
-        self._queue_count = int(self.queues.shape[0])
+        self._latest: dict[str, tuple[list[tuple[int, ...]], Request]] = {}  # by what is added to the name
 
-    def submit(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def submit(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """A ticket for the result."""
         keep_thread_state()
-        prepared = [np.asarray(array) for array in arrays]
-        return [self._ticket_for(runtime.current().engine.submit(self._request(prepared), prepared))]
+        request, arrays, number = self._prepared(inputs)
+        return WAKEUPS.ticket_for(runtime.current().engine.submit(request, arrays), number)
 
-    def submit_and_wait(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """_DONE and the results, or a ticket and empty arrays."""
+    def submit_and_wait(self, *inputs: np.ndarray) -> list[np.ndarray]:
+        """What stands for a ticket and the results, or a ticket and empty arrays."""
         keep_thread_state()
-        prepared = [np.asarray(array) for array in arrays]
-        engine, request = runtime.current().engine, self._request(prepared)
+        engine, (request, arrays, number) = runtime.current().engine, self._prepared(inputs)
         if self._wait is Wait.ALWAYS or self._position == self._line.length:
-            handle = engine.run(request, prepared, _PATIENCE_S)
+            handle = engine.run(request, arrays, _PATIENCE_S)
             if handle.done():
-                return [_DONE, *handle.wait()]
+                return [*WAKEUPS.done_ticket(number), *handle.wait()]
         else:
-            handle = engine.submit(request, prepared)
-        return [self._ticket_for(handle), *self._nothing]
+            handle = engine.submit(request, arrays)
+        return [*WAKEUPS.ticket_for(handle, number), *self._nothing]
 
     def fetch(self, ticket: np.int64) -> list[np.ndarray]:
         """The results."""
         keep_thread_state()
         return WAKEUPS.redeem(int(ticket)).wait()
 
-    def _request(self, arrays: list[np.ndarray]) -> Request:
+    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, list[np.ndarray], int]:
+        arrays = [np.asarray(array) for array in inputs]
+        suffix = executions.suffix(int(arrays.pop())) if self._has_past else ""
         shapes = [array.shape for array in arrays]
-        latest = self._latest
+        latest = self._latest.get(suffix)
         if latest is None or latest[0] != shapes:
-            latest = self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)
-        return latest[1]
-
-    def _ticket_for(self, handle: Handle) -> np.ndarray:
-        return np.array(WAKEUPS.ticket_for(handle, self._queue_count))
+            request = self._make_request(arrays)
+            latest = shapes, dataclasses.replace(request, name=request.name + suffix, in_graph=True)
+            self._latest[suffix] = latest
+        return latest[1], arrays, executions.next_number(latest[1].name) if self._counts else 0
 
 
 def as_tf_error(error: MpistratError) -> Exception:

@@ -15,6 +15,7 @@ from .. import runtime
 from ..gpu.arrays import GpuArray, GpuInput
 from ..messages import DEVICE_GPU, Request
 from ..tensor_kinds import AnyLibrary, as_result, go_by_host, gpu_input, this_ranks_gpu
+from .own_executor import at_once
 
 
 class TensorFlow(AnyLibrary):
@@ -25,7 +26,7 @@ class TensorFlow(AnyLibrary):
         dtype, where = value.dtype, value.device
 
         def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
-            with tf.device(where):
+            with at_once(), tf.device(where):
                 return as_result(uninitialised(shape, dtype), device)
 
         return gpu_input(device.seen(array), device, ready, allocate)

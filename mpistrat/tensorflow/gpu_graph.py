@@ -1,19 +1,20 @@
 """Collectives on tensors on a GPU inside a tf.function: they stay on the GPU.
 
-A collective is the three nodes that it is in `bridge`, with the work divided otherwise:
+A collective is the three nodes that it is in `bridge`, with the work divided otherwise, and one more before them:
 
-1. *submit*, a py_function on the GPU, which gets the tensors as eager ones. It makes tensors for the results, whose
-   memory holds nothing yet, and returns them with a ticket. Another thread exports both by DLPack and submits them: an
-   export waits until the GPU has made the tensor, and TensorFlow may have no other thread to go on with.
-2. *await*, as in `bridge`.
-3. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results takes
+1. *begin*, a callback on the host that returns a ticket. What a node on the GPU returns is there too, to be read only
+   when the GPU has done all that it was given before.
+2. *submit*, a py_function on the GPU, which gets the tensors as eager ones. It makes tensors for the results, whose
+   memory holds nothing yet, and returns them. Another thread exports both by DLPack and submits them: an export waits
+   until the GPU has made the tensor, and TensorFlow may have no other thread to go on with.
+3. *await*, as in `bridge`.
+4. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results takes
    them, so that nobody reads the results earlier; it copies nothing. (A py_function would be stateful, and so in line
    with the next submit. An identity with a control dependency may be taken out by TensorFlow's optimizer where a copy
    to another device follows, which would then begin too early.)
 
-The ticket comes out of the submit as the shape of a tensor without elements: shapes are on the host, and everything
-else that this node returns is on the GPU, to be read only when the GPU has done all that it was given before. In the
-same way it learns how many rows the ranks gather: as the first dimensions of tensors without elements.
+The submit learns the ticket, and how many rows the ranks gather, as first dimensions of tensors without elements:
+shapes are on the host.
 
 Where a tensor will be is decided by TensorFlow's placer once the function is traced, and a graph cannot be another one
 then. So it is decided here by what is known while it is traced, see `device_of`.
@@ -35,11 +36,13 @@ from ..messages import DEVICE_GPU, Request
 from ..requests import allgather_request, specs_of
 from ..tensor_kinds import go_by_host
 from ..tensor_queue import Handle, complete_all
-from . import bridge, gpu_bridge
+from . import bridge, executions, gpu_bridge
 from .bridge import MakeRequest
-from .host_call import host_call
+from .executions import Execution
+from .host_call import host_call, tensor_call
+from .program_order import calls_in_order
 from .thread_state import keep_thread_state
-from .wakeups import WAKEUPS, awaited
+from .wakeups import TICKET, WAKEUPS, awaited, execution_of, queue_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,24 +86,28 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         rows: The first dimension of each result, int64 on the host; without it results are as large as the tensors.
     """
     bridge.require_function()
-    place = _Place(name, make_request, len(tensors))
+    execution = executions.current() or Execution()
+    site = _CallSite(name, make_request, len(tensors), execution)
+    past = [execution.number] if execution.is_past else []
+    calls_in_order()
+    WAKEUPS.prepare()
     with tf.device("CPU:0"):
-        shapes_of_carriers = [tf.stack([count, 0]) for count in rows]
+        ticket = bridge.scalars(host_call(site.begin, past, TICKET, stateful=True))
+        shapes_of_carriers = [tf.stack([size, 0]) for size in (ticket[0], *rows)]
     with tf.device(device):
         carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
-        marker, *made = tf.py_function(place.submit, [*tensors, *carriers],
-                                       [tf.float32, *(t.dtype for t in tensors)])
-        marker.set_shape([None, 0])
-        ticket = tf.shape(marker, tf.int64)
+        made = tensor_call(site.submit, [*tensors, *carriers], [t.dtype for t in tensors])
     with tf.device("CPU:0"):
-        done = awaited(ticket[0], place.queues)
-        known = host_call(place.fetch, [done], [tf.int64] * len(made), stateful=False)
+        known = host_call(site.fetch, [awaited(ticket, queue_of(ticket))], [tf.int64] * len(made), stateful=False)
     results = []
     with tf.device(device):
         for result, shape_of_result, shape in zip(made, known, shapes, strict=True):
             shape_of_result.set_shape([shape.rank])
             results.append(tf.reshape(result, shape_of_result))
             results[-1].set_shape(shape)
+    if execution.number is None:
+        with tf.device("CPU:0"):
+            execution.number = execution_of(ticket)
     return results
 
 
@@ -124,40 +131,46 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
                shapes, totals)
 
 
-class _Place:
-    """A place in a graph where a collective on GPU tensors stands; see bridge._Place."""
+class _CallSite:
+    """Where in a graph a collective on GPU tensors stands; see bridge._CallSite."""
 
-    def __init__(self, name: str, make_request: MakeRequest, tensors: int):
+    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution):
         self._name, self._make_request, self._tensors = name, make_request, tensors
-        self.queues = WAKEUPS.queues_for(self)
-        self._queue_count = int(self.queues.shape[0])
+        self._counts = execution.number is None
+        self._suffixes: dict[int, str] = {}  # by the number of the ticket
+
+    def begin(self, *past: np.int64) -> list[np.ndarray]:
+        """A ticket for the result."""
+        keep_thread_state()
+        ticket = WAKEUPS.open_ticket(executions.next_number(self._name) if self._counts else 0)
+        self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
+        return ticket
 
     def submit(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
-        """The ticket as the first dimension of a tensor, and a tensor for each result."""
+        """A tensor for each result.
+
+        Args:
+            inputs: The tensors, and then those whose first dimensions are the ticket and numbers of rows.
+        """
         keep_thread_state()
-        handle = Handle(self._name)
-        tensors, carriers = inputs[:self._tensors], inputs[self._tensors:]
+        tensors, (ticket, *rows) = inputs[:self._tensors], inputs[self._tensors:]
         shapes = [tensor.shape.as_list() for tensor in tensors]
-        for shape, carrier in zip(shapes, carriers, strict=False):
+        for shape, carrier in zip(shapes, rows, strict=False):
             shape[0] = carrier.shape[0]
         with tf.device(tensors[0].device):
-            nothing = gpu_bridge.uninitialised([0], tf.float32)
             results = [gpu_bridge.uninitialised(shape, tensor.dtype)
                        for shape, tensor in zip(shapes, tensors, strict=True)]
-        ticket = WAKEUPS.ticket_for(handle, self._queue_count)
-        with tf.device("CPU:0"):
-            # On the GPU it would have to come back from there, after all that the GPU has been given.
-            shape_of_ticket = tf.constant([ticket, 0], tf.int64)
-        with tf.device(tensors[0].device):
-            marker = tf.reshape(nothing, shape_of_ticket)
+        handle = Handle(self._name + self._suffixes.pop(ticket.shape[0]))
+        WAKEUPS.attach(ticket.shape[0], handle)
         _exporter().put(lambda: self._export(tensors, results, handle))
-        return [marker, *results]
+        return results
 
     def _export(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor], handle: Handle) -> None:
         """Give the engine the tensors, and let `handle` be done when their collective is."""
         try:
             arrays = gpu_bridge.with_results(tensors, results)
-            request = dataclasses.replace(self._make_request(arrays), device=DEVICE_GPU, in_graph=True)
+            request = dataclasses.replace(self._make_request(arrays), name=handle.name, device=DEVICE_GPU,
+                                          in_graph=True)
             submitted = runtime.current().engine.submit(request, arrays)
         except Exception as error:  # Raised by the fetch, where the function's caller gets it.
             handle.fail(error)

@@ -5,7 +5,8 @@ of the tensor's, as in Horovod.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..requests import (
 from . import bridge, gpu_graph
 from .buckets import reduce_list
 from .compression import Compressed, Compression
+from .differentiable import Gradient, name_of_gradient, with_gradient
 
 try:
     from tensorflow.python.eager.record import could_possibly_record
@@ -123,13 +125,20 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     tensor = _as_tensor(tensor)
     name = _wire_name("broadcast", tensor, name, ignore_name_scope)
 
-    def differentiable(value: tf.Tensor) -> Any:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
-            return mean if runtime.current().topology.rank == root_rank else mean * 0
-        return broadcast_list([value], root_rank, name)[0], gradient
+    return with_gradient(lambda value: broadcast_list([value], root_rank, name), BroadcastGradient(name, root_rank),
+                         [tensor])[0]
 
-    return with_gradient(differentiable, tensor)
+
+@dataclass(frozen=True)
+class BroadcastGradient(Gradient):
+    """The average of the ranks' gradients on the root, and zero elsewhere."""
+
+    name: str
+    root_rank: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        mean, = reduce_list(upstream, name_of_gradient(self.name), Average)
+        return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 
 def barrier() -> None:
@@ -189,13 +198,28 @@ def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, po
     if not tensors:
         return []
 
-    def differentiable(*values: tf.Tensor) -> Any:
-        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            return reduce_dense(upstream, op, prescale, postscale, f"{name}/gradient", labels, patient, wire)
-        return reduce_list(values, name, op, prescale, postscale, labels, patient, wire=wire), gradient
+    def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
+        return reduce_list(values, name, op, prescale, postscale, labels, patient, wire=wire)
 
-    result = with_gradient(differentiable, *tensors)
-    return list(result) if isinstance(result, list | tuple) else [result]
+    return with_gradient(reduced, ReduceGradient(name, int(op), float(prescale), float(postscale), tuple(labels),
+                                                 patient, wire), tensors)
+
+
+@dataclass(frozen=True)
+class ReduceGradient(Gradient):
+    """Reduced as the value was. The fields are arguments of reduce_dense."""
+
+    name: str
+    op: int
+    prescale: float
+    postscale: float
+    labels: Sequence[str]
+    patient: bool
+    wire: str
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return reduce_dense(upstream, ReduceOp(self.op), self.prescale, self.postscale, name_of_gradient(self.name),
+                            self.labels, self.patient, self.wire)
 
 
 def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float,
@@ -214,22 +238,21 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
 
 
 def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
-    def differentiable(value: tf.Tensor) -> Any:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            mean = reduce_list([upstream], f"{name}/gradient", Average)[0]
-            rows = gather_list([tf.shape(value, tf.int64)[:1]], f"{name}/rows")[0]
-            before = tf.reduce_sum(rows[:runtime.current().topology.rank])
-            return mean[before:before + tf.shape(value, tf.int64)[0]]
-        return gather_list([value], name)[0], gradient
-
-    return with_gradient(differentiable, tensor)
+    return with_gradient(lambda value: gather_list([value], name), GatherGradient(name), [tensor])[0]
 
 
-def with_gradient(differentiable: Callable[..., Any], *values: tf.Tensor) -> Any:
-    """What tf.custom_gradient makes of `differentiable`, called with `values`. Collective if that is."""
-    if tf.executing_eagerly() and not could_possibly_record():
-        return differentiable(*values)[0]  # Nobody can ask for the gradient, and to prepare for that takes 300 us.
-    return tf.custom_gradient(differentiable)(*values)
+@dataclass(frozen=True)
+class GatherGradient(Gradient):
+    """This rank's part of the average of the ranks' gradients."""
+
+    name: str
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        name, own = name_of_gradient(self.name), tf.shape(values[0], tf.int64)[:1]
+        mean, = reduce_list(upstream, name, Average)
+        rows, = gather_list([own], f"{name}/rows")
+        before = tf.reduce_sum(rows[:runtime.current().topology.rank])
+        return [mean[before:before + own[0]]]
 
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -265,7 +288,12 @@ def _wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_n
     if name is None:
         if isinstance(tensor, tf.IndexedSlices):
             tensor = tensor.values
-        name = operation if tensor is None else f"{operation}_{tensor.name}"
+        name = operation if tensor is None or _is_numbered(tensor) else f"{operation}_{tensor.name}"
     name = re.sub("[^a-zA-Z0-9_]", "_", name)
     unique = tf.compat.v1.get_default_graph().unique_name(name)
     return unique.rsplit("/", 1)[-1] if ignore_name_scope else unique
+
+
+def _is_numbered(tensor: tf.Tensor) -> bool:
+    """Whether this is an eager tensor that the graph captures. Its name is a number that each process counts alone."""
+    return tensor.op.name.rsplit("/", 1)[-1].isdigit()

@@ -202,6 +202,23 @@ def test_adasum_of_slices_is_refused_as_horovod_does(way: Callable, grouped: boo
             else hvd.allreduce(slices, op=hvd.Adasum))()
 
 
+@pytest.fixture
+def _counted_apart(rank: int) -> None:
+    """The ranks have made different numbers of eager tensors, which TensorFlow counts and names by their numbers."""
+    for number in range(rank):
+        tf.constant(number)
+
+
+@pytest.mark.usefixtures("_counted_apart")
+@pytest.mark.parametrize("grouped", [False, True])
+def test_tensors_that_were_made_outside_of_a_graph_are_reduced_in_it(grouped: bool, rank: int, size: int) -> None:
+    tensor, total = tf.constant([1.0 + rank]), sum(1.0 + r for r in range(size))
+    results = in_graph(lambda: hvd.grouped_allreduce([tensor, 2.0 * tensor], op=hvd.Sum) if grouped else
+                       [hvd.allreduce(tensor, op=hvd.Sum), hvd.allreduce(2.0 * tensor, op=hvd.Sum)])()
+    assert [result.numpy().tolist() for result in results] == [[total], [2 * total]]
+
+
+@pytest.mark.usefixtures("_counted_apart")
 def test_slices_that_were_made_outside_of_a_graph_are_reduced_in_it(rank: int, size: int) -> None:
     slices = tf.IndexedSlices(tf.constant([1.0 + rank]), tf.constant([rank]))
     result = in_graph(lambda: hvd.allreduce(slices, op=hvd.Sum).values)()

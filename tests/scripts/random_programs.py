@@ -3,10 +3,9 @@
 All ranks run the same programs; which branches are taken and how often loops run depends on the data, and is equal on
 all ranks. Reductions that do not depend on each other are built in another order on each rank.
 
-With "gradients" each program is differentiated as well, and the gradients are compared with numpy's; "simple gradients"
-does so for programs in which branches, loops and functions are not in each other.
+With "gradients" each program is differentiated as well, and the gradients are compared with numpy's.
 
-usage: random_programs.py PROGRAMS [FIRST] [gradients | simple gradients]
+usage: random_programs.py PROGRAMS [FIRST] [gradients]
 
 FIRST is the number of the first program.
 """
@@ -205,11 +204,11 @@ def main() -> None:
     """Run the programs, each on several inputs."""
     numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
     count, first = numbers[0], (numbers[1:] or [0])[0]
-    has_gradients, depth = "gradients" in sys.argv, 1 if "simple" in sys.argv else 2
+    has_gradients = "gradients" in sys.argv
     if not has_gradients:
         LEAVES.append(merged)
     for seed in range(first, first + count):
-        graph, rows = sequence(random.Random(seed), depth)
+        graph, rows = sequence(random.Random(seed), 2)
         run = with_gradient(graph) if has_gradients else lambda x, _, graph=graph: (graph(x), tf.zeros_like(x))
         program = tf.function(lambda x, g, run=run: strategy.run(run, args=(x, g)))
         for start in range(3):

@@ -1,5 +1,10 @@
 """Nodes of a graph that call Python with arrays."""
 
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +13,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from mpistrat.memory import aligned_empty  # noqa: E402
-from mpistrat.tensorflow.host_call import host_call  # noqa: E402
+from mpistrat.tensorflow.host_call import host_call, tensor_call  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "bool",
@@ -71,44 +76,154 @@ def test_what_is_raised_is_an_error_of_tensorflow(error: Exception, expected: ty
         program()
 
 
-@pytest.mark.parametrize("consume", [
-    lambda x: x * 2.0, lambda x: tf.nn.relu(-x), lambda x: tf.add_n([x, x]), lambda x: tf.clip_by_value(x, 5.0, 6.0),
-    lambda x: tf.reshape(x, [2, -1]) * 2.0, lambda x: tf.split(x, 2)[0] * 2.0, lambda x: tf.identity(x) * 2.0,
-    lambda x: tf.cond(x[0] > 0.0, lambda: x * 2.0, lambda: x),
-    lambda x: tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2.0), [0, x])[1],
-    lambda x: tf.linalg.set_diag(tf.reshape(x, [100, 200]), tf.zeros([100])),
-    lambda x: tf.tensor_scatter_nd_update(x, [[0]], [9.0]), lambda x: tf.sort(x, direction="DESCENDING") * 2.0])
-def test_memory_that_tensorflow_is_given_is_not_written_to(consume: Any) -> None:
-    """Other ranks read it too, see collectives/shared_results.py."""
-    made = aligned_empty(80_000).view(np.float32)
-    made[...] = 1.0
-
-    @tf.function
-    def program() -> Any:
-        x, = host_call(lambda: [made], [], [tf.float32], True)
-        x.set_shape([20_000])
-        return consume(x)
-
-    program()
-    assert (made == 1.0).all()
+# -- how long a function lives ----------------------------------------------------------------------------------------
 
 
-def test_memory_that_a_variable_is_given_is_not_written_to() -> None:
-    made = aligned_empty(80_000).view(np.float32)
-    made[...] = 1.0
-    variable = tf.Variable(tf.zeros([20_000]))
+traced = partial(tf.function, autograph=False)  # AutoGraph keeps what it has seen.
 
-    @tf.function
-    def program() -> None:
-        x, = host_call(lambda: [made], [], [tf.float32], True)
-        x.set_shape([20_000])
-        variable.assign(x)
-        variable.assign_add(x)
-        variable.assign(x)
-        variable.scatter_nd_update([[0]], [9.0])
-        variable[1:3].assign([9.0, 9.0])
 
-    program()
-    variable.assign_sub(variable * 0.5)
-    np.testing.assert_array_equal(variable.numpy()[:4], [4.5, 4.5, 4.5, 0.5])
-    assert (made == 1.0).all()
+class _Doubling:
+    """A function whose life can be watched."""
+
+    def __call__(self, x: np.ndarray) -> list[np.ndarray]:
+        return [np.asarray(2 * x)]
+
+
+class _Watched:
+    """Makes nodes that double, each with a function of its own."""
+
+    def __init__(self) -> None:
+        self.functions: list[weakref.ref] = []
+
+    def double(self, x: Any) -> Any:
+        function = _Doubling()
+        self.functions.append(weakref.ref(function))
+        result, = host_call(function, [x], [tf.float32], True)
+        result.set_shape(x.shape)
+        return result
+
+    def doubles_gradients(self, x: Any) -> Any:
+        return tf.custom_gradient(lambda x: (tf.identity(x), self.double))(x)
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(function() is not None for function in self.functions)
+
+
+X = np.ones(3, np.float32)
+
+
+def concrete(w: _Watched) -> Callable[[], Any]:
+    function = traced(lambda x: tf.cond(x[0] > 0.0, lambda: w.double(x), lambda: x))
+    it = function.get_concrete_function(tf.TensorSpec([3]))
+    return lambda: it(tf.constant(X))
+
+
+def called_by_another(w: _Watched) -> Callable[[], Any]:
+    inner = traced(w.double)
+    outer = traced(lambda x: inner(x))
+    outer(X)
+    return lambda: outer(X)
+
+
+def called_in_a_loop(w: _Watched) -> Callable[[], Any]:
+    inner = traced(w.double)
+    outer = traced(lambda x: tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, inner(y)), [0, x])[1])
+    outer(X)
+    return lambda: outer(X)
+
+
+def called_by_a_copy(w: _Watched) -> Callable[[], Any]:
+    inner = traced(lambda x: tf.cond(x[0] > 0.0, lambda: w.double(x), lambda: x))
+    first, second = traced(lambda x: inner(x)), traced(lambda x: inner(x))
+    first(X)
+    return lambda: second(X)
+
+
+def of_a_method(w: _Watched) -> Callable[[], Any]:
+    class Module(tf.Module):
+        @traced
+        def double(self, x: Any) -> Any:
+            return w.double(x)
+
+    it = Module().double.get_concrete_function(tf.TensorSpec([3]))
+    return lambda: it(tf.constant(X))
+
+
+def in_a_dataset(w: _Watched) -> Callable[[], Any]:
+    iterator = iter(tf.data.Dataset.from_tensors(X).repeat(10).map(w.double).prefetch(1))
+    return lambda: next(iterator)
+
+
+def in_a_map(w: _Watched) -> Callable[[], Any]:
+    function = traced(lambda x: tf.map_fn(w.double, x[tf.newaxis])[0])
+    function(X)
+    return lambda: function(X)
+
+
+@pytest.mark.parametrize("make", [concrete, called_by_another, called_in_a_loop, called_by_a_copy, of_a_method,
+                                  in_a_dataset, in_a_map])
+def test_a_function_lives_as_long_as_something_can_run_it(make: Callable) -> None:
+    watched = _Watched()
+    run = make(watched)
+    for _ in range(2):
+        assert watched.alive() > 0
+        np.testing.assert_array_equal(run(), 2 * X)
+    del run
+    assert watched.alive() == 0
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_gradient_keeps_its_function(nested: bool) -> None:
+    watched, x = _Watched(), tf.constant(X)
+
+    def call() -> Any:
+        function = traced(lambda x: tf.cond(x[0] > 0.0, lambda: watched.doubles_gradients(x), lambda: x))
+        return traced(lambda x: function(x))(x) if nested else function(x)
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = call()
+    gc.collect()
+    np.testing.assert_array_equal(tape.gradient(y, x), 2 * X)
+
+
+def test_a_function_lives_until_an_asynchronous_execution_is_over() -> None:
+    began, go_on = threading.Event(), threading.Event()
+    watched = _Watched()
+
+    def hold(x: np.ndarray) -> list[np.ndarray]:
+        began.set()
+        go_on.wait(60)
+        return [x]
+
+    def program(x: Any) -> Any:
+        held, = host_call(hold, [x], [tf.float32], True)
+        held.set_shape([3])
+        return watched.double(held)
+
+    tf.config.experimental.set_synchronous_execution(False)
+    try:
+        result = traced(program)(tf.constant(X))
+        assert began.wait(60)
+        gc.collect()
+        go_on.set()
+        np.testing.assert_array_equal(result.numpy(), 2 * X)
+    finally:
+        go_on.set()
+        tf.config.experimental.set_synchronous_execution(True)
+
+
+def test_functions_and_graphs_that_nothing_can_run_are_freed() -> None:
+    watched, graphs = _Watched(), []
+    for step in range(20):
+        @traced
+        def program(x: Any, step: float = float(step)) -> Any:
+            seen, = tensor_call(lambda y: [y + 1.0], [x * step], [tf.float32])
+            return watched.double(seen)
+
+        program(X)
+        graphs.append(weakref.ref(program.get_concrete_function(tf.TensorSpec([3])).graph))
+    del program
+    assert watched.alive() == 0
+    assert [graph() for graph in graphs] == [None] * 20

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -10,33 +11,29 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from mpistrat.tensor_queue import Handle, complete_all  # noqa: E402
-from mpistrat.tensorflow.wakeups import WAKEUPS, awaited  # noqa: E402
+from mpistrat.tensorflow.bridge import scalars  # noqa: E402
+from mpistrat.tensorflow.host_call import host_call  # noqa: E402
+from mpistrat.tensorflow.wakeups import TICKET, WAKEUPS, Wakeups, awaited, execution_of, is_done, queue_of  # noqa: E402
 
 LONG_S = 60
-
-
-class _Place:
-    """Stands for a place in a graph."""
 
 
 class _Waiting:
     """A graph with so many waits, and a run of it in a thread."""
 
     def __init__(self, count: int):
-        self.places = [_Place() for _ in range(count)]
-        queues = [WAKEUPS.queues_for(place) for place in self.places]
+        WAKEUPS.prepare()
         self.handles = [Handle(str(i)) for i in range(count)]
-        tickets = [WAKEUPS.ticket_for(handle, int(captured.shape[0]))
-                   for handle, captured in zip(self.handles, queues)]
+        tickets = [WAKEUPS.ticket_for(handle) for handle in self.handles]
 
         @tf.function(autograph=False)
-        def wait(tickets: Any) -> Any:
-            return tf.stack([awaited(tickets[i], captured) for i, captured in enumerate(queues)])
+        def wait() -> Any:
+            waits = [host_call(lambda ticket=ticket: ticket, [], TICKET, stateful=True) for ticket in tickets]
+            return tf.stack([awaited(ticket, queue_of(ticket)) for ticket in map(scalars, waits)])
 
         self.result: list[int] = []
-        self.tickets = tickets
-        self._thread = threading.Thread(target=lambda: self.result.extend(wait(tf.constant(tickets)).numpy()),
-                                        daemon=True)
+        self.tickets = [int(ticket[0]) for ticket in tickets]
+        self._thread = threading.Thread(target=lambda: self.result.extend(wait().numpy()), daemon=True)
         self._thread.start()
 
     def ended(self, timeout_s: float) -> bool:
@@ -54,6 +51,92 @@ def test_all_that_is_complete_is_woken_and_nothing_else(count: int) -> None:
     assert waiting.ended(LONG_S)
     assert waiting.result == waiting.tickets
     assert [WAKEUPS.redeem(ticket).wait(0) for ticket in waiting.tickets] == [[h.name] for h in waiting.handles]
+
+
+class _Result:
+    """Stands for an array."""
+
+
+class _Program:
+    """A graph that begins a wait each time, and the handles of its collectives, which are complete if asked for."""
+
+    def __init__(self, wakeups: Wakeups, use: Any, complete: bool = True):
+        wakeups.prepare()
+        self.handles: list[Handle] = []
+
+        def submit() -> list[Any]:
+            self.handles.append(Handle("one"))
+            ticket = wakeups.ticket_for(self.handles[-1])
+            if complete:
+                self.handles[-1].complete([_Result()])
+            return ticket
+
+        self.run = tf.function(lambda: use(scalars(host_call(submit, [], TICKET, stateful=True))), autograph=False)
+
+
+def test_results_that_nobody_fetches_are_given_up_and_their_queues_used_again() -> None:
+    wakeups = Wakeups()
+    program = _Program(wakeups, lambda ticket: awaited(ticket, queue_of(ticket)) * 0)
+    for _ in range(500):
+        program.run()
+    assert len(wakeups._slots) == 16
+    assert len(wakeups._taken) <= 2
+    results = [weakref.ref(handle.wait(0)[0]) for handle in program.handles]
+    program.handles.clear()
+    assert sum(result() is not None for result in results) <= 2
+
+
+def test_a_wait_that_was_given_up_leaves_no_wake_up_to_the_next() -> None:
+    """Its execution ended by an error before its dequeue, and its collective completes later than that."""
+    wakeups = Wakeups()
+
+    def fail(*_: Any) -> list[Any]:
+        raise ValueError("elsewhere")
+
+    def never(ticket: list[Any]) -> Any:
+        after, = host_call(fail, [ticket[0]], [tf.int64], stateful=True)
+        with tf.control_dependencies([after]):
+            return awaited([tf.identity(part) for part in ticket], queue_of(ticket))
+
+    given_up = _Program(wakeups, never, complete=False)
+    for _ in range(40):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="elsewhere"):
+            given_up.run()
+    for handle in given_up.handles:
+        handle.complete([])
+    program = _Program(wakeups, lambda ticket: awaited(ticket, queue_of(ticket)), complete=False)
+    for _ in range(100):
+        count = len(program.handles)
+        thread = threading.Thread(target=program.run)
+        thread.start()
+        while len(program.handles) == count:
+            thread.join(0.001)
+        assert thread.is_alive()  # It waits for this collective, and not for one before.
+        program.handles[-1].complete([])
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    assert len(wakeups._slots) <= 64
+
+
+def test_a_result_is_kept_while_a_tensor_of_its_execution_is_there() -> None:
+    wakeups = Wakeups()
+    program = _Program(wakeups, lambda ticket: awaited(ticket, queue_of(ticket)))
+    tickets = [program.run() for _ in range(100)]
+    assert [wakeups.redeem(int(ticket)) for ticket in tickets] == program.handles
+    assert len(wakeups._slots) >= 100
+    del tickets
+    for _ in range(100):
+        wakeups.redeem(int(program.run()))
+    assert len(wakeups._slots) <= 128
+
+
+@pytest.mark.parametrize("execution", [0, 1, 12_345_678])
+def test_a_ticket_has_the_number_of_the_execution(execution: int) -> None:
+    wakeups = Wakeups()
+    wakeups.prepare()
+    for ticket, done in [(wakeups.open_ticket(execution), False), (wakeups.done_ticket(execution), True)]:
+        tensors = [tf.constant(part) for part in ticket[:1]]
+        assert (int(execution_of(tensors)), bool(is_done(tensors))) == (execution, done)
 
 
 def test_they_are_woken_while_all_threads_of_tensorflow_wait() -> None:

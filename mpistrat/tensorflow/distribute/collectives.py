@@ -3,7 +3,8 @@
 TensorFlow runs what does not depend on each other in any order, and also at once: the same function, called twice,
 would have two collectives of one name in flight. So each collective in a graph reads a variable, the token, before it
 begins and assigns it when it is complete; TensorFlow's automatic control dependencies then keep all of them in the
-order of the program, through nested functions, branches and loops. The tensors of one call are reduced together.
+order of the program, through nested functions, branches and loops (see program_order). The tensors of one call are
+reduced together.
 """
 
 import itertools
@@ -19,20 +20,11 @@ from ...errors import MismatchError
 from ...requests import Average, ReduceOp, Sum
 from ..buckets import BUCKET_BYTES, reduce_list
 from ..ops import broadcast_list, gather_list, reduce_slices
-from ..wakeups import seen_from_here
+from ..program_order import token
 from . import threads
 from ._tf_private import FuncGraph
 
-_token: tf.Variable | None = None
 _counters: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
-
-
-def create_token() -> None:
-    """Make the token, outside of any strategy's scope: there it would become a variable of that strategy."""
-    global _token
-    if _token is None:
-        with tf.init_scope(), tf.device("CPU:0"):
-            _token = tf.Variable(0, trainable=False, dtype=tf.int32, name="mpistrat_token")
 
 
 def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str = "all_reduce",
@@ -121,13 +113,13 @@ def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) ->
     """Call `collective(name)` in such a way that it runs after all earlier ones of the program."""
     if tf.executing_eagerly():
         return collective(threads.wire_name(operation))
-    assert _token is not None
-    # By its handle, since the gradient of a loop can use no variable that the loop itself has not captured.
-    token = seen_from_here(_token.handle)
-    with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.int32)]):
-        results = collective(_name_in_graph(operation))
+    name, order = _name_in_graph(operation), token()
+    if order is None:
+        return collective(name)
+    with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=order, dtype=tf.int32)]):
+        results = collective(name)
     with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-        tf.raw_ops.AssignVariableOp(resource=token, value=tf.constant(0))
+        tf.raw_ops.AssignVariableOp(resource=order, value=tf.constant(0))
     return results
 
 

@@ -57,7 +57,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         # Not imported above, for they need names of TensorFlow and Keras that are not public, and may be missing.
-        from . import checkpoints, collectives
+        from . import checkpoints
         from ._tf_private import resolve
         from .extended import RankExtended
         from .seeds import seed_alike
@@ -68,7 +68,6 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         kinds = array_ops.allgather_object(variables, wire_name("variables"))
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
-        collectives.create_token()
         extended = RankExtended(self, resolve(device or _default_device()), options, _resolver(), random_per_rank,
                                 variables == "central")
         # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.

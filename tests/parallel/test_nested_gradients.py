@@ -1,0 +1,252 @@
+"""Gradients through collectives in branches, loops and functions inside of each other, against the sum over all ranks.
+
+The expected values are those of a program of one process that has all ranks' inputs, in which a collective is plain
+arithmetic. In one test they are finite differences too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+
+import mpistrat.tensorflow as hvd  # noqa: E402
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+
+from .strategy_helpers import SUM  # noqa: E402
+
+ZERO = tf.UnconnectedGradients.ZERO
+Many = list[Any]  # a tensor for each rank, in one process; in a job with one rank's tensor in it
+
+
+# -- collectives: what each rank gets, and the same for all ranks in one process ---------------------------------------
+
+
+def everything(values: Many) -> Any:
+    return tf.add_n(values)
+
+
+def weighted(rows: Any) -> Any:
+    """Of the ranks' rows one sum in which each rank counts differently."""
+    return tf.reduce_sum(rows * tf.range(1.0, mpistrat.size() + 1)[:, tf.newaxis], axis=0)
+
+
+def context() -> Any:
+    return tf.distribute.get_replica_context()
+
+
+def reduced_sum(x: Any) -> Any:
+    return hvd.allreduce(x, op=hvd.Sum)
+
+
+def group(x: Any) -> Any:
+    return tf.add_n(hvd.grouped_allreduce([x, 2.0 * x, tf.reduce_sum(x) * x], op=hvd.Sum))
+
+
+def gathered(x: Any) -> Any:
+    return weighted(tf.reshape(hvd.allgather(x), [mpistrat.size(), 3]))
+
+
+def from_the_last(x: Any) -> Any:
+    return hvd.broadcast(x, mpistrat.size() - 1)
+
+
+def reduced_by_the_strategy(x: Any) -> Any:
+    return context().all_reduce(SUM, x)
+
+
+def gathered_by_the_strategy(x: Any) -> Any:
+    return weighted(tf.reshape(context().all_gather(x, 0), [mpistrat.size(), 3]))
+
+
+# By name: the collective, its arithmetic, and the factor of the gradient. Horovod's gradients of gathers and broadcasts
+# are averages, of all others sums over the ranks' losses.
+COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Callable[[Many], Many], bool]] = {
+    "allreduce": (reduced_sum, lambda v: [everything(v)] * len(v), False),
+    "grouped_allreduce": (group, lambda v: [3.0 * everything(v) + everything([tf.reduce_sum(x) * x for x in v])]
+                          * len(v), False),
+    "allgather": (gathered, lambda v: [weighted(tf.stack(v))] * len(v), True),
+    "broadcast": (from_the_last, lambda v: [v[-1]] * len(v), True),
+    "all_reduce": (reduced_by_the_strategy, lambda v: [everything(v)] * len(v), False),
+    "all_gather": (gathered_by_the_strategy, lambda v: [weighted(tf.stack(v))] * len(v), False)}
+
+
+# -- programs: a collective in them, or its arithmetic on lists --------------------------------------------------------
+
+
+def each(values: Sequence[Any], change: Callable[[Any], Any]) -> Many:
+    return [change(value) for value in values]
+
+
+def branch(inside: Callable, values: Many) -> Many:
+    return tf.cond(tf.reduce_sum(values[0]) > -100.0, lambda: inside(each(values, lambda x: x * x)),
+                   lambda: each(values, tf.identity))
+
+
+def loop(inside: Callable, values: Many) -> Many:
+    return tf.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, inside(each(v, lambda x: 0.5 * x))),
+                         [0, list(values)])[1]
+
+
+def function(inside: Callable, values: Many) -> Many:
+    return tf.function(lambda v: inside(each(v, tf.sin)), autograph=False)(list(values))
+
+
+def twice(inside: Callable, values: Many) -> Many:
+    """A function that is called twice, with a variable, and so in no order that TensorFlow would keep by itself."""
+    called = tf.function(lambda v: inside(each(v, lambda x: FACTOR * x)), autograph=False)
+    first, second = called(list(values)), called(each(values, lambda x: x * x))
+    return [a + 2.0 * b for a, b in zip(first, second, strict=True)]
+
+
+FACTOR = tf.Variable(0.7, trainable=False)
+PARTS = {"branch": branch, "loop": loop, "function": function, "twice": twice}
+PROGRAMS = ["branch branch", "branch loop", "loop branch", "loop loop", "branch function", "loop function",
+            "function branch", "branch function branch", "loop function loop", "loop branch function", "twice",
+            "twice branch", "branch twice", "loop twice"]
+
+
+def nested(program: str, innermost: Callable[[Many], Many], values: Many) -> Any:
+    """The sum of what `innermost` gives, inside of all parts of a program."""
+    inside = innermost
+    for name in reversed(program.split()):
+        inside = (lambda part, within: lambda v: part(within, v))(PARTS[name], inside)
+    return tf.add_n([tf.reduce_sum(result) for result in inside(values)])
+
+
+def tape_inside(loss: Callable, values: Many) -> Many:
+    @tf.function(autograph=False)
+    def program(values: Many) -> Many:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            y = loss(values)
+        return tape.gradient(y, values, unconnected_gradients=ZERO)
+
+    return program(values)
+
+
+def tape_outside(loss: Callable, values: Many) -> Many:
+    program = tf.function(loss, autograph=False)
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        y = program(values)
+    return tape.gradient(y, values, unconnected_gradients=ZERO)
+
+
+def gradients(loss: Callable, values: Many) -> Many:
+    return tf.function(lambda values: tf.gradients(loss(values), values, unconnected_gradients=ZERO),
+                       autograph=False)(values)
+
+
+WAYS = [tape_inside, tape_outside, gradients]
+
+
+@pytest.fixture(scope="module")
+def strategy() -> MPIStrategy:
+    return MPIStrategy()
+
+
+def inputs() -> Many:
+    """That of each rank."""
+    return [tf.constant([0.5, 0.25, 0.75]) + 0.1 * rank for rank in range(mpistrat.size())]
+
+
+def expected(program: str, collective: str, rank: int) -> np.ndarray:
+    _, arithmetic, is_average = COLLECTIVES[collective]
+
+    def scaled(values: Many) -> Many:
+        """The values, with gradients divided by the number of ranks."""
+        size = float(len(values))
+        return [value / size + tf.stop_gradient(value - value / size) for value in values]
+
+    def innermost(values: Many) -> Many:
+        return arithmetic(scaled(values) if is_average else values)
+
+    return tape_outside(lambda values: nested(program, innermost, values), inputs())[rank].numpy()
+
+
+def actual(program: str, collective: str, way: Callable, rank: int, strategy: MPIStrategy) -> np.ndarray:
+    loss = lambda values: nested(program, lambda v: [COLLECTIVES[collective][0](v[0])], values)  # noqa: E731
+    if not collective.startswith("all_"):
+        return way(loss, [inputs()[rank]])[0].numpy()
+    result = strategy.run(lambda x: way(loss, [x])[0], args=(inputs()[rank],))
+    return strategy.experimental_local_results(result)[0].numpy()
+
+
+@pytest.mark.parametrize("program, collective", [
+    (program, collective) for collective in COLLECTIVES
+    for program in (PROGRAMS if collective == "allreduce" else ["branch branch", "loop branch", "branch function",
+                                                                "loop function loop", "branch twice"])])
+def test_the_gradient_is_that_of_one_process(program: str, collective: str, rank: int, strategy: MPIStrategy) -> None:
+    ways = WAYS if collective == "allreduce" else [WAYS[PROGRAMS.index(program) % len(WAYS)]]  # each for some program
+    for way in ways:
+        result = actual(program, collective, way, rank, strategy)
+        np.testing.assert_allclose(result, expected(program, collective, rank), rtol=1e-4, err_msg=way.__name__)
+
+
+@pytest.mark.parametrize("program", ["branch branch", "loop branch function"])
+def test_the_gradient_is_that_of_finite_differences(program: str, rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def loss(x: Any) -> Any:
+        return nested(program, lambda v: [reduced_sum(v[0])], [x])
+
+    x = tf.constant([0.5, 0.25, 0.75]) + 0.1 * rank
+    differences = []
+    for changing in range(size):
+        for i in range(3):
+            change = 1e-2 * tf.one_hot(i, 3) * float(rank == changing)
+            # The sum over the ranks' losses is what the gradient is of.
+            differences.append(float(hvd.allreduce(loss(x + change) - loss(x - change), op=hvd.Sum)) / 2e-2)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = loss(x)
+    np.testing.assert_allclose(tape.gradient(y, x), differences[3 * rank:3 * rank + 3], rtol=1e-2)
+
+
+@pytest.mark.parametrize("first, then", [(1, 0), (0, 1), (1, 2)])
+def test_a_function_is_differentiated_inside_of_a_branch_and_outside(first: int, then: int, rank: int) -> None:
+    inner = tf.function(lambda x: hvd.allreduce(x * x, op=hvd.Sum), autograph=False)
+    programs = [lambda v: tf.cond(v[0][0] > -1.0, lambda: tf.reduce_sum(inner(v[0])), lambda: 0.0),
+                lambda v: tf.reduce_sum(inner(v[0])),
+                lambda v: tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y + tf.reduce_sum(inner(v[0]))),
+                                        [0, 0.0])[1]]
+    x = inputs()[rank]
+    for number in (first, then, first):
+        np.testing.assert_allclose(tape_outside(programs[number], [x])[0], 2 * mpistrat.size() * x.numpy(), rtol=1e-5)
+
+
+def test_the_gradient_of_one_collective_may_be_asked_for_twice(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def program(x: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = hvd.allreduce(x * x, op=hvd.Sum)
+        return [tape.gradient(y, x, output_gradients=[weight * tf.ones([3])]) for weight in (1.0, 2.0, 3.0)]
+
+    for _ in range(3):
+        for weight, gradient in enumerate(program(inputs()[rank]), start=1):
+            np.testing.assert_allclose(gradient, 2.0 * weight * size * inputs()[rank].numpy(), rtol=1e-5)
+
+
+def test_more_calls_of_a_function_than_a_graph_has_threads(rank: int, size: int) -> None:
+    """With another gradient for each, so that those of one call on one rank and of another elsewhere would be seen."""
+    inner = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
+    program = tf.function(lambda x: tf.add_n([10.0 ** -k * tf.reduce_sum(inner(x * k)) for k in range(1, 9)]),
+                          autograph=False)
+    for _ in range(5):
+        gradient = tape_outside(lambda values: program(values[0]), [tf.ones([3])])[0]
+        np.testing.assert_allclose(gradient, [size * sum(k * 10.0 ** -k for k in range(1, 9))] * 3, rtol=1e-5)
+
+
+def test_ranks_may_have_traced_a_differentiated_function_more_often(rank: int, size: int) -> None:
+    @tf.function(autograph=False)
+    def program(x: Any, python_value: int) -> Any:
+        return tf.reduce_sum(hvd.allreduce(x * x, op=hvd.Sum))
+
+    for i in range(4):
+        gradient = tape_outside(lambda values, i=i: program(values[0], i if rank == 0 else 0), [tf.ones([3])])[0]
+        np.testing.assert_allclose(gradient, [2.0 * size] * 3)
