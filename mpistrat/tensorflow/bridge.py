@@ -169,7 +169,7 @@ class _CallSite:
         line.length += 1
         self._position = line.length
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
-        self._latest: dict[str, tuple[list[tuple[int, ...]], Request]] = {}  # by what is added to the name
+        self._latest: tuple[list[tuple[int, ...]], Request] | None = None
 
     def submit(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """A ticket for the result."""
@@ -196,14 +196,14 @@ class _CallSite:
 
     def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, list[np.ndarray], int]:
         arrays = [np.asarray(array) for array in inputs]
-        suffix = executions.suffix(int(arrays.pop())) if self._has_past else ""
+        past = int(arrays.pop()) if self._has_past else None
         shapes = [array.shape for array in arrays]
-        latest = self._latest.get(suffix)
-        if latest is None or latest[0] != shapes:
-            request = self._make_request(arrays)
-            latest = shapes, dataclasses.replace(request, name=request.name + suffix, in_graph=True)
-            self._latest[suffix] = latest
-        return latest[1], arrays, executions.next_number(latest[1].name) if self._counts else 0
+        if self._latest is None or self._latest[0] != shapes:
+            self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)
+        request = self._latest[1]
+        if past is not None:
+            request = dataclasses.replace(request, name=request.name + executions.suffix(past))
+        return request, arrays, executions.next_number(request.name) if self._counts else 0
 
 
 def as_tf_error(error: MpistratError) -> Exception:

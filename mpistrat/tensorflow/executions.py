@@ -17,9 +17,6 @@ import tensorflow as tf
 
 from .. import runtime
 
-# So many executions of one gradient may be under way. More names would crowd the engine's tables.
-_NAMES = 32
-
 
 @dataclass
 class Execution:
@@ -65,5 +62,9 @@ def next_number(name: str) -> int:
 
 
 def suffix(number: int) -> str:
-    """What is added to the names of the collectives that are the gradient of an execution."""
-    return f"#{number % _NAMES}"
+    """What is added to the names of the collectives that are the gradient of an execution.
+
+    It is never used again. How many executions of a gradient are under way has no bound, and ranks may start them in
+    different orders.
+    """
+    return f"#{number}"
