@@ -207,8 +207,7 @@ class Hosts:
     def _launchers(self) -> dict[str, str]:
         """What mpirun needs in its environment."""
         ssh = str(self.directory / "ssh")
-        return {"TMPDIR": str(self.directory / "tmp"),
-                "PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5, and before it
+        return {"PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5, and before it
 
     def wire_bytes(self) -> int:
         """How many bytes the two hosts have sent each other since they exist, headers included: a figure without noise.
@@ -244,7 +243,6 @@ def two_hosts(link: Link | None = None) -> Iterator[Hosts]:
     names = (f"first-{token}", f"second-{token}")
     with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as text:
         directory = Path(text)
-        (directory / "tmp").mkdir()
         (directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in
                                                  zip(("127.0.0.1", *_ADDRESSES), ("localhost", *names))))
         for name, script in (("on", _ON), ("ssh", _SSH)):

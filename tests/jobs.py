@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import re
 import shutil
@@ -125,16 +126,28 @@ def _print_stacks(job: str) -> None:
 
 
 def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job: quiet, allowed to run as root, fair when there are more ranks than cores."""
+    """The environment of a job: quiet, allowed to run as root, fair when there are more ranks than cores.
+
+    Each job has a directory for temporary files of its own. mpirun makes one there that has its process id as its name.
+    A killed mpirun leaves it behind, and a later mpirun that gets the same process id would not start: "The PMIx
+    server's listener thread failed to start".
+    """
     result = {name: value for name, value in os.environ.items()
               if not name.startswith(("MPISTRAT_", "HOROVOD_", "OMPI_", "PMI", "PRTE_"))}
     result.update({
-        JOB_VARIABLE: job, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
+        JOB_VARIABLE: job, "TMPDIR": tempfile.mkdtemp(dir=_temporary_directories().name),
+        "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_osc": "^ucx"})
     result.update(env)
     return result
+
+
+@functools.cache
+def _temporary_directories() -> "tempfile.TemporaryDirectory[str]":
+    """Where the directories of the jobs are. It is removed with all that is in it when the tests end."""
+    return tempfile.TemporaryDirectory(prefix="jobs-", ignore_cleanup_errors=True)
 
 
 def living_after(job: str, patience_s: float, named: str = "") -> tuple[int, ...]:
