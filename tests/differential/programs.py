@@ -125,8 +125,10 @@ _LIST = [
     Program("more than a bucket", Recipe(dense(2048, 2), _momentum(), takes_turns=False, steps=3)),
     Program("several buckets", Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3)),
     Program("a network like ResNet", Recipe(residual(), _momentum())),
-    Program("resnet50", Recipe(resnet50, _momentum(), steps=8, batch=2)),
-    Program("resnet50, at the same time", Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False)),
-    Program("resnet50, strategy", Recipe(resnet50, _momentum(), steps=4, batch=2, way="strategy fit")),
+    Program("resnet50", Recipe(resnet50, _momentum(), steps=8, batch=2, is_repeatable=False)),
+    Program("resnet50, at the same time", Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False,
+                                                 is_repeatable=False)),
+    Program("resnet50, strategy", Recipe(resnet50, _momentum(), steps=4, batch=2, way="strategy fit",
+                                         is_repeatable=False)),
 ]
 PROGRAMS = {program.name: program for program in _LIST}

@@ -32,6 +32,9 @@ class Recipe:
         classes: How many outputs the model has, of which a label names one.
         policy: Keras' dtype policy.
         takes_turns: Whether the ranks apply gradients one after the other; see turns.py.
+        is_repeatable: Whether TensorFlow computes the same bits in each run, with several inter-op threads. An AddN of
+            three tensors, which the gradient of a BatchNormalization ends with, adds first to the one whose memory no
+            other operation reads any more, and that depends on the order in which threads execute operations.
         distribute: More arguments for DistributedOptimizer or DistributedGradientTape.
         compile: More arguments for Model.compile.
     """
@@ -45,6 +48,7 @@ class Recipe:
     classes: int = CLASSES
     policy: str = "float32"
     takes_turns: bool = True
+    is_repeatable: bool = True
     distribute: Mapping[str, Any] = field(default_factory=dict)
     compile: Mapping[str, Any] = field(default_factory=dict)
 
