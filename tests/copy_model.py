@@ -5,8 +5,8 @@ import ctypes
 import ml_dtypes
 import numpy as np
 
-from mpistrat.gpu.copy_plan import BLOCK_ELEMENTS, CopyJob, block_count
-from mpistrat.scale import Scale
+from mpistrat.core.arithmetic import Scale
+from mpistrat.gpu.copy.plan import BLOCK_ELEMENTS, CopyJob, block_count
 
 
 def dtype_of(name: str) -> np.dtype:

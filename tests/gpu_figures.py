@@ -1,4 +1,6 @@
-"""What the path for GPU tensors takes on a GPU, as rows for the README; every rank runs it. See gpu.md.
+"""What the path for GPU tensors takes on a GPU, as rows for docs/speed.md; every rank runs it.
+
+See docs/testing-on-a-gpu.md.
 
     mpistrat run -np 2 -- python tests/gpu_figures.py
     python tests/gpu_figures.py
@@ -17,12 +19,12 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat import tensor_kinds
-from mpistrat.cli.bench_cases import bert_base
+from mpistrat.api import interop
+from mpistrat.cli.bench.cases import bert_base
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy_plan import CopyJob, block_count, copy_table, fused_offsets
-from mpistrat.gpu.nccl_types import FLOAT32
-from mpistrat.gpu.plane import await_on_host
+from mpistrat.gpu.backend import await_on_host
+from mpistrat.gpu.copy.plan import CopyJob, block_count, copy_table, fused_offsets
+from mpistrat.gpu.nccl.types import FLOAT32
 
 LIMIT_S = 60.0
 
@@ -51,8 +53,8 @@ class StandIn:
         from tests import gpu_stand_in
         self.device: Any = gpu_stand_in.Device(seed=mpistrat.rank())
         self.name = "stand-in, no GPU"
-        tensor_kinds.make_device = lambda number: self.device
-        tensor_kinds.KINDS["tests"] = tensor_kinds.Cupy()
+        interop.make_device = lambda number: self.device
+        interop.KINDS["tests"] = interop.Cupy()
 
     def array(self, elements: int) -> Any:
         """A float32 array."""

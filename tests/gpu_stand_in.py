@@ -18,9 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy_plan import CopyJob
-from mpistrat.gpu.nccl_types import OPERATIONS
-from mpistrat.messages import ReduceOp
+from mpistrat.gpu.copy.plan import CopyJob
 from tests import copy_model
 
 _DTYPES = [np.dtype(name) for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32",
@@ -195,15 +193,6 @@ class Device:
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> Any:
         self.log.append(("batched_copy", len(table), job, stream.ptr))
         self.enqueue(stream, lambda: copy_model.batched_copy(table, job))
-
-    def combine(self, parts: int, rows: int, count: int, dtype: np.dtype, op: ReduceOp, target: int,
-                stream: Stream) -> None:
-        def work() -> None:
-            table = copy_model.memory_at(parts, rows * count, dtype).reshape(rows, count)
-            copy_model.memory_at(target, count, dtype)[:] = _combined(table, OPERATIONS[op])
-
-        self.log.append(("combine", rows, count, dtype.name, op))
-        self.enqueue(stream, work)
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

@@ -3,16 +3,16 @@
 import dataclasses
 from typing import Any
 
-from mpistrat import introduction
+from mpistrat.api import handshake
 
 
 def pretend_hosts(ranks_per_host: int) -> None:
     """Let each `ranks_per_host` consecutive ranks be a host of their own from the next init() on. On all ranks."""
-    introduce = introduction.introduce
+    exchange_info = handshake.exchange_info
 
-    def introduce_hosts(mpi: Any, comm: Any) -> list[introduction.Introduction]:
+    def introduce_hosts(mpi: Any, comm: Any) -> list[handshake.RankInfo]:
         return [dataclasses.replace(told, host=f"host{rank // ranks_per_host}",
                                     memory_group=rank - rank % ranks_per_host)
-                for rank, told in enumerate(introduce(mpi, comm))]
+                for rank, told in enumerate(exchange_info(mpi, comm))]
 
-    introduction.introduce = introduce_hosts
+    handshake.exchange_info = introduce_hosts

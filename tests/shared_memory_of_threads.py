@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 
-from mpistrat.collectives.base import DataPlane
-from mpistrat.collectives.host_file import HostFile
-from mpistrat.collectives.host_mail import HostMail, MailSockets
-from mpistrat.collectives.host_memory import HostMemory
-from mpistrat.collectives.shared_memory import SharedMemoryData
+from mpistrat.core.interfaces import DataPlane
+from mpistrat.transport.shm.memfd import HostFile
+from mpistrat.transport.shm.segment import HostMemory
+from mpistrat.transport.shm.two_shot import SharedMemoryData
+from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel
 
 
 def host_files(count: int) -> list[HostFile]:
@@ -19,11 +19,12 @@ def host_files(count: int) -> list[HostFile]:
         os.close(descriptor)
 
 
-def mailboxes(ranks: Sequence[int]) -> list[HostMail]:
+def mailboxes(ranks: Sequence[int]) -> list[UnixSocketChannel]:
     """The mailbox of each of `ranks`, all those of a host. Each has descriptors of its own, as processes have."""
-    made = MailSockets.make(ranks)
+    made = ChannelSockets.make(ranks)
     try:
-        return [HostMail(rank, MailSockets(made[rank].inbox, {r: s.dup() for r, s in made[rank].outboxes.items()}))
+        return [UnixSocketChannel(rank, ChannelSockets(made[rank].inbox, {r: s.dup() for r,
+                                                                          s in made[rank].outboxes.items()}))
                 for rank in ranks]
     finally:
         for outbox in made[ranks[0]].outboxes.values():

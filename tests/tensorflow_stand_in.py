@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mpistrat import tensor_kinds
-from mpistrat.tensorflow import gpu_bridge, gpu_graph
+from mpistrat.api import interop
+from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
 from tests import gpu_stand_in
 
 
@@ -26,6 +26,6 @@ class StandIn(gpu_stand_in.Device):
 
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let all tensors of this process go the way of GPU tensors: eager ones, and those of graphs."""
-    replace(tensor_kinds, "make_device", lambda number: StandIn(seed=rank))
-    replace(gpu_bridge, "are_on_gpu", lambda tensors: True)
+    replace(interop, "make_device", lambda number: StandIn(seed=rank))
+    replace(gpu_eager, "are_on_gpu", lambda tensors: True)
     replace(gpu_graph, "device_of", lambda tensors: None if tf.executing_eagerly() else "/device:CPU:0")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cli.hosts import OPEN_MPI
+from mpistrat.cli.hostfile import OPEN_MPI
 from mpistrat.cli.inventory import TENSORFLOW, installed
-from mpistrat.cli.launcher import find_mpirun, identify
+from mpistrat.cli.mpirun import find_mpirun, identify
 
 from .jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited, wait_until
 

@@ -23,11 +23,3 @@ def test_every_rank_passes(ranks: int, part: str) -> None:
     assert job.code == 0, job.output
     assert " passed" in job.output, job.output
     print(job.output)
-
-
-@needs_mpirun
-def test_gpu_arrays_by_nccl_in_two_hosts_of_two_ranks_and_mpi_between_them() -> None:
-    job = run_job(4, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/parallel/test_gpu_arrays.py",
-                      "-k", "hierarchical"])
-    assert job.code == 0, job.output
-    assert " passed" in job.output, job.output

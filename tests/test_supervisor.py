@@ -18,13 +18,13 @@ from .jobs import ROOT, job_environment, living_after, processes_of, wait_until
 SOON_S = 60  # for what takes a second on a machine that is not busy
 LONG = {"abort_s": 1e4, "signal_s": 1e4, "second_s": 0.3, "kill_s": 1e4, "left_s": 1e4}
 MPIRUN = "tests/scripts/stubborn_mpirun.py"
-ABORT = "import os, mpistrat.launcher_watch as watch; watch.tell_of_abort(os.environ); "
+ABORT = "import os, mpistrat.api.launcher_watch as watch; watch.tell_of_abort(os.environ); "
 KILLED = 256 - signal.SIGKILL  # as stubborn_mpirun.py reports a rank that was killed
 SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 
 SUPERVISE = """
 import os, sys
-from mpistrat.cli.launcher import LaunchLine
+from mpistrat.cli.mpirun import LaunchLine
 from mpistrat.cli.supervisor import Patience, supervise
 sys.exit(supervise(LaunchLine(tuple(sys.argv[2:])), os.environ, Patience(**eval(sys.argv[1]))))
 """

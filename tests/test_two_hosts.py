@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpistrat.settings import Settings
+from mpistrat.core.settings import Settings
 
 from .hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
 from .jobs import JOB_VARIABLE, find_mpirun

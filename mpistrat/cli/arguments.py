@@ -9,8 +9,8 @@ import argparse
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ..errors import LaunchError
-from .hosts import HostList, parse_list, read_hostfile
+from ..core.errors import LaunchError
+from .hostfile import HostList, parse_list, read_hostfile
 
 # Our options, and how many words follow each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--dry-run": 0, "--help": 0}

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 
-from ..errors import LaunchError
+from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts
 from .inventory import Row, backend_rows, gpu_rows, mpi_rows, nvidia_gpus, software
-from .launcher import Job, LaunchLine, Mpirun, compose, find_mpirun, identify, this_machine
+from .mpirun import Job, LaunchLine, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
 
 DEFAULT_TIMEOUT_S = 120.0

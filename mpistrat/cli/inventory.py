@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from .. import __version__
-from .hosts import HYDRA, OPEN_MPI
-from .launcher import INSTALL_MPI, INTEL_MPI, Mpirun
+from ..core.version import __version__
+from .hostfile import HYDRA, OPEN_MPI
+from .mpirun import INSTALL_MPI, INTEL_MPI, Mpirun
 from .probe import Findings
 
 INSTALL_TENSORFLOW = "pip install 'mpistrat[tensorflow]'"

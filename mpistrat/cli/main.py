@@ -9,8 +9,8 @@ import os
 import sys
 from importlib import import_module
 
-from .. import __version__
-from ..errors import LaunchError, MpistratError
+from ..core.errors import LaunchError, MpistratError
+from ..core.version import __version__
 
 COMMANDS = {
     "run": "start a script on several ranks, with mpirun's options filled in",

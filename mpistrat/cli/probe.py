@@ -108,7 +108,7 @@ def _mpi() -> dict[str, Any]:
 
 
 def _backends() -> list[dict[str, Any]]:
-    from ..planes import backends
+    from ..api.availability import backends
     return [{"name": b.name, "available": b.available, "reason": b.reason} for b in backends()]
 
 

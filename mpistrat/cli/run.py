@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import LaunchError
+from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts, split
-from .launcher import Job, compose, find_mpirun, identify, this_machine
+from .mpirun import Job, compose, find_mpirun, identify, this_machine
 from .supervisor import supervise
 
 EXAMPLE = "mpistrat run -np 2 python train.py"

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from .. import processes
-from ..errors import LaunchError
-from ..launch_environment import RUN_NAME
-from ..launcher_watch import ABORTED
-from .launcher import LaunchLine
+from ..api import processes
+from ..api.launch_env import RUN_NAME
+from ..api.launcher_watch import ABORTED
+from ..core.errors import LaunchError
+from .mpirun import LaunchLine
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _PASSED_ON = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun hands these to the ranks

@@ -1,7 +1,6 @@
 """This rank's GPU, by cupy: all that the rest of the package needs of it. This is the only module that imports cupy."""
 
 import ctypes
-import math
 import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,15 +12,12 @@ import cupyx
 import numpy as np
 from cupy.cuda import nccl
 
-from ..errors import EngineError
-from ..messages import ReduceOp
+from ..core.errors import EngineError
 from .arrays import GpuArray
-from .copy_kernel import NAME, source, variant
-from .copy_plan import BLOCK_THREADS, CopyJob
+from .copy.kernel import NAME, source, variant
+from .copy.plan import BLOCK_THREADS, CopyJob
 
 _NOT_READY = 600  # cudaErrorNotReady
-_UFUNCS = {ReduceOp.SUM: cupy.add, ReduceOp.MIN: cupy.minimum, ReduceOp.MAX: cupy.maximum,
-           ReduceOp.PRODUCT: cupy.multiply}
 
 
 class Device:
@@ -91,22 +87,6 @@ class Device:
             self._launch(variant(job))((blocks,), (BLOCK_THREADS,), (
                 np.uint64(on_gpu.ptr), np.int32(len(table)), np.float64(job.factor), np.int64(job.divisor)))
         return staged, on_gpu
-
-    def combine(self, parts: int, rows: int, count: int, dtype: np.dtype, op: ReduceOp, target: int,
-                stream: Any) -> None:
-        """Enqueue `target = row 0 op row 1 op ...`, elementwise from left to right.
-
-        At `parts` are `rows` rows of `count` elements, of a dtype that numpy knows by itself; `target` is beside them.
-        """
-        self.copy(target, parts, count * dtype.itemsize, stream)
-        result = self._array_at(target, (count,), dtype)
-        with stream:
-            for row in self._array_at(parts, (rows, count), dtype)[1:] if count else ():
-                _UFUNCS[op](result, row, out=result)
-
-    def _array_at(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        memory = cupy.cuda.UnownedMemory(address, math.prod(shape) * dtype.itemsize, None, self.number)
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def _compile(self, job: CopyJob) -> Any:
         return cupy.RawModule(code=source(job), options=("-std=c++17",)).get_function(NAME)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import GpuArray, GpuInput
-from .plane import await_on_host
+from .backend import await_on_host
 
 
 class HostCopies:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..scale import Scale
+from ..core.arithmetic import Reduction, Scale
 from .arrays import GpuArray
-from .copy_plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
-from .nccl_types import Wire, narrowest, storage
-from .plane import Completion
+from .backend import Completion
+from .copy.plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
+from .nccl.types import WireFormat, narrowest, storage
 
 BUFFERS = 2
 
@@ -37,16 +37,11 @@ class Pipeline:
         """Begin what follows after `event`."""
         self._device.wait(self._copies, event)
 
-    def mark(self) -> Any:
-        """An event after all that was enqueued, and all that it waits for."""
-        self._deliver()
-        return self._device.record(self._copies)
-
     def finish(self) -> Completion:
-        """See GpuPlane.finish."""
-        events = [self.mark()]
+        """See GpuBackend.finish."""
+        self._deliver()
         kept, self._kept = self._kept, []
-        return Completion(events, kept)
+        return Completion([self._device.record(self._copies)], kept)
 
     def _next_buffer(self) -> int:
         """The address of the buffer that is free: what it held two turns ago is unpacked before it is written to."""
@@ -62,12 +57,13 @@ class Pipeline:
         self._deliver()
         self._late = reduced, deliver
 
-    def _run_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: Wire, prescale: float,
-                    scale: Scale, reduce: Callable[[int, int], Callable[[], None]]) -> None:
+    def _run_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: WireFormat,
+                    reduction: Reduction,
+                    reduce: Callable[[int, int], None]) -> None:
         """Reduce tensors that fit into a fusion buffer together by way of one; nothing is done for none of elements.
 
         `reduce(address, elements)` enqueues the reduction of what is packed in the buffer, elements of the wire's
-        dtype, and returns what is left to do of it before they are unpacked.
+        dtype.
         """
         counts = [source.size * wire.parts for source in sources]
         offsets, total = fused_offsets(counts, narrowest(wire))
@@ -75,16 +71,11 @@ class Pipeline:
             return
         buffer, itemsize = self._next_buffer(), np.dtype(storage(wire.dtype)).itemsize
         places = [buffer + offset * itemsize for offset in offsets]
-        complete: list[Callable[[], None]] = []
-
-        def deliver() -> None:
-            complete[0]()
-            self._copy(places, [target.address for target in targets], counts,
-                       CopyJob.between(wire.dtype, wire.memory, scale))
-
         self._run(lambda: self._copy([source.address for source in sources], places, counts,
-                                     CopyJob.between(wire.memory, wire.dtype, Scale(prescale))),
-                  lambda: complete.append(reduce(buffer, total)), deliver)
+                                     CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))),
+                  lambda: reduce(buffer, total),
+                  lambda: self._copy(places, [target.address for target in targets], counts,
+                                     CopyJob.between(wire.dtype, wire.memory, reduction.scale)))
 
     def _deliver(self) -> None:
         if self._late is not None:
@@ -98,7 +89,7 @@ class Pipeline:
             self._kept.append(self._device.batched_copy(table, block_count(table), job, self._copies))
 
 
-def pieces(source: GpuArray, target: GpuArray, wire: Wire, nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
+def pieces(source: GpuArray, target: GpuArray, wire: WireFormat, nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
     """A tensor and its result, cut so that each piece fits into a buffer of `nbytes`."""
     number_bytes = np.dtype(storage(wire.dtype)).itemsize
     step = nbytes // (number_bytes * ALIGNMENT) * ALIGNMENT // wire.parts

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..errors import EngineError
+from ..core.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Watchdog:
     def __init__(self, limit_s: float, abort: Callable[[], None], text: str):
         self._limit_s, self._abort, self._text = limit_s, abort, text
         self._since: float | None = None
-        self._has_barked = False
+        self._has_fired = False
         self._closed = threading.Event()
         if limit_s:
             threading.Thread(target=self._watch, name="mpistrat-gpu-watchdog", daemon=True).start()
@@ -45,12 +45,12 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            if self._has_barked:
+            if self._has_fired:
                 raise EngineError(self._text) from error
             raise
         finally:
             self._since = None
-        if self._has_barked:
+        if self._has_fired:
             raise EngineError(self._text)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Watchdog:
         while not self._closed.wait(min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S)):
             since = self._since
             if since is not None and time.monotonic() - since > self._limit_s:
-                self._has_barked = True
+                self._has_fired = True
                 logger.debug("%s", self._text)
                 self._abort()
                 return

@@ -5,8 +5,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from .. import array_ops, runtime
-from ..process_sets import ProcessSet, global_process_set, require_global
+from ..api import ops as array_ops
+from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set, require_global
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 

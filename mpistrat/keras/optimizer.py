@@ -6,15 +6,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .. import runtime
-from ..errors import InvalidRequestError, MissingDependencyError
-from ..process_sets import ProcessSet, global_process_set, require_global
-from ..requests import Average, Min, ReduceOp, Sum
-from ..tensorflow.buckets import reduce_list
+from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..core.errors import InvalidRequestError, MissingDependencyError
+from ..core.request import Average, Min, ReduceOp, Sum
+from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression
 from ..tensorflow.gradients import GradientReducer, check_groups
 from ..tensorflow.identity import IdentitySet
-from ._keras_private import agree_on_finite, serialise_as
+from ._private import agree_on_finite, serialise_as
 
 # What Keras calls while it applies gradients, and where accumulated ones are reduced; not public.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import gpu_bridge, gpu_graph
+from .bridge import gpu_eager, gpu_graph
 
 
 class Compressor:
@@ -88,7 +88,7 @@ class Compressed:
         self.tensors, self.wire = list(tensors), ""
         self._contexts: list[Any] | None = None
         is_cast = compression in (Compression.fp16, Compression.bf16)
-        if is_cast and (gpu_bridge.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
+        if is_cast and (gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
             self.wire = compression.dtype.name
             return
         pairs = [compression.compress(tensor) for tensor in tensors]

@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..process_sets import ProcessSet, global_process_set, require_global
-from ..requests import Average, ReduceOp
+from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..core.request import Average, ReduceOp
 from .compression import Compression
 from .gradients import GradientReducer, check_groups
 from .ops import without_autograph

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from .. import runtime
-from ..errors import InvalidRequestError
-from ..requests import Average, ReduceOp, resolve_op
+from ..api import runtime
+from ..core.errors import InvalidRequestError
+from ..core.request import Average, ReduceOp, resolve_op
 from .compression import Compressed
 from .identity import IdentitySet
 from .ops import reduce_dense, reduce_slices

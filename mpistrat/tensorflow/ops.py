@@ -13,22 +13,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from .. import array_ops, runtime
-from ..process_sets import ProcessSet, global_process_set, require_global
-from ..requests import (
-    Adasum,
-    Average,
-    ReduceOp,
-    Sum,
-    allgather_request,
-    broadcast_request,
-    resolve_op,
-    specs_of,
-)
-from . import bridge, gpu_graph
-from .buckets import reduce_list
+from ..api import ops as array_ops
+from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..core.request import Adasum, Average, ReduceOp, Sum, allgather_request, broadcast_request, resolve_op, specs_of
+from .bridge import cpu, gpu_graph
+from .bridge.buckets import reduce_list
+from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression
-from .differentiable import Gradient, name_of_gradient, with_gradient
 
 try:
     from tensorflow.python.eager.record import could_possibly_record
@@ -172,8 +164,8 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
                    labels: tuple[str, ...] = ()) -> list[tf.Tensor]:
     """Root_rank's values of dense tensors, in one exchange. Collective."""
     size, device = runtime.current().topology.size, gpu_graph.device_of(tensors)
-    wait = bridge.Wait.ALWAYS if len(tensors) > 1 else bridge.Wait.IF_LAST
-    run = partial(bridge.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
+    wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
+    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
     return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
                [t.shape for t in tensors])
 
@@ -259,7 +251,7 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
     """The ranks' tensors, each joined along the first dimension, in one exchange. Collective; not differentiable."""
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
-    run = bridge.run if device is None or not has_rows else partial(gpu_graph.gather, device, name)
+    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name)
     return run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
                [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 

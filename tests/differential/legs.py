@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import mpistrat
-from mpistrat import runtime
+from mpistrat.api import runtime
 
 
 @dataclass(frozen=True)

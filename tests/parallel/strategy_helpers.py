@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mpistrat import runtime
+from mpistrat.api import runtime
 from mpistrat.tensorflow import MPIStrategy
 
 from ..features.common import assert_close

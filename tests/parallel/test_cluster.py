@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
-from mpistrat.cluster import Cluster
-from mpistrat.errors import ClusterError, InvalidRequestError
-from mpistrat.rendezvous import form
+from mpistrat.core.errors import ClusterError, InvalidRequestError
 from mpistrat.tensorflow import MPIClusterResolver
+from mpistrat.tensorflow.cluster.cluster import Cluster
+from mpistrat.tensorflow.cluster.rendezvous import form
 
 Form = Callable[..., Cluster]
 

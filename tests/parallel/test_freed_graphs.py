@@ -15,8 +15,9 @@ keras = pytest.importorskip("keras")
 
 import mpistrat.keras  # noqa: E402
 import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy, host_call  # noqa: E402
-from mpistrat.tensorflow.wakeups import WAKEUPS  # noqa: E402
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+from mpistrat.tensorflow.bridge import python_op  # noqa: E402
+from mpistrat.tensorflow.bridge.completion import COMPLETIONS  # noqa: E402
 
 from .strategy_helpers import SUM  # noqa: E402
 
@@ -56,7 +57,7 @@ def left(references: list[Any]) -> int:
 def callbacks() -> int:
     """How many there are of all graphs."""
     gc.collect()
-    return sum(map(len, host_call._functions.values()))
+    return sum(map(len, python_op._functions.values()))
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
@@ -106,7 +107,7 @@ def test_nothing_is_left_of_models_that_were_compiled_anew(rank: int) -> None:
         model.fit(data, np.ones((16, 1)), batch_size=8, verbose=0)
         functions.append(weakref.ref(model.train_function))
         if before is None:
-            before, queues = callbacks(), len(WAKEUPS._slots)
+            before, queues = callbacks(), len(COMPLETIONS._slots)
     assert left(functions[:-1]) == 0
     assert callbacks() == before > 0
-    assert len(WAKEUPS._slots) == queues
+    assert len(COMPLETIONS._slots) == queues

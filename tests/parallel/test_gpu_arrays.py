@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat import mpi_setup, planes, tensor_kinds
-from mpistrat.collectives.mpi import MpiData
-from mpistrat.gpu.connection import Hosts
+from mpistrat.api import interop
 from tests import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -93,13 +91,6 @@ class Cupy:
         self._cupy.cuda.Stream.null.use()
 
 
-def pretended_hosts(comm: Any, topology: Any, settings: Any) -> Hosts:
-    """As if there were two hosts, or with an odd number of ranks as many as ranks."""
-    local_size = comm.Get_size() // 2 if comm.Get_size() % 2 == 0 else 1
-    host, place = divmod(comm.Get_rank(), local_size)
-    return Hosts(range(host * local_size, (host + 1) * local_size), MpiData(comm.Split(place, host)))
-
-
 def why_no_gpu() -> str:
     """Why the tests that need a GPU are skipped; the same on all ranks of a host."""
     try:
@@ -114,14 +105,11 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
 
 
 @pytest.fixture(scope="module", params=[
-    "stand-in nccl", "stand-in mpi", "stand-in staged", "stand-in hierarchical", "stand-in host",
-    *(pytest.param(f"cupy {operations}", marks=on_gpu) for operations in ("auto", "mpi", "staged", "host"))])
+    "stand-in nccl", "stand-in staged", "stand-in host",
+    *(pytest.param(f"cupy {operations}", marks=on_gpu) for operations in ("auto", "staged", "host"))])
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A library of GPU arrays, and an engine that reduces them in the way that the parameter names."""
     kind, operations = request.param.split()
-    if kind == "cupy" and operations == "mpi" and not all(mpistrat.allgather_object(
-            mpi_setup.takes_gpu_memory(mpi_setup.load_mpi(), os.environ))):
-        pytest.skip("the MPI library does not say that it takes memory of GPUs")
     rank = mpistrat.rank()
     found = StandIn(rank) if kind == "stand-in" else Cupy()
     mpistrat.shutdown()
@@ -129,12 +117,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     patch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
     if kind == "stand-in":
-        patch.setattr(tensor_kinds, "make_device", lambda number: found.device)
-        patch.setitem(tensor_kinds.KINDS, "tests", tensor_kinds.Cupy())
-        # Its memory is the host's, which every MPI library takes.
-        patch.setattr(mpi_setup, "takes_gpu_memory", lambda mpi, environ: "the stand-in")
-        if operations == "hierarchical":
-            patch.setattr(planes, "_hosts", pretended_hosts)
+        patch.setattr(interop, "make_device", lambda number: found.device)
+        patch.setitem(interop.KINDS, "tests", interop.Cupy())
     mpistrat.init()
     yield found
     mpistrat.shutdown()
@@ -256,9 +240,9 @@ def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_what_goes_by_the_host_or_by_mpi_is_summed_to_the_bits_of_cpu_tensors(dtype: str, library: Any, rank: int,
-                                                                             size: int) -> None:
-    if os.environ["MPISTRAT_GPU_OPERATIONS"] not in ("mpi", "staged", "host"):
+def test_what_goes_by_the_host_is_summed_to_the_bits_of_cpu_tensors(dtype: str, library: Any, rank: int,
+                                                                    size: int) -> None:
+    if os.environ["MPISTRAT_GPU_OPERATIONS"] not in ("staged", "host"):
         pytest.skip("NCCL sums in an order of its own")
     values = [np.random.default_rng(rank).normal(size=count).astype(dtype) for count in (1, 1000, 200_001)]
     on_gpu = mpistrat.grouped_allreduce([library.array(value) for value in values], op=mpistrat.Sum)
@@ -298,7 +282,7 @@ def test_a_tensor_on_another_gpu_is_refused(library: Any) -> None:
     mpistrat.allreduce(array)
     other = array.__dlpack_device__()[1] + 1
     with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {other}, but this rank's tensors are on GPU"):
-        tensor_kinds.this_ranks_gpu(other)
+        interop.this_ranks_gpu(other)
 
 
 def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.FixtureRequest,
@@ -312,5 +296,5 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
             mpistrat.allreduce(library.array(np.ones(2)))
     lines = [line for line in caplog.messages if line.startswith("GPU tensors are")]
     assert len(lines) == (mpistrat.rank() == 0)
-    if lines and wanted in ("mpi", "staged", "host"):
+    if lines and wanted in ("staged", "host"):
         assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.collectives.cuda_aware import CudaAwareData
-from mpistrat.collectives.device_mpi import DeviceMpi
-from mpistrat.collectives.mpi import MpiData
-from mpistrat.collectives.nccl import NcclData
-from mpistrat.collectives.staged import StagedData
+from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
+from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.plane import GpuPlane
-from mpistrat.messages import ReduceOp
-from mpistrat.scale import IDENTITY, Scale
+from mpistrat.gpu.backend import GpuBackend
+from mpistrat.gpu.nccl.data import NcclData
+from mpistrat.gpu.staged import StagedData
+from mpistrat.transport.mpi.data import MpiData
 from tests.gpu_stand_in import Communicator, Device
 
 REAL = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
@@ -30,12 +28,10 @@ class Job:
     def __init__(self, name: str, rank: int, size: int):
         self.device = Device(seed=rank)
         self.host = MpiData(MPI.COMM_WORLD.Dup())
-        self.over_mpi = DeviceMpi(MPI.COMM_WORLD.Dup())
         staged = StagedData(self.device, rank, self.host, 60.0)
         buffers = [self.device.scratch(2**16) for _ in range(4)]
-        self.plane: GpuPlane = {
+        self.plane: GpuBackend = {
             "staged": lambda: staged,
-            "mpi": lambda: CudaAwareData(self.device, self.over_mpi, buffers[:3], 2**16, 60.0, staged),
             "nccl": lambda: NcclData(
                 self.device, rank, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
                 [buffers[:2], buffers[2:]], 2**16)}[name]()
@@ -56,13 +52,12 @@ class Job:
         self.plane.wait_for([self.device.record()])
 
 
-@pytest.fixture(params=["nccl", "mpi", "staged"])
+@pytest.fixture(params=["nccl", "staged"])
 def job(request: pytest.FixtureRequest, rank: int, size: int) -> Iterator[Job]:
     """A plane of each kind."""
     made = Job(request.param, rank, size)
     yield made
     made.plane.close()
-    made.over_mpi.close()
     made.host.close()
 
 
@@ -71,8 +66,8 @@ def scattered(job: Job, values: np.ndarray, counts: list[int], rank: int, op: Re
     """This rank's part of a reduction."""
     source, target = job.array(values), job.array(np.zeros(counts[rank], values.dtype))
     job.ready()
-    assert job.plane.why_not_scatter(source, op, prescale) == ""
-    job.plane.reducescatter(source, target, counts, op, prescale, scale)
+    assert job.plane.why_not_scatter(source, Reduction(op, prescale)) == ""
+    job.plane.reducescatter(source, target, counts, Reduction(op, prescale, scale))
     return job.result(target)
 
 

@@ -93,10 +93,10 @@ def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(dtype: str, hv
 
 def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank: int, size: int,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow import gpu_bridge
+    from mpistrat.tensorflow.bridge import gpu_eager
     handed = []
-    with_results = gpu_bridge.with_results
-    monkeypatch.setattr(gpu_bridge, "with_results", lambda tensors, results: handed.append(
+    with_results = gpu_eager.with_results
+    monkeypatch.setattr(gpu_eager, "with_results", lambda tensors, results: handed.append(
         [(tensor.dtype.name, tensor.shape[0]) for tensor in tensors]) or with_results(tensors, results))
 
     @tf.function
@@ -113,7 +113,7 @@ def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank
 
 
 def test_buckets_of_a_graph_are_under_way_together(hvd: Any, rank: int, size: int) -> None:
-    from mpistrat.tensorflow.buckets import reduce_list
+    from mpistrat.tensorflow.bridge.buckets import reduce_list
 
     @tf.function
     def step() -> list[tf.Tensor]:
@@ -225,7 +225,7 @@ def test_a_disagreement_in_a_graph_is_an_error_on_every_rank(hvd: Any, rank: int
 @pytest.mark.parametrize("operation", ["allreduce", "allgather"])
 def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd: Any, rank: int, size: int,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow import gpu_graph
+    from mpistrat.tensorflow.bridge import gpu_graph
     if rank == size - 1:
         monkeypatch.setattr(gpu_graph, "device_of", lambda tensors: None)
 

@@ -15,7 +15,8 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.tensor_queue import Entry, TensorQueue  # noqa: E402
+from mpistrat.core.handle import Entry  # noqa: E402
+from mpistrat.engine.queue import TensorQueue  # noqa: E402
 
 SHAPES = [(3, 2), (4,), (2, 1)]
 

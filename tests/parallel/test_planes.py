@@ -1,6 +1,6 @@
 """All-reduces between hosts, with each rank of this session as a host of its own.
 
-Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_shared_memory.py.
+Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_two_shot.py.
 """
 
 import time
@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.collectives import mpi
-from mpistrat.collectives.base import DataPlane, Outcome
-from mpistrat.collectives.freight import Freight
-from mpistrat.collectives.hierarchical import HierarchicalData
-from mpistrat.collectives.hosts_ballot import HostsBallot
-from mpistrat.collectives.hosts_vote import hosts_vote
-from mpistrat.collectives.mpi import CHUNK_BYTES, MpiControl, MpiData
-from mpistrat.collectives.peer_wait import PeerWait
-from mpistrat.errors import StallError
-from mpistrat.messages import ReduceOp
-from mpistrat.scale import IDENTITY, Scale
-from mpistrat.topology import Topology
+from mpistrat.core.arithmetic import Reduction, Scale
+from mpistrat.core.errors import StallError
+from mpistrat.core.interfaces import DataPlane, Outcome
+from mpistrat.core.request import ReduceOp
+from mpistrat.core.topology import Topology
+from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
+from mpistrat.transport.hierarchical.allreduce import HierarchicalData
+from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
+from mpistrat.transport.hierarchical.piggyback import Piggyback
+from mpistrat.transport.mpi import data as mpi
+from mpistrat.transport.mpi.control import MpiControl
+from mpistrat.transport.mpi.data import CHUNK_BYTES, MpiData
+from mpistrat.transport.mpi.peer_wait import PeerWait
 
 from ..shared_memory_of_threads import host_memories
 
@@ -59,7 +60,7 @@ def values(rank: int, size: int) -> np.ndarray:
 def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: int, elements: int,
                                            op: ReduceOp) -> None:
     result = np.empty(elements, np.float32)
-    plane.allreduce([values(rank, elements)], [result], op, 1.0, IDENTITY)
+    plane.allreduce([values(rank, elements)], [result], Reduction(op))
     expected = values(0, elements)
     for other in range(1, size):
         expected = (np.add if op is ReduceOp.SUM else np.maximum)(expected, values(other, elements))
@@ -69,7 +70,7 @@ def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: in
 def test_a_list_is_averaged_in_place(plane: DataPlane, rank: int, size: int) -> None:
     shapes = [(3, 5), (), (0, 4), (70_000,), (2, 3, 4), (5000,)]
     arrays = [np.full(shape, rank + k, np.float64) for k, shape in enumerate(shapes)]
-    plane.allreduce(arrays, arrays, ReduceOp.SUM, 2.0, Scale(1.0, size))
+    plane.allreduce(arrays, arrays, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, size)))
     for k, array in enumerate(arrays):
         np.testing.assert_array_equal(array, np.full(shapes[k], 2.0 * sum(range(k, k + size)) / size))
 
@@ -77,47 +78,50 @@ def test_a_list_is_averaged_in_place(plane: DataPlane, rank: int, size: int) -> 
 def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
     large = np.full(50_000, 60000, np.float16)
     result = np.empty_like(large)
-    plane.allreduce([large], [result], ReduceOp.SUM, 1.0, Scale(1.0, size))
+    plane.allreduce([large], [result], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
     np.testing.assert_array_equal(result, large)
 
 
 @pytest.fixture
-def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HostsBallot]]:
+def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HierarchicalAgreement]]:
     """A plane whose small all-reduces travel with votes, with this rank as one of so many hosts."""
     each = 8 * CHUNK
     memory, = host_memories([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
-    freight = Freight(memoryview(bytearray(Freight.memory_bytes(1, each))), 0, 1, each)
-    vote = hosts_vote(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), freight)
-    ballot = HostsBallot(memory, lambda other: None, vote, [other for other in range(size) if other != rank])
-    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, waits(), freight)
-    yield plane, ballot
-    ballot.close()
+    piggyback = Piggyback(memoryview(bytearray(Piggyback.memory_bytes(1, each))), 0, 1, each)
+    vote = leader_exchange(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), piggyback)
+    agreement = HierarchicalAgreement(memory, lambda other: None, vote,
+                                      [other for other in range(size) if other != rank])
+    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, waits(), piggyback)
+    yield plane, agreement
+    agreement.close()
     plane.close()
 
 
-def reduce_by_vote(plane: HierarchicalData, ballot: HostsBallot, sources: list[np.ndarray], targets: list[np.ndarray],
+def reduce_by_vote(plane: HierarchicalData, agreement: HierarchicalAgreement, sources: list[np.ndarray],
+                   targets: list[np.ndarray],
                    is_ready: bool = True) -> Outcome:
     """The average of `sources`, by the way that all ranks have voted for."""
-    prepared = plane.prepare(sources, targets, ReduceOp.SUM, 1.0, Scale(1.0, MPI.COMM_WORLD.Get_size()))
-    ballot.cast(5, prepared.is_packed and is_ready)
+    prepared = plane.prepare(sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, MPI.COMM_WORLD.Get_size())))
+    agreement.cast(5, prepared.is_packed and is_ready)
     outcome = None
     while outcome is None:
-        outcome = ballot.outcome()
+        outcome = agreement.outcome()
     plane.finish(prepared, outcome is Outcome.ALL_READY)
     return outcome
 
 
-def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[HierarchicalData, HostsBallot], rank: int,
+def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[HierarchicalData, HierarchicalAgreement],
+                                                              rank: int,
                                                               size: int) -> None:
-    plane, ballot = voting
+    plane, agreement = voting
     for elements in (1000, CHUNK // 4, 2 * CHUNK, 2 * CHUNK + 1):
         source = values(rank, elements)
         results = [np.empty_like(source) for _ in range(3)]
         fits = source.nbytes <= 8 * CHUNK
-        outcomes = [reduce_by_vote(plane, ballot, [source], [results[0]]),
-                    reduce_by_vote(plane, ballot, [source], [results[1]], is_ready=rank != size - 1)]
+        outcomes = [reduce_by_vote(plane, agreement, [source], [results[0]]),
+                    reduce_by_vote(plane, agreement, [source], [results[1]], is_ready=rank != size - 1)]
         assert outcomes == [Outcome.ALL_READY if fits else Outcome.AGREED, Outcome.AGREED]
-        plane.allreduce([source], [results[2]], ReduceOp.SUM, 1.0, Scale(1.0, size))
+        plane.allreduce([source], [results[2]], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
         np.testing.assert_array_equal(results[0], results[2])
         np.testing.assert_array_equal(results[1], results[2])
 
@@ -142,8 +146,8 @@ def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
 
 LARGE = 2**16
 CALLS = {
-    "small all-reduce": lambda plane, size: plane.allreduce([np.ones(3)], [np.ones(3)], ReduceOp.SUM, 1.0, IDENTITY),
-    "all-reduce": lambda plane, size: plane.allreduce([np.ones(LARGE)], [np.ones(LARGE)], ReduceOp.SUM, 1.0, IDENTITY),
+    "small all-reduce": lambda plane, size: plane.allreduce([np.ones(3)], [np.ones(3)], Reduction(ReduceOp.SUM)),
+    "all-reduce": lambda plane, size: plane.allreduce([np.ones(LARGE)], [np.ones(LARGE)], Reduction(ReduceOp.SUM)),
     "allgather": lambda plane, size: plane.allgather(np.ones(5), np.ones(5 * size), [5] * size),
     "broadcast": lambda plane, size: plane.broadcast(np.ones(5), size - 1),
 }

@@ -8,7 +8,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat import runtime  # noqa: E402
+from mpistrat.api import runtime  # noqa: E402
 
 
 def refusal(name: str, **options: Any) -> str:

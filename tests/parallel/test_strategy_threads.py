@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat import runtime
-from mpistrat.errors import CollectiveError, InvalidRequestError
+from mpistrat.api import runtime
+from mpistrat.core.errors import CollectiveError, InvalidRequestError
 
 tf = pytest.importorskip("tensorflow")
 

@@ -12,8 +12,9 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.messages import Request  # noqa: E402
-from mpistrat.tensor_queue import Entry, Handle, TensorQueue  # noqa: E402
+from mpistrat.core.handle import Entry, Handle  # noqa: E402
+from mpistrat.core.request import Request  # noqa: E402
+from mpistrat.engine.queue import TensorQueue  # noqa: E402
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 HALVES = [tf.float16, tf.bfloat16]

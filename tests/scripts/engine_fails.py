@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.execution import Executor
+from mpistrat.engine.executor import Executor
 
 
 def fail(*_: Any) -> None:

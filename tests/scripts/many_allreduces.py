@@ -10,7 +10,7 @@ import numpy as np
 from reporting import say
 
 import mpistrat
-from mpistrat import runtime
+from mpistrat.api import runtime
 
 times = int(sys.argv[1])
 mpistrat.init()

@@ -6,7 +6,7 @@ from mpi4py import MPI
 from reporting import say
 
 import mpistrat
-from mpistrat.collectives import fd_exchange
+from mpistrat.transport import fd_exchange
 
 fd_exchange._LIMIT_S = 1.0
 rank = MPI.COMM_WORLD.Get_rank()

@@ -16,8 +16,9 @@ import time
 import numpy as np
 
 import mpistrat
-from mpistrat import runtime, tree
-from mpistrat.requests import Sum, allreduce_request, specs_of
+from mpistrat.api import runtime
+from mpistrat.core.request import Sum, allreduce_request, specs_of
+from mpistrat.negotiation import tree
 from tests.pretended_hosts import pretend_hosts
 
 NEW_TENSORS = 300

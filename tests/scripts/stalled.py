@@ -7,7 +7,7 @@ import numpy as np
 from reporting import attempt, say, say_log
 
 import mpistrat
-from mpistrat import runtime
+from mpistrat.api import runtime
 
 say_log()
 mpistrat.init()

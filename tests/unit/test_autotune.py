@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpistrat.autotune import LEAST_BYTES, SAMPLES, WARM_UP, Autotuner, read_report
+from mpistrat.engine.autotune import LEAST_BYTES, SAMPLES, WARM_UP, Autotuner, read_report
 
 KNOBS = {"backend": ("shared_memory", "mpi"), "chunk": (512, 64, 128)}
 

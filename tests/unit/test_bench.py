@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cli import bench
-from mpistrat.cli.bench_cases import CASES, SINGLE, bytes_of
-from mpistrat.cli.bench_measure import Point, repeats_for, table
-from mpistrat.errors import MpistratError
+from mpistrat.cli.bench import command
+from mpistrat.cli.bench.cases import CASES, SINGLE, bytes_of
+from mpistrat.cli.bench.measure import Point, repeats_for, table
+from mpistrat.core.errors import MpistratError
 
 
 def point(**changes: object) -> Point:
@@ -54,19 +54,19 @@ def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> N
     (["--train", "--models", "vgg"], "invalid choice: 'vgg'"), (["--batch", "x"], "a number from 1 is needed")])
 def test_wrong_input_is_named(argv: list[str], text: str) -> None:
     with pytest.raises(MpistratError, match=text):
-        bench.main(argv)
+        command.main(argv)
 
 
 def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.cli.bench_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: None)
     with pytest.raises(MpistratError, match=r"pip install 'mpistrat\[plot\]'"):
-        bench.main(["--plot", "figure.png"])
+        command.main(["--plot", "figure.png"])
 
 
 def test_a_prediction_reaches_to_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = tmp_path / "points.json"
     points.write_text(json.dumps([{"nbytes": n, "seconds": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]))
-    assert bench.main(["--predict", str(points), "--step-ms", "100"]) == 0
+    assert command.main(["--predict", str(points), "--step-ms", "100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fitted: 100 us + bytes / 4.00 GB/s in a host")
     assert lines[1].split() == ["1", "ranks", "0.0", "ms", "100.0%"]
@@ -78,4 +78,4 @@ def test_a_file_that_holds_no_points_is_refused(text: str, tmp_path: Path) -> No
     points = tmp_path / "points.json"
     points.write_text(text)
     with pytest.raises(MpistratError, match="not the points of a job of several ranks"):
-        bench.main(["--predict", str(points)])
+        command.main(["--predict", str(points)])

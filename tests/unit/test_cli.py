@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.cli import check, inventory, launcher
+from mpistrat.cli import check, inventory, mpirun
 from mpistrat.cli.arguments import split
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
-from mpistrat.cli.launcher import Machine, Mpirun
 from mpistrat.cli.main import COMMANDS, main
+from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
-from mpistrat.errors import LaunchError
+from mpistrat.core import version
+from mpistrat.core.errors import LaunchError
 
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
@@ -158,7 +159,8 @@ def test_the_command_line_imports_no_framework() -> None:
 
 def test_version_of_the_metadata() -> None:
     text = (Path(__file__).parents[2] / "setup.cfg").read_text()
-    assert f"\nversion = {mpistrat.__version__}\n" in text
+    assert f"\nversion = attr: {version.__name__}.__version__\n" in text
+    assert mpistrat.__version__ == version.__version__
 
 
 # -- check ------------------------------------------------------------------------------------------------------------
@@ -288,6 +290,6 @@ def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) 
 
 
 def test_check_ends_a_line_that_takes_too_long() -> None:
-    assert check._run(launcher.LaunchLine(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
-    assert check._run(launcher.LaunchLine(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
-    assert check._run(launcher.LaunchLine(("true",)), 30) == ""
+    assert check._run(mpirun.LaunchLine(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
+    assert check._run(mpirun.LaunchLine(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
+    assert check._run(mpirun.LaunchLine(("true",)), 30) == ""

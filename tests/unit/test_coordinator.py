@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from mpistrat.coordinator import Coordinator
-from mpistrat.errors import MessageError, StallError
-from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
-from mpistrat.mismatch import describe_half_done, describe_mismatch
-from mpistrat.topology import Topology
-from mpistrat.tree import FAN_OUT, neighbours_of, subtree, subtree_size
+from mpistrat.core.errors import MessageError, StallError
+from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec
+from mpistrat.core.topology import Topology
+from mpistrat.negotiation.coordinator import Coordinator
+from mpistrat.negotiation.messages import Announcement, Decision, EndReason
+from mpistrat.negotiation.reports import describe_half_done, describe_mismatch
+from mpistrat.negotiation.tree import FAN_OUT, neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
 WARNING_S, ABORT_S = 60.0, 600.0
@@ -21,7 +22,7 @@ WARNING_S, ABORT_S = 60.0, 600.0
 def allreduce(name: str, *shape: int, dtype: str = "float32", labels: tuple[str, ...] = (),
               **changes: object) -> Request:
     """A request to reduce one tensor."""
-    request = Request(Kind.ALLREDUCE, name, (TensorSpec(dtype, shape),), labels=labels)
+    request = Request(CollectiveType.ALLREDUCE, name, (TensorSpec(dtype, shape),), labels=labels)
     return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
 
 
@@ -35,7 +36,7 @@ class Job:
         self.mail: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         self.executed: list[list[Request]] = [[] for _ in range(size)]
         self.errors: list[list[tuple[str, str]]] = [[] for _ in range(size)]
-        self.ends: list[list[tuple[End, str]]] = [[] for _ in range(size)]
+        self.ends: list[list[tuple[EndReason, str]]] = [[] for _ in range(size)]
         self.announcements: list[tuple[int, Announcement, int]] = []
         self.decisions: list[tuple[Decision, int]] = []
         self.now = 0.0
@@ -101,7 +102,7 @@ class Job:
         assert all(other == self.errors[0] for other in self.errors)
         return self.errors[0]
 
-    def end(self) -> tuple[End | None, str]:
+    def end(self) -> tuple[EndReason | None, str]:
         """Why the engines have ended, if they have, which must be the same on all ranks."""
         assert all(other == self.ends[0] for other in self.ends)
         assert len(self.ends[0]) <= 1
@@ -382,7 +383,7 @@ A = allreduce("a", 3)
 
 
 @pytest.mark.parametrize(("odd", "text"), [
-    ({"kind": Kind.BROADCAST}, "kind of collective: allreduce on ranks [0, 1]; broadcast on ranks [2]"),
+    ({"kind": CollectiveType.BROADCAST}, "kind of collective: allreduce on ranks [0, 1]; broadcast on ranks [2]"),
     ({"tensors": A.tensors * 2}, "number of tensors: 1 on ranks [0, 1]; 2 on ranks [2]"),
     ({"tensors": ()}, "number of tensors: 1 on ranks [0, 1]; 0 on ranks [2]"),
     ({"tensors": (TensorSpec("float64", (3,)),)}, "dtype: float32 on ranks [0, 1]; float64 on ranks [2]"),
@@ -418,7 +419,7 @@ def test_a_mismatch_says_what_the_user_calls_the_tensor(odd: str, text: str) -> 
 
 def test_a_mismatch_in_a_group_says_which_tensor() -> None:
     def group(*dtypes: str, labels: tuple[str, ...]) -> Request:
-        return Request(Kind.ALLREDUCE, "g", tuple(TensorSpec(dtype, (2,)) for dtype in dtypes), labels=labels)
+        return Request(CollectiveType.ALLREDUCE, "g", tuple(TensorSpec(dtype, (2,)) for dtype in dtypes), labels=labels)
 
     labels = ("dense/kernel", "dense/bias")
     assert describe_mismatch({group("int8", "int8", labels=labels): {1}, group("int8", "int16", labels=labels): {0}}) \
@@ -429,14 +430,14 @@ def test_a_mismatch_in_a_group_says_which_tensor() -> None:
 
 def test_the_first_dimension_of_an_allgather_is_any() -> None:
     def gather(columns: int) -> Request:
-        return Request(Kind.ALLGATHER, "g", (TensorSpec("int8", (-1, columns)),))
+        return Request(CollectiveType.ALLGATHER, "g", (TensorSpec("int8", (-1, columns)),))
 
     assert describe_mismatch({gather(2): {0}, gather(3): {1}}) == \
         "g: the ranks disagree on shape: (any, 2) on ranks [0]; (any, 3) on ranks [1]."
 
 
 def test_the_kind_is_what_counts_most_in_a_mismatch() -> None:
-    other = dataclasses.replace(A, kind=Kind.ALLGATHER, tensors=(TensorSpec("int8", (-1,)),), prescale=3.0)
+    other = dataclasses.replace(A, kind=CollectiveType.ALLGATHER, tensors=(TensorSpec("int8", (-1,)),), prescale=3.0)
     assert "kind of collective" in describe_mismatch({A: {0}, other: {1}})
 
 
@@ -479,7 +480,7 @@ def test_a_mismatch_in_a_graph_ends_all_engines(odd: int) -> None:
     job.settle()
     assert job.agreed == ["b"]
     (_, text), = job.mismatches
-    assert job.end() == (End.MISMATCH, describe_half_done(text))
+    assert job.end() == (EndReason.MISMATCH, describe_half_done(text))
     assert "a: the ranks disagree on shape" in text
 
 
@@ -591,7 +592,7 @@ def test_a_stall_ends_all_engines_in_the_end(size: int) -> None:
         assert job.end()[0] is None
     job.settle(601.0)
     end, text = job.end()
-    assert end is End.STALL
+    assert end is EndReason.STALL
     assert "a: ranks [" in text
     assert f"have waited 601 s for ranks [{size - 1}], which wait for nothing." in text
     assert text.endswith("Ended after 600 s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS).")
@@ -603,7 +604,7 @@ def test_a_stall_deep_in_the_tree_ends_all_engines_too() -> None:
     job.submit(290, allreduce("a"))
     for now in range(0, 800, 10):
         job.settle(now)
-    assert job.end()[0] is End.STALL
+    assert job.end()[0] is EndReason.STALL
     assert "a: ranks [290] have waited" in job.end()[1]
     assert "for ranks [0-289, 291-299]" in job.end()[1]
 
@@ -694,7 +695,7 @@ def test_a_stall_of_a_whole_host_may_be_for_the_network(present: tuple[int, ...]
         else:
             root.submit(allreduce("a"), 0.0)
     _, decision = root.advance(ABORT_S + 1)
-    assert decision is not None and decision.end is End.STALL
+    assert decision is not None and decision.end is EndReason.STALL
     assert ("Or the network between the hosts here and there is down or loses what is sent: no rank there has called a."
             in decision.end_text) == is_named
 
@@ -768,7 +769,7 @@ def test_when_all_ranks_have_ended_the_engines_end(size: int) -> None:
         if size < 50 or rank % 10 == 0:
             job.settle()
     job.settle()
-    assert job.end()[0] is End.SHUTDOWN
+    assert job.end()[0] is EndReason.SHUTDOWN
 
 
 @pytest.mark.parametrize(("size", "ended", "late"), [(2, 1, 0), (18, 17, 0), (40, 20, 21), (300, 290, 18)])
@@ -796,7 +797,7 @@ def test_work_that_waits_for_a_rank_that_has_ended_ends_all(size: int, ended: in
     job.submit(waiting, allreduce("a"))
     job.settle()
     end, text = job.end()
-    assert end is End.RANK_ENDED
+    assert end is EndReason.RANK_ENDED
     assert text.startswith(f"a: ranks [{waiting}] wait for ranks [{ended}], which have already shut down "
                            "(after 12 operations).")
     assert "give every rank the same number" in text
@@ -809,7 +810,7 @@ def test_a_rank_that_ends_while_others_wait_for_it_ends_all(size: int, ended: in
     job.settle()
     job.nodes[ended].end(completed=1)
     job.settle()
-    assert job.end()[0] is End.RANK_ENDED
+    assert job.end()[0] is EndReason.RANK_ENDED
     assert f"wait for ranks [{ended}], which have already shut down (after 1 operations)" in job.end()[1]
 
 
@@ -829,7 +830,7 @@ def test_a_failure_of_one_rank_ends_all(size: int, failed: int) -> None:
     job.nodes[failed].fail("rank failed: why")
     job.nodes[failed].fail("and something else after that")
     job.settle()
-    assert job.end() == (End.FAILURE, "rank failed: why")
+    assert job.end() == (EndReason.FAILURE, "rank failed: why")
 
 
 def test_after_a_failure_nothing_more_is_executed() -> None:
@@ -838,7 +839,7 @@ def test_after_a_failure_nothing_more_is_executed() -> None:
     job.submit_all(allreduce("a"))
     job.nodes[1].fail("why")
     job.settle()
-    assert job.end() == (End.FAILURE, "why")
+    assert job.end() == (EndReason.FAILURE, "why")
     assert job.agreed == []
 
 
@@ -859,7 +860,7 @@ def test_a_failure_comes_before_any_other_reason_to_end() -> None:
     job.nodes[1].end(completed=0)
     job.nodes[1].fail("why")
     job.settle(601.0)
-    assert job.end() == (End.FAILURE, "why")
+    assert job.end() == (EndReason.FAILURE, "why")
 
 
 def test_what_is_new_is_told_once_by_each_rank_whatever_the_number_of_ranks_below_it() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpistrat.cost_model import Machine, allreduce_s, efficiency, fit
+from mpistrat.cli.bench.cost_model import Machine, allreduce_s, efficiency, fit
 
 MACHINE = Machine(host_latency_s=1e-4, host_bandwidth=4e9, wire_latency_s=1e-5, wire_bandwidth=1e9, ranks_per_host=4)
 

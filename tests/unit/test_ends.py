@@ -1,17 +1,21 @@
-"""How a rank ends the job: the line that names the cause, and the limit on MPI_Abort."""
+"""How a rank ends the job: the line that names the cause, and the limits on MPI_Abort and MPI_Finalize."""
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from mpistrat.errors import SettingsError, ShutdownError
-from mpistrat.mpi_setup import cause_of
+from mpistrat.api.abort import cause_of
+from mpistrat.core.errors import SettingsError, ShutdownError
+from mpistrat.transport.mpi.library import finalize_without_barrier
 
 GRAPH = """Graph execution error:
 
 Detected at node PyFunc defined at (most recent call last):
-mpistrat.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
+mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
 
 
 [[{{node PyFunc}}]] [Op:__inference_multi_step_on_iterator_326]"""
@@ -20,22 +24,22 @@ mpistrat.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
 @pytest.mark.parametrize(("error", "line"), [
     (ValueError("one\ntwo"), "ValueError: one"),
     (KeyboardInterrupt(), "KeyboardInterrupt"),
-    (ShutdownError("text"), "mpistrat.errors.ShutdownError: text"),
-    (SettingsError("first\nsecond"), "mpistrat.errors.SettingsError: first"),
-    (RuntimeError(GRAPH), "mpistrat.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].")])
+    (ShutdownError("text"), "mpistrat.core.errors.ShutdownError: text"),
+    (SettingsError("first\nsecond"), "mpistrat.core.errors.SettingsError: first"),
+    (RuntimeError(GRAPH), "mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].")])
 def test_the_cause_is_one_line_and_ours_if_there_is_one(error: BaseException, line: str) -> None:
     assert cause_of(type(error), error) == line
 
 
 STUCK = """
 import sys, time, types
-from mpistrat import mpi_setup
-mpi_setup._ABORT_LIMIT_S = 0.5
-def abort(code):
+from mpistrat.api import abort
+abort._ABORT_LIMIT_S = 0.5
+def stuck(code):
     print("aborts with", code, flush=True)
     time.sleep(600)
-world = types.SimpleNamespace(Abort=abort)
-mpi_setup.end_job_on_exception(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
+world = types.SimpleNamespace(Abort=stuck)
+abort.end_job_on_exception(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
 raise ValueError("odd")
 """
 
@@ -45,4 +49,9 @@ def test_a_rank_ends_even_if_mpi_abort_does_not_return() -> None:
     assert done.returncode == 1
     assert done.stdout == "aborts with 1\n"
     assert "[mpistrat] rank 3 on there ends the job: ValueError: odd\n" in done.stderr
-    assert "in abort" in done.stderr
+    assert "in stuck" in done.stderr
+
+
+@pytest.mark.parametrize("library", [SimpleNamespace(__file__="No such file"), np.linalg._umath_linalg])
+def test_a_library_without_a_barrier_in_finalize_is_left_as_it_is(library: Any) -> None:
+    assert not finalize_without_barrier(library)

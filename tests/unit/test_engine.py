@@ -16,14 +16,15 @@ from types import CodeType, FrameType
 import numpy as np
 import pytest
 
-from mpistrat.collectives.base import Ballot, DataPlane
-from mpistrat.collectives.local import ThreadControl, ThreadData, ThreadGroup
-from mpistrat.engine import Engine
-from mpistrat.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
-from mpistrat.messages import ReduceOp, Request
-from mpistrat.requests import (
+from mpistrat.core.arithmetic import Reduction
+from mpistrat.core.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
+from mpistrat.core.handle import Handle
+from mpistrat.core.interfaces import AgreementRound, DataPlane
+from mpistrat.core.request import (
     Average,
     Max,
+    ReduceOp,
+    Request,
     Sum,
     allgather_request,
     allreduce_request,
@@ -31,10 +32,10 @@ from mpistrat.requests import (
     broadcast_request,
     specs_of,
 )
-from mpistrat.rounds import SHUT_DOWN_TEXT
-from mpistrat.scale import Scale
-from mpistrat.settings import Settings
-from mpistrat.tensor_queue import Handle
+from mpistrat.core.settings import Settings
+from mpistrat.engine.controller import SHUT_DOWN_TEXT
+from mpistrat.engine.engine import Engine
+from mpistrat.transport.local import ThreadControl, ThreadData, ThreadGroup
 
 LONG_S = 30.0  # only a failing test waits for so long
 _votes = True  # whether ranks that are threads can vote
@@ -45,9 +46,9 @@ def _with_votes_and_without(request: pytest.FixtureRequest, monkeypatch: pytest.
     monkeypatch.setitem(globals(), "_votes", request.param)
 
 
-def ballot_of(group: ThreadGroup, rank: int) -> Ballot | None:
+def ballot_of(group: ThreadGroup, rank: int) -> AgreementRound | None:
     """How a rank votes, in the tests with votes."""
-    return group.ballot(rank) if _votes and group.size > 1 else None
+    return group.agreement(rank) if _votes and group.size > 1 else None
 
 
 def submit(engine: Engine, name: str, *arrays: np.ndarray, op: ReduceOp = Sum, prescale: float = 1.0,
@@ -71,7 +72,7 @@ class ByHand:
         group = ThreadGroup(size, timeout_s=0.01)
         self.now = 0.0
         self.engines = [Engine(rank, size, group.control(rank), group.data(rank), settings or Settings(),
-                               clock=lambda: self.now, ballot=ballot_of(group, rank)) for rank in range(size)]
+                               clock=lambda: self.now, agreement=ballot_of(group, rank)) for rank in range(size)]
 
     def settle(self, now: float | None = None) -> None:
         """Step all engines until nothing happens any more."""
@@ -298,7 +299,7 @@ def running(size: int, settings: Settings | None = None, planes: Sequence[DataPl
     """Engines of that many ranks, each with its thread, which end together."""
     group = group or ThreadGroup(size, timeout_s=LONG_S)
     engines = [Engine(rank, size, group.control(rank), planes[rank] if planes else group.data(rank),
-                      settings or Settings(), ballot=ballot_of(group, rank)) for rank in range(size)]
+                      settings or Settings(), agreement=ballot_of(group, rank)) for rank in range(size)]
     if start:
         for engine in engines:
             engine.start()
@@ -309,7 +310,7 @@ def running(size: int, settings: Settings | None = None, planes: Sequence[DataPl
 
 
 def end_all(engines: Sequence[Engine]) -> None:
-    """End engines as their ranks would, all at once."""
+    """End engines as their ranks would, all at the same time."""
     threads = [threading.Thread(target=engine.end, daemon=True) for engine in engines]
     for thread in threads:
         thread.start()
@@ -332,10 +333,9 @@ class CountingData(ThreadData):
         self.reduced: list[int] = []
         self.broadcasts: list[int] = []
 
-    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                  scale: Scale) -> None:
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         self.reduced.append(sum(source.size for source in sources))
-        super().allreduce(sources, targets, op, prescale, scale)
+        super().allreduce(sources, targets, reduction)
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         self.broadcasts.append(array.size)
@@ -717,8 +717,7 @@ class FailingData(ThreadData):
         super().__init__(group, rank)
         self._before = before
 
-    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                  scale: Scale) -> None:
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         is_the_one = [source.size for source in sources] == [13]
         if is_the_one and self._before:
             # As MPI would end the others' wait, sooner or later: once they have left the barrier before, and are here.
@@ -726,7 +725,7 @@ class FailingData(ThreadData):
                 threading.Event().wait(0.001)
             self._group.barrier.abort()
             raise BrokenError("the network is gone")
-        super().allreduce(sources, targets, op, prescale, scale)
+        super().allreduce(sources, targets, reduction)
         if is_the_one:
             raise BrokenError("the network is gone")
 
@@ -811,8 +810,7 @@ def test_a_failure_reaches_a_caller_that_drives_as_it_reaches_all(size: int) -> 
 
 def test_ctrl_c_in_a_caller_that_drives_is_raised_there_and_ends_all() -> None:
     class Interrupted(ThreadData):
-        def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: ReduceOp, prescale: float,
-                  scale: Scale) -> None:
+        def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
             raise KeyboardInterrupt
 
     group = ThreadGroup(1)

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from mpistrat import errors
-from mpistrat.settings import PREFIX, Settings, differing, horovod_names
+from mpistrat.core import errors
+from mpistrat.core.settings import PREFIX, Settings, differing, horovod_names
 
 ALL_ERRORS = [value for value in vars(errors).values()
               if isinstance(value, type) and issubclass(value, errors.MpistratError)]
@@ -92,6 +92,13 @@ def test_a_value_out_of_range_is_an_error_that_names_the_range(name: str, text: 
 def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(name: str, choices: str) -> None:
     with pytest.raises(errors.SettingsError, match=rf"MPISTRAT_{name}='best': expected one of {choices}\."):
         read(**{name: "best"})
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "mpi"])
+def test_a_way_for_gpu_tensors_that_was_removed_is_an_error_that_lists_the_others(name: str) -> None:
+    with pytest.raises(errors.SettingsError, match=rf"^MPISTRAT_GPU_OPERATIONS='{name}': expected one of auto, nccl, "
+                                                   r"staged, host\.$"):
+        read(GPU_OPERATIONS=name)
 
 
 def test_an_unknown_name_is_an_error_with_a_suggestion_and_all_known_names() -> None:

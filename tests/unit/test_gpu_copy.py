@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.gpu.copy_kernel import HALVES, TYPES, source, variant
-from mpistrat.gpu.copy_plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob, block_count, copy_table, fused_offsets
-from mpistrat.scale import Scale
+from mpistrat.core.arithmetic import Scale
+from mpistrat.gpu.copy.kernel import HALVES, TYPES, source, variant
+from mpistrat.gpu.copy.plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob, block_count, copy_table, fused_offsets
 from tests import copy_model
 
 JOBS = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.errors import EngineError
+from mpistrat.core.errors import EngineError
 
 nccl = pytest.importorskip("cupy.cuda.nccl", reason="cupy is not installed")
 

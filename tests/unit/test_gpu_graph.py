@@ -13,8 +13,8 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 @pytest.fixture
 def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
-    from mpistrat.tensorflow import gpu_bridge, gpu_graph
-    monkeypatch.setattr(gpu_bridge, "has_gpu", lambda: True)
+    from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
+    monkeypatch.setattr(gpu_eager, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_graph, "_has_cupy", lambda: True)
 
     def choose(make: Callable[[], list[Any]]) -> Any:
@@ -56,7 +56,7 @@ def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, mo
 
 
 def test_eager_tensors_are_asked_where_they_are_instead() -> None:
-    from mpistrat.tensorflow import gpu_graph
+    from mpistrat.tensorflow.bridge import gpu_graph
     assert gpu_graph.device_of([tf.zeros([2])]) is None
 
 

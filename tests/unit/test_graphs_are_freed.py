@@ -11,8 +11,8 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from mpistrat.tensorflow import bridge, host_call  # noqa: E402
-from mpistrat.tensorflow.wakeups import WAKEUPS  # noqa: E402
+from mpistrat.tensorflow.bridge import cpu, python_op  # noqa: E402
+from mpistrat.tensorflow.bridge.completion import COMPLETIONS  # noqa: E402
 
 FUNCTIONS = 1000
 
@@ -27,11 +27,11 @@ def hvd() -> Iterator[Any]:
 
 def live_call_sites() -> int:
     gc.collect()
-    return sum(isinstance(thing, bridge._CallSite) for thing in gc.get_objects())
+    return sum(isinstance(thing, cpu._CallSite) for thing in gc.get_objects())
 
 
 def live_functions() -> int:
-    return sum(map(len, host_call._functions.values()))
+    return sum(map(len, python_op._functions.values()))
 
 
 def captured(graph: Any) -> int:
@@ -41,8 +41,8 @@ def captured(graph: Any) -> int:
 
 def test_a_thousand_functions(hvd: Any) -> None:
     x, graphs, kept = tf.ones([3]), [], []
-    WAKEUPS.prepare()
-    before, functions_before, queues = live_call_sites(), live_functions(), len(WAKEUPS._slots)
+    COMPLETIONS.prepare()
+    before, functions_before, queues = live_call_sites(), live_functions(), len(COMPLETIONS._slots)
     for number in range(FUNCTIONS):
         function = tf.function(lambda x: hvd.allreduce(x), autograph=False)
         function(x)
@@ -54,7 +54,7 @@ def test_a_thousand_functions(hvd: Any) -> None:
     del function, graph
     assert live_call_sites() - before == len(kept)
     assert sum(graph() is not None for graph in graphs) == len(kept)
-    assert len(WAKEUPS._slots) == queues
+    assert len(COMPLETIONS._slots) == queues
     assert live_functions() - functions_before <= 4 * len(kept)
     for function in kept:
         assert function(x).numpy().tolist() == [1.0] * 3
@@ -65,8 +65,8 @@ def test_a_thousand_functions(hvd: Any) -> None:
 
 def test_as_many_collectives_under_way_as_there_were_numbers_of_queues(hvd: Any) -> None:
     """In one execution of one graph, each with a queue."""
-    WAKEUPS.prepare()
-    count, queues = 400, len(WAKEUPS._slots)
+    COMPLETIONS.prepare()
+    count, queues = 400, len(COMPLETIONS._slots)
 
     @tf.function(autograph=False)
     def program(x: Any) -> list[Any]:
@@ -74,5 +74,5 @@ def test_as_many_collectives_under_way_as_there_were_numbers_of_queues(hvd: Any)
 
     for _ in range(3):
         assert [float(y) for y in program(tf.constant(1.0))] == list(range(count))
-    assert len(WAKEUPS._slots) <= max(queues, count + 32)
+    assert len(COMPLETIONS._slots) <= max(queues, count + 32)
     assert captured(program.get_concrete_function(tf.constant(1.0)).graph) <= 1

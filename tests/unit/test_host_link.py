@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from mpistrat.collectives import fd_exchange
-from mpistrat.collectives.fd_exchange import FdExchange, Invitation, close_all
-from mpistrat.collectives.host_link import HostLink
-from mpistrat.collectives.host_mail import HostMail
+from mpistrat.transport import fd_exchange
+from mpistrat.transport.fd_exchange import FdExchange, Invitation, close_all
+from mpistrat.transport.host_link import HostLink
+from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..strangers import NOBODY, become_nobody, names_of, needs_another_user
 
@@ -41,7 +41,7 @@ def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
         return list(threads.map(work, range(count)))
 
 
-def linked(ranks: Sequence[int]) -> tuple[list[HostLink], list[HostMail]]:
+def linked(ranks: Sequence[int]) -> tuple[list[HostLink], list[UnixSocketChannel]]:
     """What connects each of `ranks`."""
     links = [HostLink(rank, ranks) for rank in ranks]
     return links, on_all(len(ranks), lambda index: links[index].connect(links[0].invitation))
@@ -53,7 +53,7 @@ def close(*opened: Any) -> None:
         each.close()
 
 
-def received(mail: HostMail) -> list[tuple[int, bytes]]:
+def received(mail: UnixSocketChannel) -> list[tuple[int, bytes]]:
     """The next messages."""
     assert mail.wait(LIMIT_S)
     return mail.receive()
@@ -69,7 +69,7 @@ def test_every_rank_can_write_to_every_rank(ranks: Sequence[int]) -> None:
         for receiver in (ranks[0], ranks[len(ranks) // 2], ranks[-1]):
             mail.send(receiver, b"%d to %d" % (sender, receiver))
             assert received(mails[ranks.index(receiver)]) == [(sender, b"%d to %d" % (sender, receiver))]
-    mails[0].wake_other(ranks[-1])
+    mails[0].wake_rank(ranks[-1])
     assert mails[-1].wait(LIMIT_S)
     close(*links, *mails)
 
@@ -107,7 +107,7 @@ def test_what_is_sent_to_a_rank_that_has_ended_is_dropped() -> None:
     mails[1].close()
     for _ in range(3):
         mails[0].send(1, b"lost")
-        mails[0].wake_other(1)
+        mails[0].wake_rank(1)
         mails[2].send(1, b"lost")
     assert not mails[0].is_sending and not mails[2].is_sending
     close(*links, *mails)

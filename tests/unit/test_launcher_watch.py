@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from mpistrat import processes
-from mpistrat.launch_environment import identity
-from mpistrat.launcher_watch import launcher_among, launcher_here, workers_of
-from mpistrat.processes import Process, descendants, parse_stat
+from mpistrat.api import processes
+from mpistrat.api.launch_env import identity
+from mpistrat.api.launcher_watch import launcher_among, launcher_here, workers_of
+from mpistrat.api.processes import Process, descendants, parse_stat
 
 RANK_1 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-7@1"}
 HYDRA_1 = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9"}
@@ -68,8 +68,8 @@ def test_without_a_launcher_nothing_is_watched(environ: Mapping[str, str]) -> No
 
 ASK = f"""
 import os, subprocess, sys
-from mpistrat.launcher_watch import launcher_here
-from mpistrat.processes import ancestors
+from mpistrat.api.launcher_watch import launcher_here
+from mpistrat.api.processes import ancestors
 if sys.argv[1:] != ["inner"]:
     sys.exit(subprocess.run([sys.executable, "-c", sys.orig_argv[2], "inner"]).returncode)
 found = [process.pid for process in ancestors(os.getpid())]

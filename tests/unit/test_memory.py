@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from mpistrat.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
+from mpistrat.core.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
 
 F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
 SOME_TURNS = 200  # more than a size may be idle

@@ -11,14 +11,15 @@ from typing import Any
 import msgpack
 import pytest
 
-from mpistrat.errors import MessageError
-from mpistrat.messages import Announcement, Decision, End, Kind, ReduceOp, Request, TensorSpec
+from mpistrat.core.errors import MessageError
+from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec
+from mpistrat.negotiation.messages import Announcement, Decision, EndReason
 
-PLAIN = Request(Kind.ALLREDUCE, "a", (TensorSpec("float32", (2, 3)),))
-FULL = Request(Kind.BROADCAST, "gradient/17", (TensorSpec("bfloat16", ()), TensorSpec("int64", (0, 4))),
+PLAIN = Request(CollectiveType.ALLREDUCE, "a", (TensorSpec("float32", (2, 3)),))
+FULL = Request(CollectiveType.BROADCAST, "gradient/17", (TensorSpec("bfloat16", ()), TensorSpec("int64", (0, 4))),
                ReduceOp.MAX, 3, 0.5, 2.0, "gpu", ((0,), (2, 1)), "float16", ("dense/kernel", "dense/bias"))
-BARRIER = Request(Kind.BARRIER, "b")
-GATHER = Request(Kind.ALLGATHER, "g", (TensorSpec("bool", (-1, 7)),))
+BARRIER = Request(CollectiveType.BARRIER, "b")
+GATHER = Request(CollectiveType.ALLGATHER, "g", (TensorSpec("bool", (-1, 7)),))
 REQUESTS = [PLAIN, FULL, BARRIER, GATHER]
 
 
@@ -27,7 +28,7 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     copy = Request.from_tuple(request_.to_tuple())
     assert copy == request_
     assert copy.labels == request_.labels
-    assert type(copy.kind) is Kind
+    assert type(copy.kind) is CollectiveType
     assert type(copy.reduce_op) is ReduceOp
 
 
@@ -50,7 +51,7 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
     Decision(errors=(("a", "the ranks disagree"),), ended=True),
     Decision((3,), calls_vote=True),
     Decision(choice=(("backend", "shared_memory"), ("chunk_bytes", 2**40), ("a", True), ("b", 0.1), ("c", -1))),
-    *(Decision((1,), (), False, end, "why: ü") for end in End)])
+    *(Decision((1,), (), False, end, "why: ü") for end in EndReason)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
     copy = Decision.from_bytes(message.to_bytes())
     assert copy == message
@@ -64,7 +65,7 @@ def test_labels_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"kind": Kind.ALLREDUCE}, {"name": "x"}, {"tensors": FULL.tensors[:1]}, {"tensors": FULL.tensors[::-1]},
+    {"kind": CollectiveType.ALLREDUCE}, {"name": "x"}, {"tensors": FULL.tensors[:1]}, {"tensors": FULL.tensors[::-1]},
     {"reduce_op": ReduceOp.MIN}, {"root_rank": 0}, {"prescale": 1.0}, {"postscale": 1.0}, {"device": "cpu"}],
     ids=lambda change: next(iter(change)))
 def test_everything_but_labels_is_compared(change: dict) -> None:
@@ -144,7 +145,8 @@ WRONG: list[Any] = [None, True, -1, 2**63, 2**64 - 1, 1.5, "x", (), (0,), (-1,),
 
 
 @pytest.mark.parametrize("message", [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True),
-                                     Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, End.STALL, "why",
+                                     Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, EndReason.STALL,
+                                              "why",
                                               (("backend", "mpi"),), True)])
 def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(message: Announcement | Decision) -> None:
     data = message.to_bytes()
@@ -176,7 +178,8 @@ def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(messa
 def test_random_bytes_are_refused_by_the_one_error(message: type) -> None:
     chance = random.Random(16)
     valid = [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True).to_bytes(),
-             Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, End.STALL, "why", (("b", 1),)).to_bytes(),
+             Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, EndReason.STALL, "why", (("b",
+                                                                                                       1),)).to_bytes(),
              Decision(tuple(range(9))).to_bytes()]
     taken = 0
     for turn in range(20_000):

@@ -4,10 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.collectives.nccl import NcclData
+from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
+from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy_plan import CopyJob
-from mpistrat.gpu.nccl_types import (
+from mpistrat.gpu.copy.plan import CopyJob
+from mpistrat.gpu.nccl.data import NcclData
+from mpistrat.gpu.nccl.types import (
     BFLOAT16,
     DTYPES,
     FLOAT16,
@@ -16,11 +18,9 @@ from mpistrat.gpu.nccl_types import (
     INT32,
     OPERATIONS,
     UINT8,
-    Wire,
-    wire_of,
+    WireFormat,
+    wire_format,
 )
-from mpistrat.messages import ReduceOp
-from mpistrat.scale import IDENTITY, Scale
 from tests.gpu_stand_in import Communicator, Device
 
 SUM = OPERATIONS[ReduceOp.SUM]
@@ -48,7 +48,7 @@ class Job:
         sources = self.arrays(*values)
         targets = self.arrays(*map(np.zeros_like, values))
         assert self.plane.why_not(sources, op) == ""
-        self.plane.allreduce(sources, targets, op, prescale, scale)
+        self.plane.allreduce(sources, targets, Reduction(op, prescale, scale))
         self.finish()
         return [target.owner.view().copy() for target in targets]
 
@@ -85,7 +85,7 @@ def test_a_bucket_is_packed_before_the_one_before_is_unpacked() -> None:
     job = Job()
     pairs = [job.arrays(np.ones(4), np.ones(4)) for _ in range(3)]
     for pair in pairs:
-        job.plane.allreduce(pair, pair, ReduceOp.SUM, 1.0, IDENTITY)
+        job.plane.allreduce(pair, pair, Reduction(ReduceOp.SUM))
     job.plane.finish()
     assert job.calls == ["batched_copy", "allReduce", "batched_copy", "allReduce", "batched_copy", "batched_copy",
                          "allReduce", "batched_copy", "batched_copy"]
@@ -95,7 +95,7 @@ def test_lanes_take_turns() -> None:
     job = Job(lanes=3)
     array = job.arrays(np.ones(4, np.float32))
     for _ in range(6):
-        job.plane.allreduce(array, array, ReduceOp.SUM, 1.0, IDENTITY)
+        job.plane.allreduce(array, array, Reduction(ReduceOp.SUM))
     streams = [entry[4] for entry in job.device.log]
     assert len(set(streams)) == 3 and streams[:3] == streams[3:]
 
@@ -136,7 +136,7 @@ def test_booleans_are_bytes(op: ReduceOp) -> None:
 
 @pytest.mark.parametrize("dtype, op", [("complex64", ReduceOp.PRODUCT), ("longdouble", ReduceOp.SUM)])
 def test_what_nccl_lacks_is_named(dtype: str, op: ReduceOp) -> None:
-    assert wire_of(np.dtype(dtype).name, op) is None
+    assert wire_format(np.dtype(dtype).name, op) is None
     job = Job()
     assert job.plane.why_not(job.arrays(np.ones(2, dtype)), op).startswith(f"NCCL has no {op.name.lower()} of ")
 
@@ -190,7 +190,7 @@ def test_work_begins_after_the_events_it_was_told_to_wait_for() -> None:
     target, = job.arrays(np.zeros(4))
     source = job.device.tensor(np.full(4, 5.0))  # Its contents are still to come, on a stream of the caller's.
     job.plane.wait_for([job.device.record()])
-    job.plane.allreduce([job.device.seen(source)], [target], ReduceOp.SUM, 1.0, IDENTITY)
+    job.plane.allreduce([job.device.seen(source)], [target], Reduction(ReduceOp.SUM))
     completion = job.plane.finish()
     while not completion.done:
         pass
@@ -210,7 +210,7 @@ def test_floats_travel_in_halves_that_the_kernel_makes_and_takes(wire: str, numb
     job = Job()
     sources = job.arrays(np.array([1 / 3, 2.0], np.float32), np.ones(3, np.float32))
     targets = job.arrays(np.zeros(2, np.float32), np.zeros(3, np.float32))
-    job.plane.allreduce(sources, targets, ReduceOp.SUM, 1.0, Scale(1.0, 2), wire)
+    job.plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 2)), wire)
     job.finish()
     assert job.device.log == [("batched_copy", 2, CopyJob("float32", wire), 2), ("allReduce", 16, number, SUM, 3),
                               ("batched_copy", 2, CopyJob(wire, "float32", 1.0, 2), 2)]
@@ -220,7 +220,7 @@ def test_floats_travel_in_halves_that_the_kernel_makes_and_takes(wire: str, numb
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32", "complex64"])
 def test_what_is_no_wider_float_travels_as_it_is(dtype: str) -> None:
-    assert wire_of(dtype, ReduceOp.SUM, "float16") == wire_of(dtype, ReduceOp.SUM)
+    assert wire_format(dtype, ReduceOp.SUM, "float16") == wire_format(dtype, ReduceOp.SUM)
 
 
 @pytest.mark.parametrize("dtype, wire, calls", [("int16", "", 4), ("float32", "float16", 2)])
@@ -229,7 +229,7 @@ def test_a_converted_tensor_larger_than_a_buffer_is_cut_into_pieces(dtype: str, 
     values = np.arange(1000).astype(dtype)
     source, target = job.arrays(values, np.zeros_like(values))
     assert job.plane.why_not([source], ReduceOp.SUM, wire) == ""
-    job.plane.allreduce([source], [target], ReduceOp.SUM, 1.0, IDENTITY, wire)
+    job.plane.allreduce([source], [target], Reduction(ReduceOp.SUM), wire)
     job.finish()
     assert job.calls.count("allReduce") == calls
     np.testing.assert_array_equal(target.owner.view(), values)
@@ -245,8 +245,8 @@ def test_the_numbers_are_those_of_cupys_nccl() -> None:
 
 
 def test_narrow_integers_are_widened() -> None:
-    assert wire_of("int16", ReduceOp.SUM) == Wire("int16", "int32")
-    assert wire_of("float32", ReduceOp.SUM) == Wire("float32", "float32")
+    assert wire_format("int16", ReduceOp.SUM) == WireFormat("int16", "int32")
+    assert wire_format("float32", ReduceOp.SUM) == WireFormat("float32", "float32")
 
 
 @pytest.mark.parametrize("prescale, scale", [(1.0, IDENTITY), (0.5, Scale(4.0))])
@@ -254,8 +254,8 @@ def test_narrow_integers_are_widened() -> None:
 def test_a_part_of_a_reduction_is_kept(dtype: str, prescale: float, scale: Scale) -> None:
     job = Job()
     source, target = job.arrays(np.array([2, 4, 6], dtype), np.zeros(3, dtype))
-    assert job.plane.why_not_scatter(source, ReduceOp.SUM, prescale) == ""
-    job.plane.reducescatter(source, target, [3], ReduceOp.SUM, prescale, scale)
+    assert job.plane.why_not_scatter(source, Reduction(ReduceOp.SUM, prescale)) == ""
+    job.plane.reducescatter(source, target, [3], Reduction(ReduceOp.SUM, prescale, scale))
     job.finish()
     assert target.owner.view().tolist() == [v * prescale * scale.factor for v in (2, 4, 6)]
     number = FLOAT32 if dtype == "float32" else INT32
@@ -267,7 +267,7 @@ def test_a_part_of_a_reduction_is_kept(dtype: str, prescale: float, scale: Scale
 def test_parts_of_different_sizes_are_reduced_to_each_rank_as_a_group() -> None:
     job = Job()
     source, target = job.arrays(np.ones(5, np.complex64), np.zeros(3, np.complex64))
-    job.plane.reducescatter(source, target, [3, 0, 2], ReduceOp.SUM, 1.0, IDENTITY)
+    job.plane.reducescatter(source, target, [3, 0, 2], Reduction(ReduceOp.SUM))
     assert job.device.log == [("group",), ("reduce", 6, FLOAT32, SUM, 0, 3), ("reduce", 4, FLOAT32, SUM, 2, 3),
                               ("end of group",)]
 
@@ -275,11 +275,11 @@ def test_parts_of_different_sizes_are_reduced_to_each_rank_as_a_group() -> None:
 def test_what_is_scattered_by_way_of_a_buffer_must_fit_into_it() -> None:
     job = Job(buffer_bytes=64)
     large, = job.arrays(np.ones(17, np.int16))
-    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(large, ReduceOp.SUM, 1.0)
+    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(large, Reduction(ReduceOp.SUM, 1.0))
     floats, = job.arrays(np.ones(17, np.float32))
-    assert job.plane.why_not_scatter(floats, ReduceOp.SUM, 1.0) == ""
-    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(floats, ReduceOp.SUM, 0.5)
-    assert job.plane.why_not_scatter(job.arrays(np.ones(1, complex))[0], ReduceOp.PRODUCT, 1.0) == \
+    assert job.plane.why_not_scatter(floats, Reduction(ReduceOp.SUM, 1.0)) == ""
+    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(floats, Reduction(ReduceOp.SUM, 0.5))
+    assert job.plane.why_not_scatter(job.arrays(np.ones(1, complex))[0], Reduction(ReduceOp.PRODUCT)) == \
         "NCCL has no product of complex128"
 
 
@@ -296,7 +296,7 @@ def test_a_barrier_reduces_a_byte_on_every_lane_and_spoils_no_bucket() -> None:
     job = Job(lanes=2)
     before, after = job.arrays(np.ones(3), np.ones(2)), job.arrays(np.zeros(3), np.zeros(2))
     for _ in range(2):
-        job.plane.allreduce(before, after, ReduceOp.SUM, 1.0, IDENTITY)
+        job.plane.allreduce(before, after, Reduction(ReduceOp.SUM))
     job.plane.barrier()
     job.finish()
     maximum = OPERATIONS[ReduceOp.MAX]

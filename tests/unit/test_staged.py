@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.collectives.local import ThreadGroup
-from mpistrat.collectives.staged import StagedData, _chunks
-from mpistrat.errors import EngineError
+from mpistrat.core.arithmetic import Reduction, Scale
+from mpistrat.core.errors import EngineError
+from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.messages import ReduceOp
-from mpistrat.scale import Scale
+from mpistrat.gpu.staged import StagedData, _chunks
+from mpistrat.transport.local import ThreadGroup
 from tests.gpu_stand_in import Device
 
 
@@ -39,7 +39,7 @@ def test_many_chunks_go_through_few_slots(seed: int) -> None:
         values = [np.arange(count, dtype=np.float32) + bucket for count in (1, 100, 0, 7, 33)]
         sources, targets = on_gpu(device, *values), on_gpu(device, *map(np.zeros_like, values))
         plane.wait_for([device.record()])
-        plane.allreduce(sources, targets, ReduceOp.SUM, 2.0, Scale(1.0, 4))
+        plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, 4)))
         completion = plane.finish()
         while not completion.done:
             pass
@@ -60,7 +60,7 @@ def test_the_next_chunk_is_on_its_way_while_one_is_reduced() -> None:
 
     device.copy = copy_of  # type: ignore[method-assign]
     plane.wait_for([device.record()])
-    plane.allreduce([source], [target], ReduceOp.SUM, 1.0, Scale())
+    plane.allreduce([source], [target], Reduction(ReduceOp.SUM))
     assert done == ["to host", "to host", "reduce", "to GPU", "to host", "reduce", "to GPU", "to host", "reduce",
                     "to GPU", "reduce", "to GPU"]
 
@@ -87,7 +87,7 @@ def test_a_copy_that_never_ends_is_an_error() -> None:
     device._streams[-1].work.clear()
     plane.wait_for([never])
     with pytest.raises(EngineError, match=r"a copy between GPU and host is not complete after 0\.05 s"):
-        plane.allreduce([source], [source], ReduceOp.SUM, 1.0, Scale())
+        plane.allreduce([source], [source], Reduction(ReduceOp.SUM))
 
 
 def test_a_scatter_an_exchange_and_a_barrier_of_one_rank_give_back_what_they_got() -> None:
@@ -95,7 +95,7 @@ def test_a_scatter_an_exchange_and_a_barrier_of_one_rank_give_back_what_they_got
     plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0)
     source, reduced, sent = on_gpu(device, np.arange(4.0), np.zeros(4), np.zeros(4))
     plane.wait_for([device.record()])
-    plane.reducescatter(source, reduced, [4], ReduceOp.SUM, 0.5, Scale(4.0))
+    plane.reducescatter(source, reduced, [4], Reduction(ReduceOp.SUM, 0.5, Scale(4.0)))
     plane.alltoall(source, sent, [4], [4])
     plane.barrier()
     device.run_all()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpistrat.stalls import describe_ranks, describe_wait, hosts_without
-from mpistrat.topology import Topology
+from mpistrat.core.stalls import describe_ranks, describe_wait, hosts_without
+from mpistrat.core.topology import Topology
 
 ENGINE = "its process is stopped, or something in it keeps Python's global interpreter lock"
 HOSTS = ("a", "a", "b", "b", "c")

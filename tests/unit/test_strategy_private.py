@@ -15,13 +15,13 @@ tf = pytest.importorskip("tensorflow")
 
 
 def test_tensorflow_has_the_private_names() -> None:
-    private = importlib.import_module("mpistrat.tensorflow.distribute._tf_private")
+    private = importlib.import_module("mpistrat.tensorflow._private")
     assert all(hasattr(private, name) for name in private.__all__)
 
 
 def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     pytest.importorskip("keras")
-    patches = importlib.import_module("mpistrat.keras._strategy_patches")
+    patches = importlib.import_module("mpistrat.keras.distribute.patches")
     patches.undo()  # a test before may have made a strategy
     originals = [getattr(patch.owner, patch.name) for patch in patches.PATCHES]
     patches.apply()
@@ -34,7 +34,7 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
 
 def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keras = pytest.importorskip("keras")
-    patches = importlib.import_module("mpistrat.keras._strategy_patches")
+    patches = importlib.import_module("mpistrat.keras.distribute.patches")
     patches.undo()
     monkeypatch.setattr(keras, "__version__", "3.9.2")
     with pytest.raises(mpistrat.MissingDependencyError, match=r"needs Keras 3\.10 or later, and this is 3\.9\.2 \(pip"):
@@ -109,7 +109,7 @@ def test_where_a_private_name_has_moved_only_the_strategy_is_refused() -> None:
 def test_where_keras_registries_have_moved_an_optimizer_still_trains_and_loads(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
-    private = importlib.import_module("mpistrat.keras._keras_private")
+    private = importlib.import_module("mpistrat.keras._private")
     optimizers = importlib.import_module("mpistrat.keras.optimizer")
     assert all(hasattr(importlib.import_module(module), name) for module, name in private.REGISTRIES)
     monkeypatch.setattr(private, "REGISTRIES", (("keras.src.api_export", "MOVED"), ("keras.src.moved", "NAMES")))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.errors import InvalidRequestError
+from mpistrat.core.errors import InvalidRequestError
 
 pytest.importorskip("tensorflow")
 

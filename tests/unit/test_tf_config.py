@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from mpistrat.tf_config import TfConfig, check, read
-from mpistrat.topology import Role
+from mpistrat.core.roles import Role
+from mpistrat.tensorflow.cluster.tf_config import TfConfig, check, read
 
 CLUSTER = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["b:4"]}
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]

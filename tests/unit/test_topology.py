@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mpistrat.topology import Role, Topology, assign_roles, cluster_spec, unique_hosts
+from mpistrat.core.roles import Role, assign_roles, cluster_spec
+from mpistrat.core.topology import Topology, unique_hosts
 
 EVEN = ("a", "a", "b", "b")
 UNEVEN = ("a", "a", "a", "b", "c", "c")

@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import runtime
+from ...api import runtime
 from ..gradients import label_of
 from . import collectives
 from .variables import CLASSES, RankMirroredVariable, create, create_alone
 
 
-class ElsewhereVariable(RankMirroredVariable):
+class RemoteSlotVariable(RankMirroredVariable):
     """A variable that only the chief has, as another rank has it: without elements. What is assigned to it is lost."""
 
     def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ class ElsewhereVariable(RankMirroredVariable):
 
 
 _MARK = "_mpistrat_is_central"
-_ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: ElsewhereVariable}
+_ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: RemoteSlotVariable}
 
 
 def is_central(variable: Any) -> bool:

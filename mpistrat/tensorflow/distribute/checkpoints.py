@@ -17,9 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...errors import ShutdownError
+from ...core.errors import ShutdownError
+from .._private import unknown
 from . import files, threads
-from ._tf_private import unknown
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 _originals: dict[str, Any] = {}

@@ -15,14 +15,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import runtime
-from ...errors import MismatchError
-from ...requests import Average, ReduceOp, Sum
-from ..buckets import BUCKET_BYTES, reduce_list
+from ...api import runtime
+from ...core.errors import MismatchError
+from ...core.request import Average, ReduceOp, Sum
+from .._private import FuncGraph
+from ..bridge.buckets import BUCKET_BYTES, reduce_list
+from ..bridge.program_order import token
 from ..ops import broadcast_list, gather_list, reduce_slices
-from ..program_order import token
 from . import threads
-from ._tf_private import FuncGraph
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import runtime
-from . import collectives, input
-from ._tf_private import (
+from ...api import runtime
+from .._private import (
     DistributedValues,
     DistributedVariable,
     UpdateContext,
@@ -23,6 +22,7 @@ from ._tf_private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from . import collectives, input
 from .central import Slots
 from .options import apply_timeout, bucket_bytes
 from .replica_context import RankReplicaContext

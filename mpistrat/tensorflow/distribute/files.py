@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ... import array_ops, runtime
-from ...errors import CollectiveError, EngineError, ShutdownError
+from ...api import ops as array_ops
+from ...api import runtime
+from ...core.errors import CollectiveError, EngineError, ShutdownError
 from .threads import wire_name
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ SHARED = "_mpistrat_shared"
 
 
 @dataclass(frozen=True)
-class Told:
+class FileStatus:
     """What a rank tells the others of a file.
 
     Attributes:
@@ -149,7 +150,7 @@ def errors_shared() -> Iterator[None]:
     meet(None)
 
 
-def meet(error: Exception | None = None, path: str = "", value: Any = None) -> list[Told] | None:
+def meet(error: Exception | None = None, path: str = "", value: Any = None) -> list[FileStatus] | None:
     """Tell all ranks what has become of a file here, and hear of theirs. Collective.
 
     Returns:
@@ -159,7 +160,7 @@ def meet(error: Exception | None = None, path: str = "", value: Any = None) -> l
         Exception: `error`, if that is not None.
         OSError, CollectiveError: Another rank had an error.
     """
-    told = Told(path, _description(error), _stamp(path) if path else None, value)
+    told = FileStatus(path, _description(error), _stamp(path) if path else None, value)
     try:
         everybody = array_ops.allgather_object(told, wire_name("files"))
     except ShutdownError:

@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import array_ops
-from ...errors import InvalidRequestError
-from ._tf_private import InputWorkers, get_distributed_dataset, get_distributed_datasets_from_function
+from ...api import ops as array_ops
+from ...core.errors import InvalidRequestError
+from .._private import InputWorkers, get_distributed_dataset, get_distributed_datasets_from_function
 from .threads import wire_name
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import array_ops, basics, runtime
-from ...errors import InvalidRequestError
-from ..buckets import BUCKET_BYTES
+from ...api import basics, runtime
+from ...api import ops as array_ops
+from ...core.errors import InvalidRequestError
+from ..bridge.buckets import BUCKET_BYTES
 from .threads import wire_name
 
 logger = logging.getLogger(__name__)

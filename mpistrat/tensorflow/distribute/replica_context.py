@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import runtime
-from ..differentiable import Gradient, with_gradient
+from ...api import runtime
+from ..bridge.differentiable import Gradient, with_gradient
 from . import collectives
 
 _SUM = tf.distribute.ReduceOp.SUM

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ... import array_ops, runtime
-from ._tf_private import context, global_seed
+from ...api import ops as array_ops
+from ...api import runtime
+from .._private import context, global_seed
 from .threads import wire_name
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import array_ops, basics, runtime
-from ...errors import InvalidRequestError, MismatchError, MissingDependencyError
-from ..pinning import pin_gpu
+from ...api import basics, runtime
+from ...api import ops as array_ops
+from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
+from ..pin_gpu import pin_gpu
 from .options import agreed
 from .threads import wire_name
 
@@ -57,8 +58,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         # Not imported above, for they need names of TensorFlow and Keras that are not public, and may be missing.
+        from .._private import resolve
         from . import checkpoints
-        from ._tf_private import resolve
         from .extended import RankExtended
         from .seeds import seed_alike
         checkpoints.check()
@@ -143,6 +144,6 @@ def _patches_of_keras() -> Any:
         logger.info("MPIStrategy is for custom training loops here: %s", error)
         return None
     # An error if it cannot be done, since ranks would train models of their own without a word.
-    patches = import_module("mpistrat.keras._strategy_patches")
+    patches = import_module("mpistrat.keras.distribute.patches")
     patches.check()
     return patches

@@ -1,4 +1,4 @@
-"""Wire names of a strategy's collectives: those of each thread are in a name space of its own, the same on all ranks.
+"""Names of a strategy's collectives: each thread has a name space of its own, which is the same on all ranks.
 
 Collectives of one name meet in the order in which each rank runs them. That order is the program's within a thread, and
 chance between threads, so that two threads must not share names. What the ranks agree on about a thread is what the
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...errors import InvalidRequestError
+from ...core.errors import InvalidRequestError
 
 # What Python calls threads by itself: threading.Thread's default, executors' threads, and threads of other origin.
 _NUMBERED = re.compile(r"(?:(?P<thread>Thread)-\d+(?P<target> \(.*\))?|(?P<foreign>Dummy)-\d+|"

@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from .._private import DistributedVariable, MirroredVariable, SyncOnReadVariable, create_mirrored_variable
 from . import collectives, files
-from ._tf_private import (
-    DistributedVariable,
-    MirroredVariable,
-    SyncOnReadVariable,
-    create_mirrored_variable,
-)
 
 
 class _Number:

@@ -1,0 +1,31 @@
+"""The names of Horovod's API that mpistrat.tensorflow and mpistrat.keras have in common with `mpistrat` itself."""
+
+from ..core.request import Adasum, Average, Max, Min, Product, Sum
+from .basics import (
+    cluster_spec,
+    cross_rank,
+    cross_size,
+    gloo_built,
+    gloo_enabled,
+    hosts,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    role,
+    size,
+)
+from .ops import allgather_object, broadcast_object
+from .process_sets import global_process_set
+from .runtime import init, is_initialized, shutdown
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather_object", "broadcast_object", "cluster_spec",
+    "cross_rank", "cross_size", "global_process_set", "gloo_built", "gloo_enabled", "hosts", "init", "is_homogeneous",
+    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
+    "rank", "role", "shutdown", "size",
+]

@@ -1,0 +1,150 @@
+"""`mpistrat bench`: how fast all-reduces are here, beside MPI's own and a memcpy; and what they cost in training."""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from typing import Any
+
+from ...core.errors import LaunchError
+from ..arguments import Parser
+from .cases import CASES, bytes_of
+from .cost_model import Machine, allreduce_s, efficiency, fit
+
+_EPILOG = """\
+Run it on ranks: mpistrat run -np 2 -- mpistrat bench
+
+For each case: the median time of an all-reduce of float32 arrays that are reduced together, the slowest rank's; the
+bandwidth that each rank's link must have for that (2 (n-1)/n of the bytes over the time); and the ratio of the time to
+that of one MPI_Allreduce, and of one memcpy, of as many bytes in the same run.
+"""
+_MODELS = ("resnet50", "mlp")
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print on rank 0, write what was asked for. Collective."""
+    options = _parser().parse_args(argv)
+    if options.plot:
+        from .plot import require_matplotlib
+        require_matplotlib()
+    if options.predict:
+        return _predict(options)
+    import mpistrat
+    mpistrat.init()
+    if options.train:
+        _train(options)
+    else:
+        _reduce(options)
+    mpistrat.shutdown()
+    return 0
+
+
+def _reduce(options: argparse.Namespace) -> None:
+    import mpistrat
+
+    from ...api import runtime
+    from .measure import measure, table
+    chief = mpistrat.rank() == 0
+    points = []
+    comm: Any = None
+    if mpistrat.size() > 1:
+        from mpi4py import MPI
+        comm = MPI.COMM_WORLD.Dup()
+    if chief:
+        print(f"{mpistrat.size()} ranks on {len(mpistrat.hosts())} hosts, {runtime.current().data_name}", flush=True)
+    for name in options.cases:
+        if chief and sys.stderr.isatty():
+            print(f"{name} ...", end="\r", file=sys.stderr, flush=True)
+        points.append(measure(name, CASES[name], comm, options.repeats))
+    if comm is not None:
+        comm.Free()
+    if not chief:
+        return
+    print(table(points), flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump([dataclasses.asdict(point) for point in points], file, indent=1)
+    if options.plot:
+        from .plot import plot
+        plot(points, options.plot)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    """Print the efficiency that the points in a file promise for more ranks than there are."""
+    try:
+        with open(options.predict, encoding="utf-8") as file:
+            points = [(point["nbytes"], point["seconds"]) for point in json.load(file) if point["tensors"] == 1]
+        latency_s, bandwidth = fit(points)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(f"--predict {options.predict}: not the points of a job of several ranks: {error}") from error
+    machine = Machine(latency_s, bandwidth, options.wire_latency_us * 1e-6, options.wire_gbit * 1e9 / 8,
+                      options.ranks_per_host)
+    nbytes, step_s = bytes_of(CASES["resnet50"]), options.step_ms * 1e-3
+    print(f"fitted: {1e6 * latency_s:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s in a host; model for ResNet-50's "
+          f"gradients ({nbytes / 1e6:.0f} MB), a step of {options.step_ms:g} ms, {options.ranks_per_host} ranks per "
+          f"host, {options.wire_gbit:g} Gbit/s and {options.wire_latency_us:g} us between hosts, nothing overlapped")
+    for ranks in (2**k for k in range(15)):
+        print(f"{ranks:>6} ranks  {1e3 * allreduce_s(machine, ranks, nbytes):8.1f} ms  "
+              f"{efficiency(machine, ranks, nbytes, step_s):6.1%}")
+    return 0
+
+
+def _train(options: argparse.Namespace) -> None:
+    import mpistrat
+
+    from .train import measure_training
+    for name in options.models:
+        without, averaged = measure_training(name, options.image, options.batch, options.repeats or 10)
+        if mpistrat.rank() == 0:
+            samples = options.batch * mpistrat.size() / averaged
+            print(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
+                  f"{mpistrat.size()} ranks; efficiency {without / averaged:.1%}, {samples:.1f} samples per second",
+                  flush=True)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="mpistrat bench", description="Measure all-reduces, or training, on the ranks of this job.",
+                    epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
+                        help=f"among {', '.join(CASES)}; default: all")
+    parser.add_argument("--repeats", type=_count, metavar="N", help="how often each is repeated; default: by its size")
+    parser.add_argument("--json", metavar="FILE", help="write the points to a file")
+    parser.add_argument("--plot", metavar="FILE", help="draw size against bandwidth (.png, .svg, .pdf)")
+    parser.add_argument("--predict", metavar="FILE",
+                        help="print what the points of a file that --json has written promise for up to 16,384 ranks")
+    parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS", help="for --predict (300)")
+    parser.add_argument("--ranks-per-host", type=_count, default=8, metavar="N", help="for --predict (8)")
+    parser.add_argument("--wire-gbit", type=_positive, default=100.0, metavar="GBIT", help="for --predict (100)")
+    parser.add_argument("--wire-latency-us", type=_positive, default=5.0, metavar="US", help="for --predict (5)")
+    parser.add_argument("--train", action="store_true", help="train synthetic data instead, with and without averaging")
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS), help="for --train")
+    parser.add_argument("--batch", type=_count, default=8, metavar="N", help="for --train: samples per rank (8)")
+    parser.add_argument("--image", type=_count, default=64, metavar="PIXELS", help="for --train: size of images (64)")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"a number above 0 is needed. Received: {text}")
+    return value
+
+
+def _case(text: str) -> str:
+    if text not in CASES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a case; there are: {', '.join(CASES)}")
+    return text
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"a number from 1 is needed. Received: {text}")
+    return count

@@ -1,0 +1,137 @@
+"""Host lists and hostfiles: read in the syntax of either MPI, written in the syntax of the one at hand.
+
+Open MPI's hostfile says `node1 slots=4`, MPICH's says `node1:4`; both take `-H`-like lists as `node1:4,node2:4`.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import LaunchError
+
+OPEN_MPI = "Open MPI"
+HYDRA = "MPICH"  # Hydra is the launcher of MPICH, and of Intel MPI, which stems from it.
+
+_NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*", re.ASCII)
+_SLOT_KEYS = ("slots", "cpu", "count")
+# What each mpirun understands besides. Found by trying: Open MPI 4.1 and 5.0, MPICH 5.0.
+_OTHER_KEYS = {
+    OPEN_MPI: ("max_slots", "max-slots", "slots_max", "slots-max", "username", "user_name", "user-name", "port"),
+    HYDRA: ("user", "ifname"),
+}
+
+
+@dataclass(frozen=True)
+class Host:
+    """One entry of a host list.
+
+    `slots` is None where a hostfile does not say it: as many as the host has cores (Open MPI), or one (MPICH).
+    `dialects` are the launchers that read the line as it stands; `extras` are its other keys; `where` is for errors.
+    """
+
+    name: str
+    slots: int | None
+    dialects: frozenset[str] = frozenset((OPEN_MPI, HYDRA))
+    extras: tuple[str, ...] = ()
+    where: str = "-H"
+
+
+@dataclass(frozen=True)
+class HostList:
+    """Where the ranks go. `path` is the hostfile, or "" for a list from the command line."""
+
+    hosts: tuple[Host, ...]
+    path: str = ""
+
+    @property
+    def slots(self) -> int | None:
+        """How many ranks the hosts take together; None when that is not said for each of them."""
+        counts = [host.slots for host in self.hosts]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    def readable_by(self, dialect: str) -> bool:
+        """Whether the hostfile can be handed to this launcher as it is."""
+        return bool(self.path) and all(dialect in host.dialects for host in self.hosts)
+
+    def as_list(self, dialect: str) -> str:
+        """`name:slots,...`, which every launcher reads.
+
+        Raises:
+            LaunchError: A line of a hostfile says something that the list, or this launcher, cannot say.
+        """
+        return ",".join(f"{host.name}:{_slots_for(host, dialect)}" for host in self.hosts)
+
+    def __str__(self) -> str:
+        return ", ".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in self.hosts)
+
+
+def parse_list(text: str) -> HostList:
+    """Read `node1:4,node2:4`, the value of -H. A host without a number takes one rank, as with mpirun."""
+    hosts = []
+    for entry in text.split(","):
+        name, colon, slots = entry.strip().partition(":")
+        if not _NAME.fullmatch(name) or (colon and not _is_count(slots)):
+            raise LaunchError(f"-H {text}: {entry.strip()!r} is not host:slots. Write for example: -H node1:4,node2:4")
+        hosts.append(Host(name, int(slots) if colon else 1))
+    return HostList(tuple(hosts))
+
+
+def read_hostfile(path: str) -> HostList:
+    """Read a hostfile of either syntax.
+
+    Raises:
+        LaunchError: No such file, no host in it, or a line that neither MPI understands (with its number).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"--hostfile {path}: {error.strerror}. Give a file with lines like: node1 slots=4") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"--hostfile {path}: not a text file.") from None
+    hosts = [_parse_line(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1)
+             if line.split("#")[0].strip()]
+    if not hosts:
+        raise LaunchError(f"--hostfile {path}: no host in it. Write lines like: node1 slots=4")
+    return HostList(tuple(hosts), path)
+
+
+def _parse_line(line: str, where: str) -> Host:
+    content, has_comment, _ = line.partition("#")
+    first, *words = re.sub(r"\s*=\s*", "=", content).split()
+    name, colon, count = first.partition(":")
+    slots = int(count) if colon and _is_count(count) else None
+    dialects = {HYDRA} if colon else {OPEN_MPI, HYDRA}
+    if has_comment or "@" in name:
+        dialects.discard(HYDRA)  # MPICH's mpirun takes either for a part of the name.
+    extras = []
+    wrong = not _NAME.fullmatch(name) or (colon and slots is None)
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in _SLOT_KEYS and _is_count(value) and slots is None:
+            slots = int(value)
+            dialects &= {OPEN_MPI}
+            continue
+        known_to = {dialect for dialect, keys in _OTHER_KEYS.items() if key in keys and value}
+        wrong = wrong or not known_to
+        dialects &= known_to
+        extras.append(word)
+    if wrong:
+        raise LaunchError(f"{where}: {line.strip()!r} is not a host. Write for example 'node1 slots=4' (Open MPI) or "
+                          "'node1:4' (MPICH)")
+    return Host(name, slots, frozenset(dialects), tuple(extras), where)
+
+
+def _slots_for(host: Host, dialect: str) -> int:
+    if host.extras or (dialect == HYDRA and "@" in host.name):
+        what = ", ".join(host.extras) or host.name
+        raise LaunchError(f"{host.where}: this mpirun is {dialect}'s, and the hostfile is not in its syntax; {what} "
+                          f"cannot be translated. Write the file for {dialect} (see hostfiles/), or use -H.")
+    if host.slots is None and dialect == HYDRA:
+        # The file is Open MPI's, which would count the cores of that host; nobody here knows them.
+        raise LaunchError(f"{host.where}: this mpirun is {dialect}'s and must be told how many ranks {host.name} "
+                          f"takes; write {host.name}:4")
+    return 1 if host.slots is None else host.slots
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0

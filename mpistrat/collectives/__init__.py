@@ -1,1 +1,0 @@
-"""Backends: the interfaces of collectives.base, over MPI and in one process."""

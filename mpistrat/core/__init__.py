@@ -1,0 +1,1 @@
+"""The vocabulary of all packages: settings, errors, topology, requests, handles, memory."""

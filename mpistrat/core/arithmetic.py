@@ -1,0 +1,108 @@
+"""Factors on the way in and out of a reduction: scaled_copy, and Scale, the one place that makes averages of sums."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .dtypes import is_half
+from .request import ReduceOp
+
+
+class Scale:
+    """What happens to a reduced value before it is rounded: times `factor`, divided by `divisor` (a number of ranks).
+
+    Integers are divided exactly and truncated toward zero.
+    """
+
+    def __init__(self, factor: float = 1.0, divisor: int = 1):
+        self.factor, self.divisor = factor, divisor
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether values are left as they are."""
+        return self.factor == 1.0 and self.divisor == 1
+
+    def apply(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Write the scaled `source` to `target`; they are of one shape, and may be the same memory.
+
+        For a half precision `target` the `source` may be the float32 that it is computed in.
+        """
+        if source.dtype.kind in "iu" and self.factor == 1.0 and self.divisor > 1:
+            wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
+            divisor = wide.dtype.type(self.divisor)
+            np.copyto(target, (wide - np.fmod(wide, divisor)) // divisor, casting="unsafe")
+        else:
+            scaled_copy(source, self.factor / self.divisor, target)
+
+
+IDENTITY = Scale()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reduction:
+    """What an all-reduce does with values: multiply by `prescale`, combine over the ranks by `op`, apply `scale`.
+
+    Attributes:
+        op: SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
+    """
+
+    op: ReduceOp
+    prescale: float = 1.0
+    scale: Scale = IDENTITY
+
+
+@lru_cache
+def divided_before(reduction: Reduction, dtype: np.dtype) -> Reduction:
+    """The same reduction, with the division moved to the prescale where that gives the same result.
+
+    The prescale is applied while values are copied, where it costs nothing. Floats are divided before by powers of two,
+    where the average is the same: both are exact (but for sums below 1e-37, or too large for the dtype). Half precision
+    is not so wide, and is summed and divided in float32.
+    """
+    scale, divisor = reduction.scale, reduction.scale.divisor
+    if divisor != 1 and divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype):
+        return Reduction(reduction.op, reduction.prescale / divisor, Scale(scale.factor))
+    return reduction
+
+
+def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
+    """`target = source * scale`, computed in float32 for half precision, in float64 for integers (then truncated)."""
+    if scale == 1.0:
+        if target is not source:
+            np.copyto(target, source, casting="unsafe" if is_half(target.dtype) else "same_kind")
+    elif is_half(target.dtype):
+        np.copyto(target, source.astype(np.float32, copy=False) * np.float32(scale), casting="unsafe")
+    elif source.dtype.kind in "iu":
+        np.copyto(target, source * np.float64(scale), casting="unsafe")
+    else:
+        np.multiply(source, source.dtype.type(scale), out=target)
+
+
+_UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+
+
+def combine(parts: Sequence[np.ndarray] | np.ndarray, op: ReduceOp, target: np.ndarray, scale: Scale) -> None:
+    """Write `parts[0] op parts[1] op ...`, scaled, to `target`, elementwise, from left to right.
+
+    float16 and bfloat16 are combined and scaled in float32 and rounded once. Integers wrap; NaN and infinities
+    propagate as IEEE 754 has it (a NaN wins in MIN and MAX too). `target` may be one of `parts`.
+    """
+    ufunc = _UFUNCS[op]
+    if is_half(target.dtype):
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            ufunc(total, part.astype(np.float32), out=total)
+        scale.apply(total, target)
+        return
+    if len(parts) == 1:
+        scale.apply(parts[0], target)
+        return
+    if len(parts) > 2 and any(np.may_share_memory(target, part) for part in parts[2:]):
+        parts = np.stack(list(parts))
+    ufunc(parts[0], parts[1], out=target)
+    for part in parts[2:]:
+        ufunc(target, part, out=target)
+    if not scale.is_identity:
+        scale.apply(target, target)

@@ -1,0 +1,170 @@
+"""Settings: every knob of mpistrat, read once from MPISTRAT_* environment variables.
+
+This is the only module that reads MPISTRAT_*. Elsewhere a setting arrives as an argument. The names are Horovod's with
+another prefix where Horovod has the same knob, so that HOROVOD_X becomes MPISTRAT_X.
+"""
+
+import difflib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import SettingsError
+
+PREFIX = "MPISTRAT_"
+HOROVOD_PREFIX = "HOROVOD_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _setting(env: str, default: Any, doc: str, *, low: float | None = None, high: float | None = None,
+             choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that carries its environment name (without prefix), its documentation and its range."""
+    return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings, with their defaults. Frozen: one object is made by init() and handed down.
+
+    `Settings.table()` yields the name, default and documentation of each. docs/settings.md has them as a table.
+    """
+
+    fusion_bytes: int = _setting(
+        "FUSION_THRESHOLD", 128 * 1024 * 1024,
+        "Bytes of one fusion buffer; ready tensors are reduced together up to this size. 0: no fusion.", low=0,
+        high=2**40)
+    cache_capacity: int = _setting(
+        "CACHE_CAPACITY", 16384,
+        "How many different operations are remembered, so that a repeated one is agreed on by a number instead of its "
+        "full description. 0: none.", low=0, high=2**24)
+    stall_check_disable: bool = _setting(
+        "STALL_CHECK_DISABLE", False, "1: wait without a limit, and without a report, for tensors that other ranks "
+        "never submit and for collectives that do not end, on CPUs and GPUs alike.")
+    stall_warning_s: float = _setting(
+        "STALL_CHECK_TIME_SECONDS", 60.0,
+        "Seconds after which a tensor that only some ranks have submitted is reported.", low=0.1, high=1e7)
+    stall_abort_s: float = _setting(
+        "STALL_SHUTDOWN_TIME_SECONDS", 600.0,
+        "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
+    launcher_check_disable: bool = _setting(
+        "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
+        "ended. By default it ends within seconds, with the processes that it has started.")
+    cpu_operations: str = _setting(
+        "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
+        "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
+    fast_path: bool = _setting(
+        "FAST_PATH", True, "0: ranks agree on every operation through rank 0, also where they wait for one operation "
+        "after the other and could agree among themselves. Slower, same results.")
+    gpu_operations: str = _setting(
+        "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; staged, by way of pinned host memory and what "
+        "reduces CPU tensors; auto, the first of these that can; or host, as CPU tensors, together with those of ranks "
+        "without a GPU.", choices=("auto", "nccl", "staged", "host"))
+    nccl_streams: int = _setting(
+        "NUM_NCCL_STREAMS", 1, "NCCL communicators, each with streams of its own, which take turns in reducing "
+        "buckets of GPU tensors.", low=1, high=16)
+    autotune: bool = _setting(
+        "AUTOTUNE", False, "1: try backends, chunk sizes and fusion thresholds during the first steps, and keep the "
+        "quickest.")
+    autotune_log: str = _setting(
+        "AUTOTUNE_LOG", "", "File on rank 0's host to which autotune writes what it tried and chose. If it is there "
+        "already, its choice is used without a search.")
+    log_level: str = _setting(
+        "LOG_LEVEL", "warning", "Least severe messages that are shown: debug, info, warning or error.",
+        choices=LOG_LEVELS)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Settings":
+        """Read the settings from `environ`.
+
+        Raises:
+            SettingsError: An unknown MPISTRAT_ name, or a value that cannot be read or is out of range. All of them
+                are named at once.
+        """
+        by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        problems: list[str] = []
+        for name in sorted(n for n in environ if n.startswith(PREFIX)):
+            if name not in by_env:
+                # Without the prefix, which would make any two names alike.
+                near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 1)
+                hint = f" Did you mean {PREFIX}{near[0]}?" if near else ""
+                problems.append(f"{name} is not a setting of mpistrat.{hint} Known: {', '.join(sorted(by_env))}.")
+                continue
+            try:
+                values[by_env[name].name] = _parse(by_env[name], environ[name])
+            except ValueError as error:
+                problems.append(f"{name}={environ[name]!r}: {error}")
+        if problems:
+            raise SettingsError(" ".join(problems))
+        settings = cls(**values)
+        if 0 < settings.stall_abort_s < settings.stall_warning_s:
+            raise SettingsError(
+                f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS ({settings.stall_abort_s:g}) must be 0 or at least "
+                f"{PREFIX}STALL_CHECK_TIME_SECONDS ({settings.stall_warning_s:g}).")
+        return settings
+
+    @classmethod
+    def table(cls) -> list[tuple[str, str, str]]:
+        """Rows of (environment name, default, documentation)."""
+        def shown(value: Any) -> str:
+            return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
+                else str(value)
+        return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
+
+    @property
+    def limit_s(self) -> float:
+        """How many seconds a rank waits for others at most; 0: for ever."""
+        return 0.0 if self.stall_check_disable else self.stall_abort_s
+
+    @property
+    def logging_level(self) -> int:
+        """`log_level` as a level of the logging module."""
+        return int(getattr(logging, self.log_level.upper()))
+
+
+def horovod_names(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each HOROVOD_ variable in `environ`, naming its twin here where there is one."""
+    known = {f.metadata["env"] for f in fields(Settings)}
+    sentences = []
+    for name in sorted(n for n in environ if n.startswith(HOROVOD_PREFIX)):
+        rest = name.removeprefix(HOROVOD_PREFIX)
+        sentences.append(f"{name} is not read; use {PREFIX}{rest}." if rest in known
+                         else f"{name} is not read and has no counterpart.")
+    return sentences
+
+
+def differing(by_rank: list[Settings]) -> list[str]:
+    """A sentence for each setting that is not the same on all ranks; `by_rank[r]` are rank r's settings."""
+    sentences = []
+    for f in fields(Settings):
+        ranks: dict[Any, list[int]] = {}
+        for rank, settings in enumerate(by_rank):
+            ranks.setdefault(getattr(settings, f.name), []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(f"{value} on ranks {where}" for value, where in ranks.items())
+            sentences.append(f"{PREFIX}{f.metadata['env']}: the ranks disagree: {values}.")
+    return sentences
+
+
+def _parse(setting: Any, text: str) -> Any:
+    """Convert `text` to the type of the field's default, and check its range. Raises ValueError with the reason."""
+    meta, kind = setting.metadata, type(setting.default)
+    text = text.strip()
+    if kind is bool:
+        if text.lower() not in ("0", "1", "false", "true"):
+            raise ValueError("expected 0 or 1.")
+        return text.lower() in ("1", "true")
+    if kind is str:
+        if not meta["choices"]:
+            return text
+        if text.lower() not in meta["choices"]:
+            raise ValueError(f"expected one of {', '.join(meta['choices'])}.")
+        return text.lower()
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}.") from None
+    if not meta["low"] <= value <= meta["high"]:  # NaN is in no range.
+        raise ValueError(f"expected a value from {meta['low']:g} to {meta['high']:g}.")
+    return value

@@ -1,0 +1,67 @@
+"""What is said of a wait for other ranks that takes too long: which ranks, on which hosts, and the likely causes."""
+
+from collections.abc import Sequence
+
+from .topology import Topology, rank_list
+
+_LISTED = 6  # how many hosts a message lists before it says how many more there are
+_NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
+
+
+def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
+    """The sentences on a wait of this rank.
+
+    Args:
+        topology: Where the ranks are.
+        missing: The ranks that are waited for, or more, where it is not known which of them are late.
+        waited_s: For so many seconds.
+    """
+    is_one_host = len(topology.hosts) == 1
+    who = f"rank {topology.rank}" if is_one_host else f"rank {topology.rank} on {topology.host}"
+    wait = f"{who} has waited {waited_s:.0f} s for {describe_ranks(topology, missing)}."
+    engine = f"The engine of one of them, at least, does not run: {_NOT_RUNNING}."
+    if is_one_host:
+        return f"{wait} {engine}"
+    if set(missing) <= set(topology.local_ranks):
+        return f"{wait} {engine} Or it waits in turn for another host: {network_cause(topology, topology.hosts)}."
+    network = network_cause(topology, hosts_of(topology, missing))
+    return f"{wait} Either {network}; or the engine of one of these ranks does not run: {_NOT_RUNNING}."
+
+
+def likely_causes(topology: Topology) -> str:
+    """A sentence on why a rank has waited too long, when it is not known for which one."""
+    if len(topology.hosts) == 1:
+        return f"The engine of some rank does not run: {_NOT_RUNNING}."
+    return f"Either {network_cause(topology, topology.hosts)}; or the engine of some rank does not run: {_NOT_RUNNING}."
+
+
+def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
+    """`ranks [0, 1]`, with the host of each where there are several hosts."""
+    if len(topology.hosts) == 1:
+        return f"ranks {rank_list(ranks)}"
+    there: dict[str, list[int]] = {}
+    for rank in ranks:
+        there.setdefault(topology.host_of[rank], []).append(rank)
+    return "ranks " + _listed([f"{rank_list(some)} on {host}" for host, some in there.items()])
+
+
+def hosts_of(topology: Topology, ranks: Sequence[int]) -> list[str]:
+    """The hosts of `ranks`, in their order."""
+    return list(dict.fromkeys(topology.host_of[rank] for rank in ranks))
+
+
+def hosts_without(topology: Topology, present: Sequence[int]) -> list[str]:
+    """The hosts of which no rank is `present`."""
+    reached = set(hosts_of(topology, present))
+    return [host for host in topology.hosts if host not in reached]
+
+
+def network_cause(topology: Topology, hosts: Sequence[str]) -> str:
+    """The network between this host and `hosts` as a cause."""
+    others = [host for host in hosts if host != topology.host]
+    return f"the network between the hosts {topology.host} and {_listed(others)} is down or loses what is sent"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - _LISTED} more hosts" if len(texts) > _LISTED else ""
+    return ", ".join(texts[:_LISTED]) + more

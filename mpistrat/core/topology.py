@@ -1,0 +1,118 @@
+"""Ranks, hosts and roles as plain data, made from the list of the ranks' hosts. Nothing here communicates."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where every rank runs, seen from one rank.
+
+    Attributes:
+        rank: This process, 0 to size - 1.
+        host_of: The host name of each rank, by rank. Ranks with the same name share memory.
+    """
+
+    rank: int
+    host_of: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.host_of):
+            raise ValueError(f"rank {self.rank} is not in 0..{len(self.host_of) - 1}")
+
+    @cached_property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.host_of)
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """The different hosts, in the order of their lowest rank."""
+        return tuple(dict.fromkeys(self.host_of))
+
+    @cached_property
+    def host(self) -> str:
+        """The host of this rank."""
+        return self.host_of[self.rank]
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks on this rank's host, in order."""
+        return self.ranks_on(self.host)
+
+    def ranks_on(self, host: str) -> tuple[int, ...]:
+        """The ranks on `host`, in order."""
+        return tuple(r for r, h in enumerate(self.host_of) if h == host)
+
+    @cached_property
+    def local_rank(self) -> int:
+        """This rank's position among the ranks of its host."""
+        return self.local_ranks.index(self.rank)
+
+    @cached_property
+    def local_size(self) -> int:
+        """How many ranks this rank's host has."""
+        return len(self.local_ranks)
+
+    @cached_property
+    def local_sizes(self) -> tuple[int, ...]:
+        """How many ranks each host has, in the order of `hosts`."""
+        counts = Counter(self.host_of)
+        return tuple(counts[host] for host in self.hosts)
+
+    @cached_property
+    def cross_ranks(self) -> tuple[int, ...]:
+        """The ranks that have the same local_rank on their hosts, in order. Short hosts are left out."""
+        local_rank = self.local_rank
+        per_host = (self.ranks_on(host) for host in self.hosts)
+        return tuple(sorted(ranks[local_rank] for ranks in per_host if len(ranks) > local_rank))
+
+    @cached_property
+    def cross_rank(self) -> int:
+        """This rank's position among the ranks of the same local_rank on all hosts."""
+        return self.cross_ranks.index(self.rank)
+
+    @cached_property
+    def cross_size(self) -> int:
+        """How many hosts have a rank of this local_rank."""
+        return len(self.cross_ranks)
+
+    @cached_property
+    def is_homogeneous(self) -> bool:
+        """Whether every host has the same number of ranks."""
+        return len(set(self.local_sizes)) == 1
+
+
+
+
+
+
+def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]:
+    """Host names that are equal exactly for the ranks that share memory.
+
+    Args:
+        names: The host name of each rank, as its machine calls itself.
+        groups: For each rank, a number that is the same for ranks that share memory (their lowest rank).
+
+    Two machines of the same name (containers, mostly) get the group's number appended; one machine whose ranks do not
+    share memory counts as several hosts, as MPI_COMM_TYPE_SHARED says.
+    """
+    groups_of: dict[str, set[int]] = {}
+    for name, group in zip(names, groups, strict=True):
+        groups_of.setdefault(name, set()).add(group)
+    return tuple(name if len(groups_of[name]) == 1 else f"{name}#{group}"
+                 for name, group in zip(names, groups, strict=True))
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`[0, 1, 2]`, with runs of more than three written as `4-9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"

@@ -1,0 +1,1 @@
+"""The background thread that negotiates and executes collectives."""

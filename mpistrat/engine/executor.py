@@ -1,0 +1,188 @@
+"""Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import EngineError
+from ..core.fusion import Bucket, BucketPlans
+from ..core.handle import Entry, complete_all
+from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
+from ..core.memory import FusionBuffer, ResultPool
+from ..core.packing import join, split
+from ..core.request import DEVICE_GPU, CollectiveType
+
+_FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
+
+
+@dataclass(slots=True)
+class _Partial:
+    """The results of an entry that is in several buckets, or in one with others, and how many are still to come."""
+
+    results: list[Any]
+    missing: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """A bucket in execution: what is reduced, and to where."""
+
+    bucket: Bucket
+    sources: Sequence[np.ndarray]
+    targets: list[np.ndarray]
+
+
+class Executor:
+    """Executes lists of entries that are the same on all ranks.
+
+    Args:
+        data: The collectives.
+        size: How many ranks there are.
+        fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
+        device: Executes the entries of tensors on a GPU.
+    """
+
+    def __init__(self, data: DataPlane, size: int, fusion_bytes: int, device: DeviceExecutor):
+        self._data, self._size, self._fusion_bytes, self._device = data, size, fusion_bytes, device
+        self._pool = ResultPool()
+        self._buffer = FusionBuffer()
+        self._plans = BucketPlans(size)
+        self._prepared: tuple[Entry, _Job, Prepared] | None = None
+        self._is_stale = False  # prepared before `choose` was called
+
+    def knobs(self) -> dict[str, tuple[Any, ...]]:
+        """What `choose` can choose among; see DataPlane.knobs."""
+        smaller = tuple(nbytes for nbytes in _FUSION_CHOICES if nbytes < self._fusion_bytes)
+        return {**self._data.knobs(), "fusion_bytes": (self._fusion_bytes, *smaller)}
+
+    def choose(self, choice: Mapping[str, Any]) -> None:
+        """Work in this way from now on. Collective."""
+        self._is_stale = True
+        self._data.choose(choice)
+        self._fusion_bytes = choice["fusion_bytes"]
+
+    def execute(self, entries: Sequence[Entry]) -> None:
+        """Run the entries' collectives and complete their handles: those of GPU tensors later, see DeviceExecutor."""
+        if entries:
+            self._prepared = None
+        on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
+        if on_gpu:
+            # First, so that the GPU works on them while this thread reduces the others.
+            self._device.execute(on_gpu)
+            entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
+        partials: dict[int, _Partial] = {}
+        for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes)):
+            self._run(job)
+            self._deliver(job, entries, partials)
+        for entry in entries:
+            if entry.request.kind is CollectiveType.ALLGATHER:
+                entry.handle.complete(self._allgather(entry.arrays))
+            elif not entry.arrays:  # A barrier, or an empty group: that all ranks agreed is all there is to it.
+                entry.handle.complete([])
+        self._pool.next_turn()
+
+    def prepare(self, entry: Entry) -> bool:
+        """Begin to execute `entry`, which may be the next to be executed, as far as that is local and pays. Local.
+
+        Returns:
+            Whether the other ranks need nothing more from this one; `execute_prepared` tells what for.
+        """
+        request = entry.request
+        self._prepared, self._is_stale = None, False
+        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
+            return False
+        buckets = self._plans.plan([entry], self._fusion_bytes)
+        bucket = buckets[0]
+        if bucket.whole is None:
+            return False
+        job, = self._begin([entry], buckets)
+        prepared = self._data.prepare(job.sources, job.targets, bucket.reduction)
+        self._prepared = entry, job, prepared
+        return prepared.is_packed
+
+    def prepare_more(self) -> None:
+        """Do what else is local of what `prepare` has begun. Local."""
+        if self._prepared is not None:
+            self._data.pack_ahead(self._prepared[2])
+
+    def execute_prepared(self, entry: Entry, all_ready: bool) -> None:
+        """As `execute`, for the entry that `prepare` was last called with.
+
+        Args:
+            entry: The entry.
+            all_ready: Whether all ranks have agreed on it knowing that `prepare` has returned True on each of them.
+
+        Raises:
+            EngineError: The others rely on what is not there.
+        """
+        found, self._prepared = self._prepared, None
+        # What all ranks have packed is as good after `choose`: there was no collective in between.
+        if found is not None and found[0] is entry and (all_ready or not self._is_stale):
+            _, job, prepared = found
+            self._data.finish(prepared, all_ready)
+            self._deliver(job, [entry], {})
+            self._pool.next_turn()
+        elif all_ready:
+            raise EngineError(f"{entry.request.name} was ready when all ranks agreed on it, and is no longer.")
+        else:
+            self.execute([entry])
+
+    def _begin(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[_Job]:
+        """Take the memory for all results: a rank short of it then fails before others wait for it in a collective."""
+        jobs = []
+        for bucket in buckets:
+            sources = (entries[bucket.whole].arrays if bucket.whole is not None else
+                       [entries[place].arrays[i] for place, i in bucket.members])
+            jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
+        return jobs
+
+    def _run(self, job: _Job) -> None:
+        request, sources, targets = job.bucket.request, job.sources, job.targets
+        if request.kind is CollectiveType.ALLREDUCE:
+            self._data.allreduce(sources, targets, job.bucket.reduction)
+        else:
+            self._broadcast(sources, targets, request.root_rank)
+
+    def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
+        """Give the job's results to their entries, and complete those that had nothing but it to wait for."""
+        bucket = job.bucket
+        if bucket.whole is not None:
+            entries[bucket.whole].handle.complete(job.targets)
+            return
+        done = []
+        for (place, i), result in zip(bucket.members, job.targets, strict=True):
+            partial = partials.get(place)
+            if partial is None:
+                count = len(entries[place].arrays)
+                partial = partials[place] = _Partial([None] * count, count)
+            partial.results[i] = result
+            partial.missing -= 1
+            if partial.missing == 0:
+                done.append((entries[place].handle, partial.results))
+        complete_all(done)
+
+    def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
+        if len(sources) == 1:
+            np.copyto(targets[0], sources[0])
+            self._data.broadcast(targets[0].reshape(-1), root_rank)
+            return
+        packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
+        join(sources, packed)
+        self._data.broadcast(packed, root_rank)
+        split(packed, targets)
+
+    def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        # How many rows each rank brings is not negotiated but gathered here, so that a step with other row counts is
+        # still a step seen before.
+        own = np.array([array.shape[0] for array in arrays], np.int64)
+        rows = np.empty((self._size, len(arrays)), np.int64)
+        self._data.allgather(own, rows.reshape(-1), [len(arrays)] * self._size)
+        results = []
+        for array, counts in zip(arrays, rows.T, strict=True):
+            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            result = self._pool.take((int(counts.sum()), *array.shape[1:]), array.dtype)
+            self._data.allgather(array.reshape(-1), result.reshape(-1), [int(count) * row_size for count in counts])
+            results.append(result)
+        return results

@@ -1,0 +1,1 @@
+"""Packing and unpacking many GPU arrays with one launch of a kernel."""

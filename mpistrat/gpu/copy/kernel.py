@@ -1,0 +1,120 @@
+"""The source of the batched copy kernel, for each pair of dtypes and each way to scale. See `copy_plan`."""
+
+from dataclasses import dataclass
+
+from .plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob
+
+NAME = "batched_copy"
+
+
+@dataclass(frozen=True)
+class CType:
+    """A dtype in C: what it is stored as, what it is computed in, and the functions between the two."""
+
+    stored: str
+    computed: str
+    load: str = ""
+    store: str = ""
+
+
+TYPES = {
+    "bool": CType("unsigned char", "unsigned long long"),
+    "uint8": CType("unsigned char", "unsigned long long"), "int8": CType("signed char", "long long"),
+    "uint16": CType("unsigned short", "unsigned long long"), "int16": CType("short", "long long"),
+    "uint32": CType("unsigned int", "unsigned long long"), "int32": CType("int", "long long"),
+    "uint64": CType("unsigned long long", "unsigned long long"), "int64": CType("long long", "long long"),
+    "float16": CType("unsigned short", "float", "half_to_float", "float_to_half"),
+    "bfloat16": CType("unsigned short", "float", "bfloat_to_float", "float_to_bfloat"),
+    "float32": CType("float", "float"), "float64": CType("double", "double"),
+}
+
+# Halves are converted by the GPU's own instructions, so that no header of CUDA is needed to compile this.
+HALVES = r"""
+__device__ float half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+"""
+
+_BODY = r"""
+__device__ float bfloat_to_float(unsigned short bits) {
+    union { unsigned int bits; float value; } wide;
+    wide.bits = (unsigned int) bits << 16;
+    return wide.value;
+}
+__device__ unsigned short float_to_bfloat(float value) {
+    union { float value; unsigned int bits; } wide;
+    wide.value = value;
+    if (value != value) return (unsigned short) ((wide.bits >> 16) | 0x40);
+    return (unsigned short) ((wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16);
+}
+
+struct Piece { unsigned long long source, target, count, first_block; };
+struct alignas(ALIGNMENT) Lump { unsigned int words[ALIGNMENT / 4]; };
+
+extern "C" __global__ void batched_copy(const Piece* pieces, int piece_count, double factor, long long divisor) {
+    const unsigned long long block = blockIdx.x;
+    int low = 0, high = piece_count - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (pieces[middle].first_block <= block) low = middle; else high = middle - 1;
+    }
+    const Piece piece = pieces[low];
+    const unsigned long long start = (block - piece.first_block) * BLOCK_ELEMENTS;
+    const unsigned long long left = piece.count - start;
+    const unsigned long long count = left < BLOCK_ELEMENTS ? left : BLOCK_ELEMENTS;
+    const SOURCE* source = reinterpret_cast<const SOURCE*>(piece.source) + start;
+    TARGET* target = reinterpret_cast<TARGET*>(piece.target) + start;
+    unsigned long long first = 0;
+#if IS_PLAIN
+    if ((piece.source | piece.target) % ALIGNMENT == 0) {
+        const unsigned long long lumps = count * sizeof(SOURCE) / ALIGNMENT;
+        const Lump* from = reinterpret_cast<const Lump*>(source);
+        Lump* to = reinterpret_cast<Lump*>(target);
+#pragma unroll 4
+        for (unsigned long long i = threadIdx.x; i < lumps; i += blockDim.x) to[i] = from[i];
+        first = lumps * ALIGNMENT / sizeof(SOURCE);
+    }
+    for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x) target[i] = source[i];
+#else
+#pragma unroll 4
+    for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x) {
+        const COMPUTED value = LOAD(source[i]);
+        target[i] = (TARGET) STORE(SCALED);
+    }
+#endif
+}
+"""
+
+
+def source(job: CopyJob) -> str:
+    """The kernel for `job`; its factor and divisor are arguments of the launch, and may differ.
+
+    Arguments of `batched_copy`, for `block_count` blocks: the address of the table, its number of rows (int32), the
+    factor (float64) and the divisor (int64).
+    """
+    into, out_of = TYPES[job.target], TYPES[job.source]
+    if job.factor == 1.0 and job.divisor == 1:
+        scaled = "value"
+    elif out_of.computed in ("float", "double"):
+        scaled = f"(value * ({out_of.computed}) (factor / divisor))"
+    elif job.factor == 1.0:
+        scaled = f"(value / ({out_of.computed}) divisor)"
+    else:
+        scaled = "((double) value * (factor / divisor))"
+    defines = {
+        "SOURCE": out_of.stored, "TARGET": into.stored, "COMPUTED": out_of.computed, "LOAD(x)": f"{out_of.load}(x)",
+        "STORE(x)": f"{into.store}(({into.computed}) (x))", "SCALED": scaled, "IS_PLAIN": int(job.is_plain),
+        "ALIGNMENT": ALIGNMENT, "BLOCK_ELEMENTS": f"{BLOCK_ELEMENTS}ull"}
+    return "".join(f"#define {name} {text}\n" for name, text in defines.items()) + HALVES + _BODY
+
+
+def variant(job: CopyJob) -> CopyJob:
+    """The job whose `source` is the same text, to compile and keep it once."""
+    return CopyJob(job.source, job.target, 1.0 if job.factor == 1.0 else 2.0, 1 if job.divisor == 1 else 2)

@@ -1,0 +1,121 @@
+"""Collectives on GPU arrays by NCCL, on streams of their own; nothing here waits on the host.
+
+What a dtype travels as is decided here, and which communicator's turn it is; `nccl_lane` enqueues it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core.arithmetic import Reduction
+from ...core.request import ReduceOp
+from ..arrays import GpuArray
+from ..backend import Completion, GpuBackend
+from ..copy.plan import fused_offsets
+from ..pipeline import pieces
+from .stream import NcclStream
+from .types import WireFormat, narrowest, storage, wire_format
+
+
+class NcclData(GpuBackend):
+    """Collectives over communicators that nobody else uses.
+
+    Halves are summed in halves, as NCCL has it: there is one rounding per rank. The order of a sum is NCCL's, the same
+    on all ranks.
+
+    Args:
+        device: This rank's GPU.
+        rank: This rank in the communicators.
+        communicators: One for each lane, with the methods of cupy's NcclCommunicator.
+        buffers: For each lane two fusion buffers of `buffer_bytes` each.
+    """
+
+    def __init__(self, device: Any, rank: int, communicators: Sequence[Any], buffers: Sequence[Sequence[Any]],
+                 buffer_bytes: int):
+        self._rank, self._buffer_bytes = rank, buffer_bytes
+        self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
+        self._turn = 0
+
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
+        how = wire_format(arrays[0].dtype.name, op, wire)
+        if how is None:
+            return f"NCCL has no {op.name.lower()} of {arrays[0].dtype.name}"
+        # A single one goes without a buffer, or is cut into pieces that fit.
+        return "" if len(arrays) == 1 else self._why_no_room(arrays, how)
+
+    def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
+        wire = wire_format(source.dtype.name, reduction.op)
+        if wire is None:
+            return f"NCCL has no {reduction.op.name.lower()} of {source.dtype.name}"
+        return "" if reduction.prescale == 1.0 and not wire.is_converted else self._why_no_room([source], wire)
+
+    def wait_for(self, events: Iterable[Any]) -> None:
+        for event in events:
+            for stream in self._streams:
+                stream.wait_for(event)
+
+    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
+                  wire: str = "") -> None:
+        how = wire_format(sources[0].dtype.name, reduction.op, wire)
+        assert how is not None, "why_not was not asked"
+        if len(sources) > 1:
+            self._next_stream().reduce_packed(sources, targets, how, reduction)
+        elif not how.is_converted:
+            self._next_stream().reduce_directly(sources[0], targets[0], how, reduction)
+        else:
+            for source, target in pieces(sources[0], targets[0], how, self._buffer_bytes):
+                self._next_stream().reduce_packed([source], [target], how, reduction)
+
+    def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
+        sizes = [count * source.dtype.itemsize for count in counts]
+        self._next_stream().gather(self._rank, source.address, target.address, sizes)
+
+    def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
+        self._next_stream().broadcast(sources, targets, root_rank)
+
+    def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
+        wire = wire_format(source.dtype.name, reduction.op)
+        assert wire is not None, "why_not_scatter was not asked"
+        self._next_stream().reduce_scatter(self._rank, source, target, counts, wire, reduction)
+
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
+        itemsize = source.dtype.itemsize
+        self._next_stream().exchange(source.address, target.address, [count * itemsize for count in sent],
+                                   [count * itemsize for count in received])
+
+    def barrier(self) -> None:
+        for stream in self._streams:
+            stream.meet()
+
+    def finish(self) -> Completion:
+        completions = [stream.finish() for stream in self._streams]
+        return Completion([e for c in completions for e in c.events], [k for c in completions for k in c.kept])
+
+    def check(self) -> None:
+        for stream in self._streams:
+            stream.communicator.check_async_error()
+
+    def abandon(self) -> None:
+        while self._streams:
+            try:
+                self._streams.pop().communicator.abort()
+            except Exception:
+                self.abandon()  # One that cannot be aborted keeps no other from it.
+                raise
+
+    def close(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.communicator.destroy()
+
+    def _next_stream(self) -> NcclStream:
+        self._turn += 1
+        return self._streams[self._turn % len(self._streams)]
+
+    def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
+        _, elements = fused_offsets([array.size * wire.parts for array in arrays], narrowest(wire))
+        nbytes = elements * np.dtype(storage(wire.dtype)).itemsize
+        if nbytes > self._buffer_bytes:
+            return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self._buffer_bytes}"
+        return ""

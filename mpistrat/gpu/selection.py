@@ -1,0 +1,69 @@
+"""Whether NCCL serves this job, decided alike on all ranks from what each of them found."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..core.errors import EngineError
+from ..core.topology import rank_list
+
+# The first NCCL that lets ranks share a GPU, when NCCL_MULTI_RANK_GPU_ENABLE=1.
+SHARES_GPUS = 23000
+
+
+class GpuInfo(NamedTuple):
+    """What a rank tells the others before the first collective on GPU tensors.
+
+    Attributes:
+        gpu: What tells its GPU from all others, on all hosts.
+        nccl: NCCL's version code; 0: there is none.
+        buffer_bytes: How large the fusion buffers are that its GPU has memory for; 0: none.
+        may_share: Its environment lets ranks share a GPU.
+        problem: What went wrong while it looked.
+    """
+
+    gpu: str
+    nccl: int
+    buffer_bytes: int
+    may_share: bool
+    problem: str = ""
+
+
+def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
+    """Why GPU tensors are not reduced by NCCL; "" if they are.
+
+    Args:
+        ranks: What each rank found.
+        wanted: The setting gpu_operations.
+
+    Raises:
+        EngineError: NCCL is wanted, and cannot serve.
+    """
+    if wanted == "staged":
+        return f"MPISTRAT_GPU_OPERATIONS={wanted}"
+    reason = _obstacle(ranks)
+    if reason and wanted != "auto":
+        raise EngineError(f"MPISTRAT_GPU_OPERATIONS={wanted}: {reason}")
+    return reason
+
+
+def _obstacle(ranks: Sequence[GpuInfo]) -> str:
+    troubled = [f"rank {rank}: {found.problem}" for rank, found in enumerate(ranks) if found.problem]
+    if troubled:
+        return f"NCCL cannot be used ({'; '.join(troubled)})"
+    lacking = [rank for rank, found in enumerate(ranks) if not found.nccl]
+    if lacking:
+        return f"ranks {rank_list(lacking)} have no NCCL (pip install 'mpistrat[gpu]')"
+    versions = sorted({found.nccl for found in ranks})
+    if len(versions) > 1:
+        return f"the ranks have different versions of NCCL: {', '.join(map(str, versions))}"
+    users: dict[str, list[int]] = {}
+    for rank, found in enumerate(ranks):
+        users.setdefault(found.gpu, []).append(rank)
+    shared = [together for together in users.values() if len(together) > 1]
+    if shared and not (versions[0] >= SHARES_GPUS and all(found.may_share for found in ranks)):
+        return (f"ranks {rank_list(shared[0])} share a GPU, which NCCL allows from 2.30 on, with "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1")
+    starved = [rank for rank, found in enumerate(ranks) if not found.buffer_bytes]
+    if starved:
+        return f"the GPUs of ranks {rank_list(starved)} have no memory left for fusion buffers"
+    return ""

@@ -1,0 +1,217 @@
+"""What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
+
+The byte form is a first byte for the kind, and then the fields in msgpack: numbers, texts and tuples of them, nothing
+that could run code. Where there are only numbers of requests, as in every step seen before, they follow as they are.
+Types, lengths and ranges are checked when a message is read; one that does not fit raises MessageError.
+"""
+
+import array
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import msgpack
+
+from ..core.errors import MessageError
+from ..core.plain_values import COUNTS, RANKS, are_in, is_tuple_of
+from ..core.request import Request
+
+_NUMBERS, _ANNOUNCEMENT, _DECISION = b"\1", b"\2", b"\3"
+_NUMBERS_HEADER = _NUMBERS + bytes(7)  # so that the numbers are where a processor reads them at once
+
+_Message = TypeVar("_Message", "Announcement", "Decision")
+
+
+def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
+    return _NUMBERS_HEADER + array.array("Q", numbers).tobytes()
+
+
+def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
+    if not data.startswith(_NUMBERS_HEADER) or len(data) % 8:
+        raise ValueError("numbers that are cut off")
+    return tuple(memoryview(data)[8:].cast("Q"))
+
+
+def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
+    # A text may have parts of a file's name that are not UTF-8, as Python's "surrogateescape" represents them.
+    return kind + bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
+
+
+def _fields_from_bytes(data: bytes) -> tuple:
+    fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
+                             max_bin_len=0, max_ext_len=0)
+    _require(type(fields) is tuple, "no fields")
+    return fields
+
+
+def _require(fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(what)
+
+
+
+
+
+
+def _are_pairs(values: Any, first: type, second: tuple[type, ...]) -> bool:
+    return is_tuple_of(tuple, values) and all(
+        len(pair) == 2 and type(pair[0]) is first and type(pair[1]) in second for pair in values)
+
+
+def _read(message: type[_Message], data: bytes, sender: int | None) -> _Message:
+    try:
+        return message.read(data)
+    except ValueError as error:
+        # Among them is whatever msgpack raises, and an enumeration for a value it does not have.
+        who = "a rank" if sender is None else f"rank {sender}"
+        raise MessageError(f"{who} sent {len(data)} bytes that are no {message.__name__}: {error}. Do all ranks run "
+                           "the same version of mpistrat?") from error
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+class Announcement(NamedTuple):
+    """A rank tells its parent in the tree what its subtree is ready for.
+
+    Attributes:
+        ids: Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
+        requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
+        ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
+        failure: Why a rank's engine failed, for all others to hear.
+        recall: A rank has voted, and others do nothing: rank 0 shall end the vote.
+        is_stalled: `failure` is that it waited too long for other ranks.
+    """
+
+    ids: tuple[int, ...] = ()
+    requests: tuple[tuple[Request, tuple[int, ...] | None], ...] = ()
+    ended: tuple[tuple[int, int], ...] = ()
+    failure: str | None = None
+    recall: bool = False
+    is_stalled: bool = False
+
+    def to_bytes(self) -> bytes:
+        """The byte form."""
+        if not any(self[1:]):
+            return _numbers_to_bytes(self.ids)
+        requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
+        return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, self.ended, self.failure, self.recall,
+                                                self.is_stalled))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
+        """The inverse of to_bytes.
+
+        Raises:
+            MessageError: It is no announcement; names the rank `sender`.
+        """
+        return _read(cls, data, sender)
+
+    @classmethod
+    def read(cls, data: bytes) -> "Announcement":
+        """As from_bytes, but what is no announcement is a ValueError."""
+        kind = data[:1]
+        if kind == _NUMBERS:
+            return cls(_numbers_from_bytes(data))
+        _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
+        fields = _fields_from_bytes(data)
+        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        ids, requests, ended, failure, recall, is_stalled = fields
+        _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
+        _require(is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
+        for _, ranks in requests:
+            _require(ranks is None or are_in(RANKS, ranks), "ranks that are none")
+        _require(is_tuple_of(tuple, ended) and all(
+            len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "ranks that have ended")
+        _require(failure is None or type(failure) is str, "a failure that is no text")
+        _require(type(recall) is bool, "a recall that is neither yes nor no")
+        _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
+        return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
+                   recall, is_stalled)
+
+
+class EndReason(str, Enum):
+    """Why the engines of all ranks end."""
+
+    SHUTDOWN = "shutdown"
+    RANK_ENDED = "rank ended"
+    STALL = "stall"
+    MISMATCH = "mismatch in a graph"
+    FAILURE = "failure"
+
+
+class Decision(NamedTuple):
+    """Rank 0 tells all ranks what to execute next, in this order.
+
+    Attributes:
+        agreed: Each a number of an earlier Decision, or (number or None, request) when it is described for the first
+            time; a number given here may be used by all ranks from now on.
+        errors: (name, text) of requests about which the ranks disagree.
+        ended: Some rank has called shutdown(); from now on what is incomplete is passed on at once.
+        end: The engines end after this decision, for this reason.
+        end_text: What to tell the user about it.
+        choice: (knob, value) of how to reduce from now on, this decision included; see autotune.
+        calls_vote: After this decision all ranks vote; see voting.
+    """
+
+    agreed: tuple[int | tuple[int | None, Request], ...] = ()
+    errors: tuple[tuple[str, str], ...] = ()
+    ended: bool = False
+    end: EndReason | None = None
+    end_text: str = ""
+    choice: tuple[tuple[str, Any], ...] = ()
+    calls_vote: bool = False
+
+    def to_bytes(self) -> bytes:
+        """The byte form."""
+        if not any(self[1:]) and all(type(a) is int for a in self.agreed):
+            return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
+        agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
+        return _fields_to_bytes(_DECISION, (agreed, self.errors, self.ended, self.end and self.end.value, self.end_text,
+                                            self.choice, self.calls_vote))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
+        """The inverse of to_bytes.
+
+        Raises:
+            MessageError: It is no decision; names the rank `sender`.
+        """
+        return _read(cls, data, sender)
+
+    @classmethod
+    def read(cls, data: bytes) -> "Decision":
+        """As from_bytes, but what is no decision is a ValueError."""
+        kind = data[:1]
+        if kind == _NUMBERS:
+            return cls(_numbers_from_bytes(data))
+        _require(kind == _DECISION, f"it begins with {kind!r}")
+        fields = _fields_from_bytes(data)
+        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        agreed, errors, ended, end, end_text, choice, calls_vote = fields
+        _require(type(agreed) is tuple, "nothing agreed")
+        _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
+        _require(type(ended) is bool and type(calls_vote) is bool, "what is neither yes nor no")
+        _require(type(end_text) is str, "a reason that is no text")
+        _require(_are_pairs(choice, str, (str, int, float, bool)), "a choice that is none")
+        return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
+                   end_text,
+                   choice, calls_vote)
+
+
+def _agreed(item: Any) -> int | tuple[int | None, Request]:
+    if type(item) is int:
+        _require(item in COUNTS, "a number of a request that is none")
+        return item
+    _require(type(item) is tuple and len(item) == 2, "agreed on what is no request")
+    number, request = item
+    _require(number is None or (type(number) is int and number in COUNTS), "a number of a request that is none")
+    return number, Request.from_tuple(request)

@@ -1,0 +1,1 @@
+"""From TensorFlow's tensors, eager and in graphs, to the engine and back."""

@@ -1,0 +1,205 @@
+"""Collectives on tensors on a GPU inside a tf.function: they stay on the GPU.
+
+A collective is the three nodes that it is in `bridge`, with the work divided otherwise, and one more before them:
+
+1. *begin*, a callback on the host that returns a ticket. What a node on the GPU returns is there too, to be read only
+   when the GPU has done all that it was given before.
+2. *submit*, a py_function on the GPU, which gets the tensors as eager ones. It makes tensors for the results, whose
+   memory holds nothing yet, and returns them. Another thread exports both by DLPack and submits them: an export waits
+   until the GPU has made the tensor, and TensorFlow may have no other thread to go on with.
+3. *await*, as in `bridge`.
+4. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results takes
+   them, so that nobody reads the results earlier; it copies nothing. (A py_function would be stateful, and so in line
+   with the next submit. An identity with a control dependency may be taken out by TensorFlow's optimizer where a copy
+   to another device follows, which would then begin too early.)
+
+The submit learns the ticket, and how many rows the ranks gather, as first dimensions of tensors without elements:
+shapes are on the host.
+
+Where a tensor will be is decided by TensorFlow's placer once the function is traced, and a graph cannot be another one
+then. So it is decided here by what is known while it is traced, see `device_of`.
+"""
+
+import dataclasses
+import importlib.util
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import tensorflow as tf
+
+from ...api import runtime
+from ...api.interop import go_by_host
+from ...core.handle import Handle, complete_all
+from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
+from . import cpu, executions, gpu_eager
+from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
+from .cpu import MakeRequest
+from .executions import Execution
+from .program_order import calls_in_order
+from .python_op import host_call, keep_thread_state, tensor_call
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
+    """The GPU that tensors of a graph stay on; None: they go by way of the host, all of them.
+
+    They stay where there is a GPU, and none of them is said to be on the CPU, or of a kind that TensorFlow has no
+    kernels for on GPUs or keeps on the host: that is, gradients do. One that turns out to be on the host is copied.
+    """
+    if tf.executing_eagerly() or not gpu_eager.has_gpu() or not _has_cupy() or go_by_host():
+        return None
+    if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
+        return None
+    places = {tf.DeviceSpec.from_string(tensor.device) for tensor in tensors if tensor.device}
+    if any(place.device_type not in (None, "GPU") for place in places):
+        return None
+    numbers = {place.device_index or 0 for place in places} or {0}
+    return f"/device:GPU:{numbers.pop()}" if len(numbers) == 1 else None
+
+
+@cache
+def _has_cupy() -> bool:
+    if importlib.util.find_spec("cupy") is not None:
+        return True
+    logger.warning("GPU tensors of a tf.function are copied to the host, for cupy is not installed "
+                   "(pip install 'mpistrat[gpu]')")
+    return False
+
+
+def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
+
+    Args:
+        device: As `device_of` gives it.
+        name: What to call the collective.
+        make_request: Called with the tensors as GpuInputs.
+        tensors: At least one.
+        shapes: The static shape of each result, as far as it is known.
+        rows: The first dimension of each result, int64 on the host; without it results are as large as the tensors.
+    """
+    cpu.require_function()
+    execution = executions.current() or Execution()
+    site = _CallSite(name, make_request, len(tensors), execution)
+    past = [execution.number] if execution.is_past else []
+    calls_in_order()
+    COMPLETIONS.prepare()
+    with tf.device("CPU:0"):
+        ticket = cpu.scalars(host_call(site.begin, past, TICKET, stateful=True))
+        shapes_of_carriers = [tf.stack([size, 0]) for size in (ticket[0], *rows)]
+    with tf.device(device):
+        carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
+        made = tensor_call(site.submit, [*tensors, *carriers], [t.dtype for t in tensors])
+    with tf.device("CPU:0"):
+        known = host_call(site.fetch, [awaited(ticket, queue_of(ticket))], [tf.int64] * len(made), stateful=False)
+    results = []
+    with tf.device(device):
+        for result, shape_of_result, shape in zip(made, known, shapes, strict=True):
+            shape_of_result.set_shape([shape.rank])
+            results.append(tf.reshape(result, shape_of_result))
+            results[-1].set_shape(shape)
+    if execution.number is None:
+        with tf.device("CPU:0"):
+            execution.number = execution_of(ticket)
+    return results
+
+
+def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+           shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+    """As `run`, for an all-gather. There must be memory for the results, so the ranks first gather how many rows.
+
+    Args:
+        tensors: Of one dimension or more.
+    """
+    def rows_of(arrays: list[np.ndarray]) -> Request:
+        # Under the name that ranks whose tensors are on the host use, so that they and this one hear of it.
+        return allgather_request(name, specs_of(arrays))
+
+    with tf.device("CPU:0"):
+        own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+        rows, = cpu.run(rows_of, [own[tf.newaxis]], [tf.TensorShape([None, len(tensors)])])
+        totals = tf.unstack(tf.reduce_sum(rows, axis=0))
+    another = f"{name}/on GPUs"
+    return run(device, another, lambda arrays: dataclasses.replace(make_request(arrays), name=another), tensors,
+               shapes, totals)
+
+
+class _CallSite:
+    """Where in a graph a collective on GPU tensors stands; see cpu._CallSite."""
+
+    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution):
+        self._name, self._make_request, self._tensors = name, make_request, tensors
+        self._counts = execution.number is None
+        self._suffixes: dict[int, str] = {}  # by the number of the ticket
+
+    def begin(self, *past: np.int64) -> list[np.ndarray]:
+        """A ticket for the result."""
+        keep_thread_state()
+        ticket = COMPLETIONS.open_ticket(executions.next_number(self._name) if self._counts else 0)
+        self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
+        return ticket
+
+    def submit(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        """A tensor for each result.
+
+        Args:
+            inputs: The tensors, and then those whose first dimensions are the ticket and numbers of rows.
+        """
+        keep_thread_state()
+        tensors, (ticket, *rows) = inputs[:self._tensors], inputs[self._tensors:]
+        shapes = [tensor.shape.as_list() for tensor in tensors]
+        for shape, carrier in zip(shapes, rows, strict=False):
+            shape[0] = carrier.shape[0]
+        with tf.device(tensors[0].device):
+            results = [gpu_eager.uninitialised(shape, tensor.dtype)
+                       for shape, tensor in zip(shapes, tensors, strict=True)]
+        handle = Handle(self._name + self._suffixes.pop(ticket.shape[0]))
+        COMPLETIONS.attach(ticket.shape[0], handle)
+        _exporter().put(lambda: self._export(tensors, results, handle))
+        return results
+
+    def _export(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor], handle: Handle) -> None:
+        """Give the engine the tensors, and let `handle` be done when their collective is."""
+        try:
+            arrays = gpu_eager.with_results(tensors, results)
+            request = dataclasses.replace(self._make_request(arrays), name=handle.name, device=DEVICE_GPU,
+                                          in_graph=True)
+            submitted = runtime.current().engine.submit(request, arrays)
+        except Exception as error:  # Raised by the fetch, where the function's caller gets it.
+            handle.fail(error)
+            return
+        submitted.when_done(_pass_on, (submitted, handle))
+
+    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
+        """The shapes of the results."""
+        keep_thread_state()
+        return [np.array(result.shape, np.int64) for result in COMPLETIONS.redeem(int(ticket)).wait()]
+
+
+def _pass_on(pairs: list[tuple[Handle, Handle]]) -> None:
+    """Give the results of the first of each pair to the second."""
+    complete = []
+    for submitted, handle in pairs:
+        try:
+            complete.append((handle, submitted.wait(0)))
+        except Exception as error:  # Likewise.
+            handle.fail(error)
+    complete_all(complete)
+
+
+@cache
+def _exporter() -> "queue.SimpleQueue[Callable[[], None]]":
+    """What is put here is done in turn, by a thread of its own. It waits for the GPU, and for no other rank."""
+    work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def do() -> None:
+        while True:
+            work.get()()
+
+    threading.Thread(target=do, name="mpistrat-gpu-export", daemon=True).start()
+    return work

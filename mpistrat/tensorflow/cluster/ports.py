@@ -1,0 +1,54 @@
+"""This host's network: a TCP port that is held until its server starts, and the addresses others may reach it by."""
+
+import contextlib
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
+
+
+class ReservedPort:
+    """A TCP port of this host that no other program gets, and that a server in this process can take at any time.
+
+    The port is bound with SO_REUSEPORT and does not listen. The kernel gives a bound port to nobody who asks for just
+    any port, neither to listen nor to connect from, and refuses it to those who ask for this number, unless they belong
+    to the same user and set SO_REUSEPORT too. That is what the server does; it takes the port while it is still held,
+    so there is no moment in between. Connections all go to the server, since nothing here listens.
+
+    Args:
+        port: The number, or 0 for any that is free.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, port: int = 0):
+        # gRPC's servers listen on all addresses, of IPv6 and IPv4 with one socket if the host has both.
+        both = socket.has_dualstack_ipv6()
+        self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+        try:
+            if both:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind(("", port))
+        except OSError:
+            self._socket.close()
+            raise
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Hold the port no longer. A server that has taken it keeps it. May be called twice."""
+        self._socket.close()
+
+
+def local_addresses() -> tuple[str, ...]:
+    """The IPv4 addresses of this host's interfaces, in the order of the interfaces, without the loopback's."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # the interface is down, or has no such address
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(reply[20:24]))
+    return tuple(address for address in found if not address.startswith("127."))

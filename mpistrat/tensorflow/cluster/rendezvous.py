@@ -1,0 +1,174 @@
+"""How ranks become a cluster: they agree on roles, hold a port each, and find the addresses that reach each other.
+
+All that can go wrong is found before anything is built on it, and is the same error on every rank.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...api import runtime
+from ...api.ops import allgather_object
+from ...core.errors import ClusterError
+from ...core.roles import Role, assign_roles, cluster_spec
+from ...core.topology import Topology
+from . import tf_config
+from .cluster import Cluster
+from .liveness import LivenessClient, LivenessServer
+from .ports import ReservedPort, local_addresses
+from .tf_config import TfConfig
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What each rank tells all others first. `meeting` is the port of the chief's lifelines."""
+
+    jobs: Mapping[str, int] | None
+    config: TfConfig | None
+    problem: str
+    port: int
+    addresses: tuple[str, ...]
+    meeting: int
+    token: bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """What each rank found when it connected to the chief: both addresses of the connection, or a problem.
+
+    The chief itself has no addresses here.
+    """
+
+    own: str = ""
+    chief: str = ""
+    problem: str = ""
+
+
+def form(jobs: Mapping[str, int] | None = None) -> Cluster:
+    """Make the ranks a cluster. Collective.
+
+    Args:
+        jobs: As for `topology.assign_roles`; the same on all ranks. Where TF_CONFIG is set, it says the role of each
+            rank, and `jobs` may be left out; if given, the numbers must be the same.
+
+    Raises:
+        NotInitializedError: Before init().
+        ClusterError: On every rank, if the roles do not fit the ranks, TF_CONFIG is wrong on some rank or does not fit,
+            a port is taken, or ranks cannot reach the chief.
+    """
+    current = runtime.current()
+    topology = current.topology
+    with contextlib.ExitStack() as on_failure:
+        port, meeting, offer = _offer(jobs, topology, on_failure)
+        offers: list[Offer] = allgather_object(offer, name="mpistrat.tensorflow.cluster.cluster.offer")
+        _raise_together([each.problem for each in offers])
+        roles = _agree(offers)
+        line: LivenessClient | LivenessServer | None = meeting
+        if meeting is not None:
+            link = _accept(meeting, topology, offer.token)
+        else:
+            line, link = _connect(topology, offers, on_failure)
+        links: list[Link] = allgather_object(link, name="mpistrat.tensorflow.cluster.cluster.link")
+        _raise_together([each.problem for each in links])
+        on_failure.pop_all()
+    assert port is not None and line is not None  # otherwise there was a problem
+    spec: dict[str, Any]
+    if offer.config is not None:
+        spec = {role: list(addresses) for role, addresses in offer.config.cluster.items()}
+    else:
+        placed = dataclasses.replace(topology, host_of=addresses_of(topology, links))
+        spec = cluster_spec(placed, [each.port for each in offers], jobs)["cluster"]
+    return Cluster(topology, roles, spec, port, line, current)
+
+
+def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
+    """The address of each rank by which others reach it; the names of the hosts if there is only one.
+
+    They are those of connections that were made between hosts: on the chief's host, where the first rank of another
+    host reached it, elsewhere, where a rank came from.
+    """
+    chief_host = topology.host_of[0]
+    if len(topology.hosts) == 1:
+        return topology.host_of
+    chief = next(link.chief for link, host in zip(links, topology.host_of) if host != chief_host)
+    return tuple(chief if host == chief_host else link.own for link, host in zip(links, topology.host_of))
+
+
+def _offer(jobs: Mapping[str, int] | None, topology: Topology,
+           on_failure: contextlib.ExitStack) -> tuple[ReservedPort | None, LivenessServer | None, Offer]:
+    config, port, meeting, problem = None, None, None, ""
+    try:
+        config = tf_config.read(os.environ.get(tf_config.NAME, ""))
+        if config is None:
+            assign_roles(topology.size, jobs)
+        port = ReservedPort(config.port if config else 0)
+        on_failure.callback(port.close)
+        if topology.rank == 0:
+            meeting = LivenessServer(local=len(topology.hosts) == 1)
+            on_failure.callback(meeting.close)
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:
+        wanted = f"port {config.port} of {tf_config.NAME}" if config else "a port"
+        taken = error.errno == errno.EADDRINUSE
+        problem = f"{wanted} on {topology.host} {'is taken by another program' if taken else 'cannot be had'}: {error}."
+    return port, meeting, Offer(None if jobs is None else dict(jobs), config, problem, port.number if port else 0,
+                                local_addresses(), meeting.port if meeting else 0, secrets.token_bytes(32))
+
+
+def _agree(offers: Sequence[Offer]) -> tuple[tuple[Role, int], ...]:
+    """The roles, from what all ranks have offered. Raises the same on every rank."""
+    jobs = offers[0].jobs
+    different = [rank for rank, offer in enumerate(offers) if offer.jobs != jobs]
+    if different:
+        raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {offers[different[0]].jobs} on rank "
+                           f"{different[0]}.")
+    try:
+        return tf_config.check([offer.config for offer in offers], jobs) or assign_roles(len(offers), jobs)
+    except ValueError as error:
+        raise ClusterError(str(error)) from error
+
+
+def _connect(topology: Topology, offers: Sequence[Offer],
+             on_failure: contextlib.ExitStack) -> tuple[LivenessClient | None, Link]:
+    chief, own = offers[0], offers[topology.rank]
+    host = topology.host_of[0]
+    if len(topology.hosts) == 1:
+        addresses: list[str] = ["127.0.0.1"]
+    elif host == topology.host:
+        addresses = [*chief.addresses, host]
+    else:
+        # An address that both hosts have, of a bridge for containers mostly, leads back to this host.
+        addresses = [*(address for address in chief.addresses if address not in own.addresses), host]
+    try:
+        line = LivenessClient(addresses, chief.meeting, chief.token, topology.rank)
+    except OSError as error:
+        return None, Link(problem=f"{topology.host} cannot reach {host}, where the chief is ({error}). Is there a "
+                                  "firewall between them?")
+    on_failure.callback(line.close)
+    return line, Link(line.own_address, line.chief_address)
+
+
+def _accept(meeting: LivenessServer, topology: Topology, token: bytes) -> Link:
+    try:
+        meeting.accept(range(1, topology.size), token)
+    except OSError as error:
+        return Link(problem=str(error))
+    return Link()
+
+
+def _raise_together(problems: Sequence[str]) -> None:
+    """Raise ClusterError on every rank if one has a problem."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem:
+            ranks.setdefault(problem, []).append(rank)
+    if len(ranks) == 1 and len(next(iter(ranks.values()))) == len(problems):
+        raise ClusterError(next(iter(ranks)))
+    if ranks:
+        raise ClusterError("; ".join(f"ranks {where}: {problem}" for problem, where in ranks.items()))

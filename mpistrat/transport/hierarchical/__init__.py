@@ -1,0 +1,1 @@
+"""Collectives of several hosts with several ranks each."""

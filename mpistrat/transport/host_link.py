@@ -1,0 +1,100 @@
+"""What connects the ranks of one host: sockets from each to each, and a file in memory. None of it has a name."""
+
+from collections.abc import Sequence
+
+from .fd_exchange import FdExchange, Invitation, close_all
+from .shm.memfd import HostFile
+from .unix_socket import ChannelSockets, UnixSocketChannel
+
+
+class HostLink:
+    """One rank's part. First construct it on all ranks, then call `connect`, and at last `close`.
+
+    Args:
+        rank: This rank.
+        local_ranks: The ranks on this host; the first one makes what all have.
+
+    Raises:
+        OSError: This rank cannot listen.
+    """
+
+    def __init__(self, rank: int, local_ranks: Sequence[int]):
+        self._rank, self._ranks = rank, tuple(local_ranks)
+        self._exchange = FdExchange(rank, local_ranks)
+        self._file: HostFile | None = None
+        self._no_file = OSError(f"rank {local_ranks[0]} could not make it")
+
+    @property
+    def invitation(self) -> Invitation | None:
+        """For `connect` on the other ranks of the host; only the first one has it, if there are others."""
+        return self._exchange.invitation
+
+    def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
+        """This rank's mailbox. Collective within the host.
+
+        Args:
+            invitation: Of the first rank of the host.
+
+        Raises:
+            OSError: The ranks cannot be connected; on some of them, perhaps.
+        """
+        sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
+        return UnixSocketChannel(self._rank, sockets)
+
+    def _give(self) -> ChannelSockets:
+        try:
+            self._file = HostFile.make()
+        except OSError as error:
+            self._no_file = error
+        shared = [] if self._file is None else [self._file.fileno()]
+        made = ChannelSockets.make(self._ranks)
+        try:
+            outboxes = [made[self._rank].outboxes[rank].fileno() for rank in self._ranks]
+            if len(self._ranks) > 1:
+                self._exchange.give({rank: [made[rank].inbox.fileno(), *outboxes, *shared] for rank in self._ranks[1:]})
+        except BaseException:
+            made[self._rank].close()
+            raise
+        finally:
+            self._exchange.close()
+            # What others have now. While this rank had it too, nobody could have noticed that they end.
+            for rank in self._ranks[1:]:
+                made[rank].inbox.close()
+        return made[self._rank]
+
+    def _take(self, invitation: Invitation | None) -> ChannelSockets:
+        if invitation is None:
+            raise OSError(f"rank {self._ranks[0]} on the same host cannot listen")
+        taken = self._exchange.take(invitation)
+        count = 1 + len(self._ranks)
+        try:
+            if len(taken) not in (count, count + 1):
+                raise OSError(f"rank {self._ranks[0]} gave {len(taken)} descriptors, not {count}, to connect "
+                              f"{len(self._ranks)} ranks")
+            sockets = ChannelSockets.over(taken[:count], self._ranks)
+        except BaseException:
+            close_all(taken)
+            raise
+        if len(taken) > count:
+            try:
+                self._file = HostFile.over(taken[count])
+            except OSError as error:
+                self._no_file = error
+        return sockets
+
+    def share(self) -> HostFile:
+        """The file that all ranks of the host have; the caller closes it. Local, once, after `connect`.
+
+        Raises:
+            OSError: This rank has none; the others may have.
+        """
+        if self._file is None:
+            raise self._no_file
+        file, self._file = self._file, None
+        return file
+
+    def close(self) -> None:
+        """Part with a file that was not asked for, and listen no more. May be called twice."""
+        self._exchange.close()
+        if self._file is not None:
+            self._file.close()

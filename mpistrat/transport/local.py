@@ -1,0 +1,110 @@
+"""Backends without MPI: one rank alone, and threads of one process as ranks, which tests drive the engine with."""
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..core.arithmetic import Reduction, combine
+from ..core.interfaces import ControlPlane, DataPlane
+from ..core.memory import FusionBuffer
+from ..core.packing import join, split
+from .shm.agreement import SharedMemoryAgreement
+from .shm.segment import HostMemory
+
+
+class ThreadControl(ControlPlane):
+    """Messages among the threads of a ThreadGroup."""
+
+    def __init__(self, group: "ThreadGroup", rank: int):
+        self._group, self._rank = group, rank
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._group.mailboxes[rank].append((self._rank, message))
+        self._group.bells[rank].set()
+
+    def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
+        """Messages are with the receiver at once."""
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        mailbox = self._group.mailboxes[self._rank]
+        return [mailbox.popleft() for _ in range(len(mailbox))]
+
+    def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
+        bell = self._group.bells[self._rank]
+        bell.wait(timeout_s)
+        bell.clear()
+
+    def wake(self) -> None:
+        self._group.bells[self._rank].set()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadData(DataPlane):
+    """Collectives among the threads of a ThreadGroup: every thread reads the others' arrays between two barriers."""
+
+    name = "local"
+
+    def __init__(self, group: "ThreadGroup", rank: int):
+        self._group, self._rank = group, rank
+        self._buffer = FusionBuffer()
+
+    def _exchange(self, array: np.ndarray) -> list[np.ndarray]:
+        """A copy of every rank's array."""
+        group = self._group
+        if group.size == 1:
+            return [array]
+        group.shown[self._rank] = array
+        group.barrier.wait()
+        arrays = [a.copy() for a in group.shown]
+        group.barrier.wait()
+        return arrays
+
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
+        packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
+        join(sources, packed, reduction.prescale)
+        combine(self._exchange(packed), reduction.op, packed, reduction.scale)
+        split(packed, targets)
+
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        np.concatenate(self._exchange(source), out=target)
+
+    def broadcast(self, array: np.ndarray, root_rank: int) -> None:
+        np.copyto(array, self._exchange(array)[root_rank])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadGroup:
+    """`size` ranks in one process. Rank r uses `control(r)`, `data(r)` and `agreement(r)`, from a thread of its own.
+
+    Args:
+        size: How many ranks.
+        timeout_s: After this long in a barrier a collective fails with BrokenBarrierError, so that no test hangs.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 60.0):
+        self.size = size
+        self.mailboxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        self.bells = [threading.Event() for _ in range(size)]
+        self.shown = [np.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))
+
+    def control(self, rank: int) -> ThreadControl:
+        """The messages of one rank."""
+        return ThreadControl(self, rank)
+
+    def data(self, rank: int) -> ThreadData:
+        """The collectives of one rank."""
+        return ThreadData(self, rank)
+
+    def agreement(self, rank: int) -> SharedMemoryAgreement:
+        """The votes of one rank."""
+        return SharedMemoryAgreement(HostMemory(self._block, rank, range(self.size)),
+                                     lambda other: self.bells[other].set())

@@ -1,0 +1,1 @@
+"""Control messages and collectives over MPI, and the MPI library itself."""

@@ -1,0 +1,58 @@
+"""NCCL's communicators when one rank fails before, or while, they are made: nobody stays behind in NCCL."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpistrat.core.errors import EngineError
+from mpistrat.gpu.connect import exchange_over
+from mpistrat.gpu.nccl.communicators import make_communicators
+from mpistrat.transport.mpi.data import MpiData
+
+
+class AnyDevice:
+    """A GPU that need not be made the current one."""
+
+    def current(self) -> Any:
+        return nullcontext()
+
+
+@pytest.fixture
+def exchange(size: int) -> Iterator[Any]:
+    """Among all ranks."""
+    host = MpiData(MPI.COMM_WORLD.Dup())
+    yield exchange_over(host, size)
+    host.close()
+
+
+def test_all_ranks_leave_at_once_when_one_cannot_connect(exchange: Any, rank: int, size: int) -> None:
+    in_nccl = threading.Event()
+
+    def make() -> list[Any]:
+        if rank == size - 1:
+            raise MemoryError("no memory for a communicator")
+        in_nccl.wait(60)  # as ncclCommInitRank does, until all ranks have called it
+        return []
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=rf"rank {size - 1}: no memory for a communicator\. MPISTRAT_GPU_OPERATIONS"):
+        make_communicators(make, AnyDevice(), exchange, 60.0)
+    assert time.monotonic() - began < 30
+    in_nccl.set()
+
+
+def test_ranks_that_take_longer_are_waited_for(exchange: Any, rank: int, size: int) -> None:
+    def make() -> list[Any]:
+        time.sleep(0.2 * rank)
+        return [rank]
+
+    assert make_communicators(make, AnyDevice(), exchange, 60.0) == [rank]
+
+
+def test_values_of_different_lengths_are_exchanged(exchange: Any, size: int, rank: int) -> None:
+    assert exchange("x" * rank) == ["x" * r for r in range(size)]

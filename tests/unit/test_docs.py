@@ -1,0 +1,244 @@
+"""The README and the pages of docs/, as far as a test can check them without running them: links, code, messages."""
+
+import ast
+import configparser
+import importlib
+import re
+import subprocess
+import textwrap
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mpistrat.cli.main import COMMANDS
+from mpistrat.core.settings import Settings
+
+ROOT = Path(__file__).parent.parent.parent
+README = ROOT / "README.md"
+PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "tests" / "features" / "README.md",
+                *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+MOST_LINES = 150  # of the README
+# A code block, in a list too.
+FENCED = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+# A table of messages marks in this way where a name or a number stands.
+GAP = "…"
+
+
+def titled(page: Path) -> str:
+    """How a test calls a page."""
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=titled)
+
+
+class Block(NamedTuple):
+    """A code block: its language, its text, and the line that it begins in."""
+
+    language: str
+    text: str
+    line: int
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text()
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    """The code blocks of one language."""
+    text = text_of(page)
+    found = FENCED.finditer(text)
+    return [Block(block[2], textwrap.dedent(block[3]), text.count("\n", 0, block.start()) + 2) for block in found
+            if block[2] == language]
+
+
+def prose(page: Path) -> str:
+    """The page without code blocks, and without code in a line."""
+    return re.sub(r"`[^`\n]*`", "code", FENCED.sub("", text_of(page)))
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def section(page: Path, mark: str) -> str:
+    """What stands between `<!-- mark -->` and `<!-- /mark -->`."""
+    text = text_of(page)
+    return text[text.index(f"<!-- {mark} -->"):text.index(f"<!-- /{mark} -->")]
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+@each_page
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: there are {sorted(anchors(target))}"
+
+
+# The changelog may name what is no longer there.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=titled)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for path in re.findall(r"(?<![\w/.~-])((?:examples|hostfiles|tests|mpistrat|docs)/[\w./-]*\w)", text_of(page)):
+        assert (ROOT / path).exists(), path
+
+
+def test_each_picture_is_well_formed_and_shown() -> None:
+    shown = "".join(text_of(page) for page in PAGES)
+    for picture in (ROOT / "docs" / "images").iterdir():
+        xml.etree.ElementTree.parse(picture)
+        assert f"images/{picture.name})" in shown
+
+
+# -- code blocks ------------------------------------------------------------------------------------------------------
+
+
+def names_of_mpistrat(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(module, attributes joined by dots; "" for the module itself) of all that a block takes from mpistrat."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "mpistrat":
+                    modules[alias.asname or "mpistrat"] = alias.name if alias.asname else "mpistrat"
+                    yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mpistrat":
+            yield from ((str(node.module), alias.name) for alias in node.names)
+    for node in ast.walk(tree):
+        attributes: list[str] = []
+        while isinstance(node, ast.Attribute):
+            attributes.insert(0, node.attr)
+            node = node.value
+        if attributes and isinstance(node, ast.Name) and node.id in modules:
+            yield modules[node.id], ".".join(attributes)
+
+
+@each_page
+def test_python_blocks_compile_and_name_what_exists(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block.text, f"{titled(page)}:{block.line}", "exec")
+        for module, attributes in names_of_mpistrat(ast.parse(block.text)):
+            found = importlib.import_module(module)
+            for attribute in attributes.split(".") if attributes else ():
+                assert hasattr(found, attribute), f"line {block.line}: {module}.{attributes}"
+                found = getattr(found, attribute)
+
+
+def test_the_readme_has_a_whole_script_for_each_front_door() -> None:
+    scripts = [block.text for block in blocks(README, "python")]
+    assert [text for text in scripts if "DistributedOptimizer(" in text and "hvd.init()" in text and ".fit(" in text]
+    assert [text for text in scripts if "MPIStrategy()" in text and "strategy.scope()" in text and ".fit(" in text]
+    for text in scripts:
+        # A name that nothing binds would be an error only when the script runs.
+        tree = ast.parse(text)
+        bound = {alias.asname or alias.name.split(".")[0] for node in ast.walk(tree)
+                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        assert used - bound <= {"len", "slice", "print"}
+
+
+@each_page
+def test_bash_blocks_have_a_correct_syntax(page: Path) -> None:
+    for block in blocks(page, "bash"):
+        checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
+        assert checked.returncode == 0, f"line {block.line}: {checked.stderr}"
+        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z]+)", block.text, re.MULTILINE):
+            assert command in COMMANDS, f"line {block.line}: mpistrat {command}"
+
+
+@each_page
+def test_the_extras_in_commands_exist(page: Path) -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    groups = re.findall(r"(?:mpistrat|\.|\))\"?\[([a-z,]+)\]", text_of(page))
+    assert {extra for group in groups for extra in group.split(",")} <= set(config["options.extras_require"])
+
+
+def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
+    after = text_of(README)[text_of(README).index("<!-- test -->"):]
+    command = re.search(r"^```bash\n(.*?)^```$", after, re.DOTALL | re.MULTILINE)
+    assert command and command.group(1).rstrip().endswith("-m pytest")
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "<!-- test -->" in ci
+    assert "sphinx-build -W -b html docs" in ci
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= MOST_LINES
+
+
+# -- settings, messages, names ----------------------------------------------------------------------------------------
+
+
+def test_the_settings_table_is_that_of_the_code() -> None:
+    rows = [f"| `{name}` | {default} | {doc} |" for name, default, doc in Settings.table()]
+    table = section(ROOT / "docs" / "settings.md", "settings")
+    assert [line for line in table.splitlines() if line.startswith("| `")] == rows
+
+
+@each_page
+def test_settings_that_are_named_exist(page: Path) -> None:
+    known = {name for name, _, _ in Settings.table()}
+    assert {name for name in re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b", text_of(page)) if name != "MPISTRAT_X"} <= known
+
+
+@cache
+def messages() -> str:
+    """All texts in the sources of the package but docstrings, each on a line; GAP is what a program puts in."""
+    found = []
+    for path in (ROOT / "mpistrat").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if id(node) in docstrings:
+                continue
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else GAP for part in parts
+                                 if isinstance(part, ast.Constant | ast.FormattedValue)).replace("\n", " "))
+    return "\n".join(found)
+
+
+def quoted(page: Path) -> list[tuple[str, str]]:
+    """The messages in a page's table of errors, each with the word in brackets that may stand behind it."""
+    return re.findall(r"^\| `([^`]+)`(?: \((\w+)\))? \|", section(page, "errors"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "troubleshooting.md"], ids=titled)
+def test_messages_that_are_quoted_stand_in_the_sources(page: Path) -> None:
+    texts = messages()
+    for message, word in quoted(page):
+        for part in message.split(GAP):
+            fixed = part.strip(" ,()")
+            # Short ones such as "s for" would be found anywhere.
+            if len(fixed) > 8 or part == message:
+                assert fixed in texts, f"{message}: {fixed!r} is in no text of the package"
+        assert re.search(rf"^{word}", texts, re.MULTILINE), f"{message}: no text of the package begins with {word!r}"
+
+
+def test_the_readme_lists_six_messages_that_troubleshooting_explains() -> None:
+    short, long = quoted(README), quoted(ROOT / "docs" / "troubleshooting.md")
+    assert len(short) == 6
+    assert set(short) <= set(long)
+
+
+@pytest.mark.parametrize("module", ["mpistrat", "mpistrat.tensorflow", "mpistrat.keras"])
+def test_the_api_reference_has_all_public_names(module: str) -> None:
+    # The functions on ranks are described once, and are the same everywhere.
+    described = "".join(text_of(page) for page in (ROOT / "docs" / "api").glob("*.md"))
+    for name in importlib.import_module(module).__all__:
+        assert re.search(rf"(?:::|`|\b){name}\b", described), name

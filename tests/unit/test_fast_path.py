@@ -1,0 +1,649 @@
+"""Votes: the agreement, what a rank votes for, and engines on threads that agree by votes or fall back to messages."""
+
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from mpistrat.core.errors import EngineError, MismatchError, ShutdownError, StallError
+from mpistrat.core.handle import Entry, Handle
+from mpistrat.core.interfaces import DataPlane, Outcome
+from mpistrat.core.request import Average, Sum, allreduce_request, barrier_request, specs_of
+from mpistrat.core.settings import Settings
+from mpistrat.core.topology import Topology
+from mpistrat.engine.engine import Engine
+from mpistrat.negotiation.fast_path import FastPath
+from mpistrat.transport.local import ThreadControl, ThreadGroup
+from mpistrat.transport.shm.agreement import SharedMemoryAgreement
+from mpistrat.transport.shm.two_shot import SharedMemoryData
+
+from ..shared_memory_of_threads import shared_memory_planes
+
+LONG_S = 30.0  # only a failing test waits for so long
+
+
+def agreements(size: int) -> list[SharedMemoryAgreement]:
+    group = ThreadGroup(size)
+    return [group.agreement(rank) for rank in range(size)]
+
+
+# -- the agreement ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("votes, expected", [((5, 5, 5), True), ((5, 5, 6), False), ((5, 0, 5), False),
+                                             ((0, 0, 0), False), ((2**61 - 1,) * 3, True)])
+def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool) -> None:
+    ranks = agreements(3)
+    for agreement, vote in zip(ranks, votes, strict=True):
+        assert agreement.outcome() is None
+        agreement.cast(vote)
+    assert [agreement.outcome() for agreement in ranks] == [expected] * 3
+
+
+@pytest.mark.parametrize("vote, ready, expected", [
+    (5, (True, True, True), Outcome.ALL_READY), (5, (True, False, True), Outcome.AGREED),
+    (5, (False, False, False), Outcome.AGREED), (0, (True, True, True), Outcome.REFUSED)])
+def test_all_ranks_hear_whether_all_are_ready(vote: int, ready: tuple[bool, ...], expected: Outcome) -> None:
+    ranks = agreements(3)
+    for agreement, is_ready in zip(ranks, ready, strict=True):
+        agreement.cast(vote, is_ready)
+    assert [agreement.outcome() for agreement in ranks] == [expected] * 3
+
+
+def test_there_is_no_outcome_before_all_have_voted() -> None:
+    first, second = agreements(2)
+    assert (first.has_voted, first.has_news(), second.has_news()) == (False, False, False)
+    first.cast(1)
+    assert first.outcome() is None
+    assert second.outcome() is None
+    assert (first.has_voted, first.has_news(), second.has_news()) == (True, False, False)
+    assert first.missing() == [1]
+    second.cast(1)
+    assert first.has_news() and second.has_news()
+    assert first.outcome() and second.outcome()
+    assert (first.has_voted, second.has_voted) == (False, False)
+
+
+def test_a_rank_that_is_ahead_does_not_change_the_outcome_for_the_others() -> None:
+    first, second, third = agreements(3)
+    for agreement in (first, second, third):
+        agreement.cast(7)
+    assert first.outcome()
+    first.cast(8)
+    assert second.outcome()
+    second.cast(9)
+    assert third.outcome()
+    third.cast(8)
+    assert [agreement.outcome() for agreement in (first, second, third)] == [False] * 3
+
+
+def test_ranks_that_may_sleep_are_called() -> None:
+    group = ThreadGroup(3)
+    group.agreement(1).cast(4)
+    assert [bell.is_set() for bell in group.bells] == [True, False, True]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_come_to_the_same_outcomes(size: int) -> None:
+    def vote(agreement: SharedMemoryAgreement) -> list[bool | None]:
+        chance, outcomes = random.Random(id(agreement)), []
+        for _ in range(300):
+            agreement.cast(chance.choice([3, 3, 3, 4]))
+            while (outcome := agreement.outcome()) is None:
+                time.sleep(0)
+            outcomes.append(outcome)
+        return outcomes
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(vote, agreements(size))
+    assert all(other == first for other in others)
+    assert {True, False} == set(first)
+
+
+def test_a_fingerprint_stands_for_what_is_compared() -> None:
+    specs = specs_of([np.ones(3, np.float32)])
+    first = allreduce_request("a", specs, Sum, 1.0, 0.5, labels=("w",))
+    assert first.fingerprint == allreduce_request("a", specs, Sum, 1.0, 0.5, labels=("v",)).fingerprint
+    others = [allreduce_request("b", specs, Sum, 1.0, 0.5), allreduce_request("a", specs, Average, 1.0, 0.5),
+              allreduce_request("a", specs, Sum, 0.5, 0.5), allreduce_request("a", specs, Sum),
+              allreduce_request("a", specs_of([np.ones(3)]), Sum, 1.0, 0.5),
+              allreduce_request("a", specs, Sum, 1.0, 0.5, layout=((0,),)),
+              dataclasses.replace(first, wire="float16"), dataclasses.replace(first, device="gpu")]
+    assert len({request.fingerprint for request in (first, *others)}) == 9
+
+
+# -- what a rank votes for --------------------------------------------------------------------------------------------
+
+
+def entry(name: str) -> Entry:
+    return Entry(barrier_request(name), [], Handle(name))
+
+
+def voters(warning_s: float | None = None, abort_s: float | None = None) -> list[FastPath]:
+    """Those of two ranks, in a vote that has just been called."""
+    made = [FastPath(agreement, Topology(rank, ("here", "here")), warning_s, abort_s)
+            for rank, agreement in enumerate(agreements(2))]
+    for voting in made:
+        voting.call()
+    return made
+
+
+def test_what_all_propose_is_agreed_on_and_the_vote_goes_on() -> None:
+    first, second = voters()
+    for name in "ab":
+        ours, theirs = entry(name), entry(name)
+        first.propose(ours, False, 0.0)
+        assert first.settle() == (None, None)
+        assert first.is_waiting and first.has_voted
+        second.propose(theirs, False, 0.0)
+        assert second.settle() == (theirs, Outcome.AGREED)
+        assert first.settle() == (ours, Outcome.AGREED)
+        assert not first.is_waiting and not first.has_voted
+    assert first.is_open and second.is_open
+
+
+def test_different_proposals_come_back_and_end_the_vote() -> None:
+    first, second = voters()
+    ours, theirs = entry("a"), entry("b")
+    first.propose(ours, False, 0.0)
+    second.propose(theirs, False, 0.0)
+    assert first.settle() == (ours, Outcome.REFUSED)
+    assert second.settle() == (theirs, Outcome.REFUSED)
+    assert not first.is_open and not second.is_open
+
+
+def test_a_rank_that_votes_against_ends_the_vote() -> None:
+    first, second = voters()
+    ours = entry("a")
+    first.propose(ours, False, 0.0)
+    second.decline(0.0)
+    second.decline(0.0)
+    assert second.settle() == (None, Outcome.REFUSED)
+    assert first.settle() == (ours, Outcome.REFUSED)
+
+
+def test_nobody_votes_against_before_a_vote_is_called() -> None:
+    first = FastPath(agreements(2)[0], Topology(0, ("here", "here")), None, None)
+    first.decline(0.0)
+    assert not first.has_voted
+
+
+def test_a_vote_that_is_not_answered_is_to_be_recalled_once() -> None:
+    first, second = voters()
+    assert not first.is_late(1e6)
+    first.propose(entry("a"), False, 0.0)
+    second.decline(0.0)
+    assert [first.is_late(now) for now in (0.03, 0.05, 0.06)] == [False, True, False]
+    assert second.is_late(0.05)
+    first.settle()
+    first.call()
+    first.propose(entry("a"), False, 1.0)
+    assert first.is_late(1.05)
+
+
+def test_votes_that_end_in_the_first_round_are_called_ever_more_rarely() -> None:
+    first, second = voters()
+
+    def vote(*what: str) -> None:
+        for voting in (first, second):
+            voting.call()
+        for name in what:
+            first.propose(entry("a"), False, 0.0)
+            second.propose(entry(name), False, 0.0)
+            first.settle()
+            second.settle()
+    skipped = []
+    for _ in range(9):
+        vote("b")
+        skipped.append(next(count for count in range(1000) if first.is_worth_calling()))
+    assert skipped == [1, 3, 7, 15, 31, 63, 64, 64, 64]
+    vote("a", "b")
+    assert first.is_worth_calling()
+
+
+def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = voters(warning_s=60.0, abort_s=600.0)
+    first.check(1e6)
+    first.propose(entry("a"), False, 0.0)
+    first.check(59.0)
+    assert not caplog.messages
+    first.check(61.0)
+    first.check(100.0)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("a: rank 0 has waited 61 s for ranks [1]. The engine of one of them")
+    first.check(130.0)
+    assert len(caplog.messages) == 2
+    with pytest.raises(StallError, match=r"a: rank 0 has waited 601 s for ranks \[1\]"):
+        first.check(601.0)
+
+
+def test_a_vote_that_another_host_does_not_answer_may_be_for_the_network() -> None:
+    first = FastPath(agreements(2)[0], Topology(0, ("here", "there")), None, 5.0)
+    first.call()
+    first.propose(entry("a"), False, 0.0)
+    with pytest.raises(StallError, match=r"^a: rank 0 on here has waited 5 s for ranks \[1\] on there\. Either the "
+                                         "network between the hosts here and there is down"):
+        first.check(5.0)
+
+
+@pytest.mark.parametrize("warning_s", [None, 60.0])
+def test_a_rank_whose_engine_does_not_run_ends_the_wait_in_time(warning_s: float | None) -> None:
+    first, _ = voters(warning_s, abort_s=5.0)
+    first.decline(0.0)
+    first.check(4.9)
+    with pytest.raises(StallError, match=r"rank 0 has waited 5 s for ranks \[1\]"):
+        first.check(5.0)
+
+
+def test_without_stall_checks_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = voters()
+    first.propose(entry("a"), False, 0.0)
+    first.check(1e6)
+    assert not caplog.messages
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+class CountingControl(ThreadControl):
+    """Counts the messages sent."""
+
+    def __init__(self, group: ThreadGroup, rank: int):
+        super().__init__(group, rank)
+        self.sent = 0
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.sent += 1
+        super().send(rank, message)
+
+
+class Job:
+    """Engines of `size` ranks that are threads of this process; `data(group)` are their data planes."""
+
+    def __init__(self, size: int, settings: Settings | None = None, start: bool = True,
+                 data: Callable[[ThreadGroup], Sequence[DataPlane]] | None = None):
+        self.group = ThreadGroup(size, timeout_s=LONG_S)
+        self.controls = [CountingControl(self.group, rank) for rank in range(size)]
+        planes = data(self.group) if data else [self.group.data(rank) for rank in range(size)]
+        self.engines = [Engine(rank, size, self.controls[rank], planes[rank], settings or Settings(),
+                               agreement=self.group.agreement(rank)) for rank in range(size)]
+        for engine in self.engines if start else ():
+            engine.start()
+
+    def on_all(self, work) -> list:  # type: ignore[no-untyped-def]
+        """What `work(rank, engine)` returns on each rank, in threads."""
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            return list(threads.map(work, range(len(self.engines)), self.engines))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job(3)
+    yield made
+    made.on_all(lambda rank, engine: engine.end())
+
+
+def reduce(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
+    return engine.run(allreduce_request(name, specs_of(arrays), Sum), arrays, limit_s)
+
+
+def test_what_ranks_wait_for_alike_takes_no_message_after_the_first() -> None:
+    job = Job(3, start=False)  # A background thread might just be looking for messages when a caller wants to drive.
+
+    def work(rank: int, engine: Engine) -> list[float]:
+        return [float(reduce(engine, f"{i % 3}", np.array(float(i + rank)), np.ones(5)).wait(LONG_S)[0])
+                for i in range(30)]
+    assert job.on_all(work) == [[3.0 * i + 3 for i in range(30)]] * 3
+    assert [control.sent for control in job.controls] == [2, 1, 1]
+
+
+def test_what_one_rank_submits_without_waiting_is_agreed_on_by_messages(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[float]:
+        results = []
+        for i in range(20):
+            array = np.array(float(i))
+            handle = engine.submit(allreduce_request("a", specs_of([array]), Sum), [array]) if rank == 1 \
+                else reduce(engine, "a", array)
+            results.append(float(handle.wait(LONG_S)[0]))
+        return results
+    assert job.on_all(work) == [[3.0 * i for i in range(20)]] * 3
+    assert job.controls[1].sent >= 20
+
+
+def test_the_set_of_operations_may_change_on_one_rank_first(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[float]:
+        results = []
+        for step in range(30):
+            extra = []
+            if step >= 10 and rank != 0:
+                extra.append(engine.submit(barrier_request("b"), []))
+            results.append(float(reduce(engine, "a", np.array(float(step))).wait(LONG_S)[0]))
+            if step >= 10 and rank == 0:
+                extra.append(engine.run(barrier_request("b"), []))
+            for handle in extra:
+                handle.wait(LONG_S)
+        return results
+    assert job.on_all(work) == [[3.0 * step for step in range(30)]] * 3
+
+
+def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_more(job: Job) -> None:
+    def work(rank: int, engine: Engine) -> list[object]:
+        results: list[object] = []
+        for step in range(12):
+            rows = 2 if step % 4 == 3 and rank == 2 else 3
+            handle = reduce(engine, "a", np.ones(rows))
+            try:
+                results.append(float(handle.wait(LONG_S)[0][0]))
+            except MismatchError as error:
+                results.append("shape" in str(error))
+        return results
+    assert job.on_all(work) == [[3.0, 3.0, 3.0, True] * 3] * 3
+
+
+def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
+    return shared_memory_planes(list(range(group.size)), 4096, [group.data(rank) for rank in range(group.size)], LONG_S)
+
+
+@pytest.mark.parametrize("data", [None, shared_memory])
+def test_ranks_may_wait_in_another_order_in_other_threads(data: Callable | None) -> None:
+    job = Job(3, data=data)
+
+    def work(rank: int, engine: Engine) -> list[list[float]]:
+        def one(thread: int) -> list[float]:
+            chance, results = random.Random(f"{rank} {thread}"), []
+            for i in range(40):
+                if chance.random() < 0.1:
+                    time.sleep(0.002 * chance.random())
+                call = engine.run if chance.random() < 0.7 else engine.submit
+                array = np.array(float(i + thread))
+                results.append(float(call(allreduce_request(f"{thread}", specs_of([array]), Sum), [array])
+                                     .wait(LONG_S)[0]))
+            return results
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(one, range(3)))
+    assert job.on_all(work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
+    job.on_all(lambda rank, engine: engine.end())
+
+
+def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> None:
+    job = Job(3, data=shared_memory)
+
+    def work(rank: int, engine: Engine) -> list[object]:
+        results: list[object] = []
+        for step in range(60):
+            if step % 3 == rank:
+                time.sleep(0.001)  # The others wait, and pack.
+            rows = 7 if step % 10 == 9 and rank == 2 else 3000
+            if step % 7 == 6 and rank == 1:
+                extra = engine.submit(allreduce_request("b", specs_of([np.ones(5)]), Sum), [np.ones(5)])
+            try:
+                results.append(float(reduce(engine, "a", np.full(rows, float(step + rank))).wait(LONG_S)[0][-1]))
+            except MismatchError:
+                results.append("mismatch")
+            if step % 7 == 6:
+                handle = extra if rank == 1 else reduce(engine, "b", np.ones(5))
+                results.append(float(handle.wait(LONG_S)[0][0]))
+        return results
+    expected: list[object] = []
+    for step in range(60):
+        expected.append("mismatch" if step % 10 == 9 else 3.0 * step + 3)
+        if step % 7 == 6:
+            expected.append(3.0)
+    assert job.on_all(work) == [expected] * 3
+    job.on_all(lambda rank, engine: engine.end())
+
+
+@pytest.mark.parametrize("all_ready", [True, False])
+def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_ready: bool) -> None:
+    executors = [engine._rounds._executor for engine in Job(2, start=False, data=shared_memory).engines]
+    entries = [Entry(allreduce_request("a", specs_of([array]), Sum), [array], Handle("a"))
+               for array in (np.full(9, 1.0), np.full(9, 2.0))]
+    assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
+    for executor in executors:
+        executor.choose({name: values[-1] for name, values in executor.knobs().items()})  # not by shared memory
+        executor.execute([])
+
+    def finish(rank: int) -> float:
+        executors[rank].execute_prepared(entries[rank], all_ready)
+        return float(entries[rank].handle.wait(0)[0][0])
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(finish, range(2))) == [3.0, 3.0]
+
+
+def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
+    executor = Job(2, start=False, data=shared_memory).engines[0]._rounds._executor
+    array = np.ones(9)
+    entry, other = (Entry(allreduce_request(name, specs_of([array]), Sum), [array], Handle(name)) for name in "ab")
+    assert executor.prepare(entry)
+    assert executor.prepare(other)
+    with pytest.raises(EngineError, match="a was ready when all ranks agreed on it, and is no longer"):
+        executor.execute_prepared(entry, all_ready=True)
+
+
+def open_vote(job: Job) -> None:
+    """Let all ranks wait for an operation, after which they vote for the next."""
+    job.on_all(lambda rank, engine: reduce(engine, "first", np.ones(1)))
+    assert all(engine._rounds._fast_path.is_open for engine in job.engines)  # type: ignore[union-attr]
+
+
+def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2, Settings(stall_warning_s=0.2, stall_abort_s=0.4))
+    open_vote(job)
+    with caplog.at_level(logging.WARNING), pytest.raises(StallError, match=r"a: ranks \[1\] have waited"):
+        reduce(job.engines[1], "a", np.ones(1)).wait(LONG_S)
+    job.on_all(lambda rank, engine: engine.end())
+
+
+def test_a_rank_that_has_ended_is_named_to_one_that_votes() -> None:
+    job = Job(2)
+    open_vote(job)
+    job.engines[1].announce_end()
+    with pytest.raises(ShutdownError, match=r"ranks \[0\] wait for ranks \[1\].*\(after 1 operations\)"):
+        reduce(job.engines[0], "a", np.ones(1)).wait(LONG_S)
+    job.on_all(lambda rank, engine: engine.end())
+
+
+def test_a_vote_that_stands_when_its_rank_fails_keeps_nobody_waiting() -> None:
+    job = Job(2)
+    open_vote(job)
+    pending = reduce(job.engines[0], "a", np.ones(1), limit_s=0.0)
+    job.engines[0].abandon("ranks [1] have died")
+    with pytest.raises(EngineError, match="have died"):
+        pending.wait(LONG_S)
+
+
+def test_ranks_may_end_while_a_vote_is_open(job: Job) -> None:
+    open_vote(job)
+
+
+class Steps:
+    """Engines without a thread, all in this one: they move when `step` is called."""
+
+    def __init__(self, size: int):
+        self.group = ThreadGroup(size, timeout_s=LONG_S)
+        self.engines = [Engine(rank, size, self.group.control(rank), self.group.data(rank), Settings(),
+                               agreement=self.group.agreement(rank)) for rank in range(size)]
+        self.rounds = [engine._rounds for engine in self.engines]
+
+    def put(self, rank: int, name: str, is_awaited: bool) -> Handle:
+        """Submit a barrier."""
+        handle = Handle(name)
+        self.rounds[rank].queue.put(Entry(barrier_request(name), [], handle, is_awaited))
+        return handle
+
+    def step(self, *ranks: int, times: int = 3) -> None:
+        """A few rounds of these ranks, or of all."""
+        for _ in range(times):
+            for rank in ranks or range(len(self.rounds)):
+                self.rounds[rank].step()
+
+    def is_open(self) -> list[bool]:
+        """Whether each rank thinks that a vote is open."""
+        return [rounds._fast_path.is_open for rounds in self.rounds]  # type: ignore[union-attr]
+
+    def open_vote(self) -> None:
+        """As the function."""
+        for rank in range(len(self.rounds)):
+            self.put(rank, "first", is_awaited=True)
+        self.step()
+        assert all(self.is_open())
+
+    def vote_of_the_first(self) -> Handle:
+        """In a vote that is open, rank 0 votes for "a", and waits."""
+        self.open_vote()
+        handle = self.put(0, "a", is_awaited=True)
+        self.step(0)
+        return handle
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_the_first_rank_calls_a_vote_only_after_what_it_has_awaited(is_awaited: bool) -> None:
+    ranks = Steps(2)
+    handles = [ranks.put(0, "a", is_awaited), ranks.put(1, "a", not is_awaited)]
+    ranks.step()
+    assert all(handle.done() for handle in handles)
+    assert ranks.is_open() == [is_awaited] * 2
+
+
+def test_nobody_calls_a_vote_after_one_of_two_operations() -> None:
+    ranks = Steps(2)
+    for rank in range(2):
+        ranks.put(rank, "a", is_awaited=True)
+    ranks.put(0, "b", is_awaited=False)
+    ranks.step()
+    assert ranks.is_open() == [False, False]
+
+
+def test_a_rank_with_something_else_to_do_votes_against() -> None:
+    ranks = Steps(2)
+    ours = ranks.vote_of_the_first()
+    assert not ours.done()
+    theirs = ranks.put(1, "a", is_awaited=False)
+    ranks.step()
+    assert ours.done() and theirs.done()
+
+
+def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_against() -> None:
+    ranks = Steps(2)
+    ranks.put(0, "first", is_awaited=True)
+    for name in ("first", "b"):
+        ranks.put(1, name, is_awaited=True)
+    ranks.step()
+    ours = ranks.put(0, "a", is_awaited=True)
+    ranks.step()
+    assert not ours.done()
+    assert ranks.is_open() == [False, False]
+    handles = [ranks.put(0, "b", is_awaited=True), ranks.put(1, "a", is_awaited=True)]
+    ranks.step()
+    assert ours.done() and all(handle.done() for handle in handles)
+
+
+def test_a_decision_waits_until_the_vote_has_ended() -> None:
+    ranks = Steps(3)
+    ours = ranks.vote_of_the_first()
+    ranks.rounds[0]._coordinator.recall()
+    ranks.step(0, 1)
+    assert ranks.is_open() == [True] * 3  # Rank 2 has not heard of it, so nobody knows how it votes.
+    assert [len(rounds._decided) for rounds in ranks.rounds] == [1, 1, 0]
+    ranks.step(2)
+    ranks.step()
+    assert ranks.is_open() == [False] * 3
+    assert not ours.done()
+    handles = [ranks.put(rank, "a", is_awaited=True) for rank in (1, 2)]
+    ranks.step()
+    assert ours.done() and all(handle.done() for handle in handles)
+
+
+def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child in the collective of one decision does not read the next, which may be larger than its mailbox."""
+    ranks = Steps(2)
+    ranks.open_vote()
+    control, events = ranks.rounds[0]._control, []
+    send, flush = control.send, control.flush
+    monkeypatch.setattr(control, "send", lambda rank, message: (events.append("send"), send(rank, message)))
+    monkeypatch.setattr(control, "flush", lambda children: (events.append("flush"), flush(children)))
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.rounds[0]._fast_path._agreement, "outcome", lambda: None)  # type: ignore[union-attr]
+        for name in ("a", "b"):
+            for rank in range(2):
+                ranks.put(rank, name, is_awaited=False)
+            ranks.step()
+        assert len(ranks.rounds[0]._decided) == 2
+        assert events == ["send"]
+    ranks.step()
+    assert events == ["send", "flush", "send", "flush"]
+
+
+def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
+    ranks = Steps(2)
+    ours = ranks.vote_of_the_first()
+    ranks.rounds[0]._coordinator.recall()
+    ranks.step(0)
+    theirs = ranks.put(1, "a", is_awaited=True)
+    assert ranks.rounds[1].may_vote
+    ranks.rounds[1]._take(ranks.rounds[1].queue.take_new(), 0.0)
+    ranks.step()
+    assert ours.done() and theirs.done()
+    assert ranks.is_open() == [False, False]
+
+
+def test_a_rank_that_fails_is_heard_of_while_a_vote_is_open() -> None:
+    ranks = Steps(2)
+    pending = ranks.vote_of_the_first()
+    ranks.rounds[1].fail(RuntimeError("broken"))
+    ranks.step(0)
+    with pytest.raises(EngineError, match="broken"):
+        pending.wait(0)
+
+
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_a_stall_of_one_rank_is_a_stall_on_all(stalled: int) -> None:
+    ranks = Steps(3)
+    pending = [ranks.put(rank, "a", is_awaited=False) for rank in range(2)]
+    ranks.step()
+    ranks.rounds[stalled].fail(StallError("rank 7 does not come"))
+    ranks.step(*(rank for rank in range(3) if rank != stalled))
+    for handle in pending:
+        with pytest.raises(StallError, match="rank 7 does not come"):
+            handle.wait(0)
+    assert [type(rounds.error) for rounds in ranks.rounds] == [StallError] * 3
+
+
+def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits_for_the_vote(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Steps(18)  # rank 17 reports to rank 1
+
+    def put(name: str, is_awaited: bool = False) -> list[Handle]:
+        handles = [ranks.put(rank, name, is_awaited) for rank in range(18)]
+        ranks.step()
+        return handles
+    put("a")  # It gets a number the second time.
+    ranks.open_vote()
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.rounds[1]._fast_path._agreement, "outcome", lambda: None)  # type: ignore[union-attr]
+        second = put("a")
+        assert [handle.done() for handle in second] == [rank != 1 for rank in range(18)]
+        third = [ranks.put(rank, "a", is_awaited=False) for rank in range(2, 18)]
+        ranks.step()
+    third += [ranks.put(0, "a", is_awaited=False)]
+    ranks.step()
+    third += [ranks.put(1, "a", is_awaited=False)]
+    ranks.step()
+    assert all(handle.done() for handle in second + third)
+
+
+def test_while_the_first_rank_searches_for_settings_it_agrees_to_nothing_by_vote() -> None:
+    group = ThreadGroup(2, timeout_s=LONG_S)
+    controls = [CountingControl(group, rank) for rank in range(2)]
+    engines = [Engine(rank, 2, controls[rank], group.data(rank), Settings(), agreement=group.agreement(rank),
+                      tuned=lambda tuner: None) for rank in range(2)]
+    for engine in engines:
+        engine.start()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda engine: [reduce(engine, "a", np.ones(4)).wait(LONG_S) for _ in range(5)], engines))
+        assert controls[1].sent == 5
+        list(threads.map(Engine.end, engines))

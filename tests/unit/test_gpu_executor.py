@@ -1,0 +1,293 @@
+"""Which way GPU tensors go, and what happens when a GPU is short of memory, slow or broken, on a stand-in."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.api.interop import Cupy
+from mpistrat.core.errors import EngineError
+from mpistrat.core.handle import Handle
+from mpistrat.core.request import DEVICE_GPU, Product, Sum, allreduce_request, specs_of
+from mpistrat.core.settings import Settings
+from mpistrat.engine.engine import Engine
+from mpistrat.gpu.arrays import GpuInput
+from mpistrat.gpu.connect import connect, fusion_buffers
+from mpistrat.gpu.executor import GpuExecutor
+from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64
+from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
+from mpistrat.transport.local import ThreadGroup
+from tests.gpu_stand_in import Communicator, Device
+
+FOUND = GpuInfo("gpu 0", 22805, 2**27, False)
+OTHER = FOUND._replace(gpu="gpu 1")
+
+
+# -- which way --------------------------------------------------------------------------------------------------------
+
+
+def test_nccl_serves_ranks_with_a_gpu_each() -> None:
+    assert why_not_nccl([FOUND, OTHER], "auto") == ""
+
+
+@pytest.mark.parametrize("ranks, reason", [
+    ([FOUND, OTHER._replace(nccl=0)], "ranks [1] have no NCCL (pip install 'mpistrat[gpu]')"),
+    ([FOUND, OTHER._replace(nccl=0, problem="RuntimeError: no driver")],
+     "NCCL cannot be used (rank 1: RuntimeError: no driver)"),
+    ([FOUND, OTHER._replace(nccl=22900)], "the ranks have different versions of NCCL: 22805, 22900"),
+    ([OTHER, FOUND, FOUND], "ranks [1, 2] share a GPU, which NCCL allows from 2.30 on, with "
+                            "NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    ([FOUND, OTHER._replace(buffer_bytes=0)], "the GPUs of ranks [1] have no memory left for fusion buffers"),
+])
+def test_what_keeps_nccl_from_serving_is_named(ranks: list[GpuInfo], reason: str) -> None:
+    assert why_not_nccl(ranks, "auto") == reason
+    with pytest.raises(EngineError) as raised:
+        why_not_nccl(ranks, "nccl")
+    assert str(raised.value) == f"MPISTRAT_GPU_OPERATIONS=nccl: {reason}"
+
+
+@pytest.mark.parametrize("version, may_share, serves", [
+    (SHARES_GPUS, True, True), (SHARES_GPUS, False, False), (SHARES_GPUS - 1, True, False)])
+def test_ranks_may_share_a_gpu_where_nccl_and_the_environment_let_them(version: int, may_share: bool,
+                                                                       serves: bool) -> None:
+    found = FOUND._replace(nccl=version, may_share=may_share)
+    assert (why_not_nccl([found, found], "auto") == "") == serves
+
+
+def test_staging_may_be_asked_for() -> None:
+    assert why_not_nccl([FOUND, OTHER], "staged") == "MPISTRAT_GPU_OPERATIONS=staged"
+
+
+# -- one rank, driven by hand -----------------------------------------------------------------------------------------
+
+
+class Job:
+    """An engine of one rank without a thread, with a stand-in for its GPU."""
+
+    def __init__(self, device: Device | None = None, **settings: Any):
+        self.device = device or Device()
+        self.now = 0.0
+        group = ThreadGroup(1)
+        chosen = Settings(**{"fusion_bytes": 2**16, **settings})
+        self.executor = GpuExecutor(0, 1, group.data(0), chosen, clock=lambda: self.now)
+        self.engine = Engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
+                             device=self.executor)
+
+    def input(self, *values: np.ndarray) -> list[GpuInput]:
+        """The values, as door C hands them over."""
+        return [Cupy().to_gpu(self.device.tensor(value), self.device) for value in values]
+
+    def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
+        """Submit a sum."""
+        arrays = self.input(*values)
+        request = allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU, wire=wire)
+        return self.engine.submit(request, arrays)
+
+    def settle(self) -> None:
+        """Step until nothing happens for a while."""
+        idle = 0
+        while idle < 50:
+            idle = 0 if self.engine.step() else idle + 1
+
+
+def values_of(handle: Handle) -> list[list[float]]:
+    """The values of a finished all-reduce."""
+    return [array.owner.view().tolist() for array in handle.wait(0)]
+
+
+def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
+    job = Job()
+    handle = job.submit("a", np.arange(3.0), np.ones(2))
+    job.engine.step()
+    assert not handle.done()
+    job.settle()
+    assert values_of(handle) == [[0, 1, 2], [1, 1]]
+
+
+def test_tensors_that_travel_in_different_dtypes_are_not_fused() -> None:
+    job = Job()
+    handles = [job.submit(name, np.full(2, 0.1), wire=wire) for name, wire in zip("abc", ("", "float16", "float16"))]
+    job.settle()
+    assert [entry[1:3] for entry in job.device.log if entry[0] == "allReduce"] == [(2, FLOAT64), (16, FLOAT16)]
+    assert [values_of(handle)[0][0] == 0.1 for handle in handles] == [True, False, False]
+
+
+def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(Device(free_bytes=5 * 2**20), fusion_bytes=2**24)
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        first = job.submit("a", np.ones(2**18), np.ones(2**18))
+        job.settle()
+    assert values_of(first)[1][:2] == [1, 1]
+    assert [line for line in caplog.messages if "GPU memory is short" in line] == [
+        f"GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 8 - 2**16} bytes instead of {2**24}"]
+
+
+def test_without_memory_tensors_are_staged_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(Device(free_bytes=1000))
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        handles = []
+        for name in "ab":
+            handles.append(job.submit(name, np.ones(2)))
+            job.settle()
+    assert [values_of(handle) for handle in handles] == [[[1, 1]]] * 2
+    assert [(record.levelname, record.message) for record in caplog.records] == [(
+        "WARNING", "GPU tensors are staged through host memory and reduced by local: the GPUs of ranks [0] have no "
+                   "memory left for fusion buffers")]
+
+
+def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device()
+
+    def exchange(value: Any) -> list[Any]:
+        return [value, value]  # as if another rank had found the same GPU
+
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        nccl, fusion_bytes = connect(device, 0, 2, exchange, ThreadGroup(1).data(0), Settings(fusion_bytes=2**16))
+    assert (nccl, fusion_bytes) == (None, 2**16)
+    assert [(record.levelname, record.message) for record in caplog.records] == [(
+        "INFO", "GPU tensors are staged through host memory and reduced by local: ranks [0, 1] share a GPU, which NCCL "
+                "allows from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1")]
+    assert device.free_bytes == 2**40, "buffers that are not used are given back"
+
+
+def test_buffers_that_are_too_large_are_freed_before_smaller_ones_are_made() -> None:
+    device = Device(free_bytes=5 * 2**20)
+    buffers, nbytes = fusion_buffers(device, 2**24, 2)
+    # A quarter fits once, and an eighth fits twice when that one has been given back.
+    assert (len(buffers), nbytes) == (2, (2**24 + 2**16) // 8)
+    assert device.free_bytes == 5 * 2**20 - 2 * nbytes
+
+
+def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
+    device = Device(free_bytes=2**20)
+    assert fusion_buffers(device, 2**24, 6) == ([], 0)
+    assert device.free_bytes == 2**20
+
+
+def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(monkeypatch: pytest.MonkeyPatch,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    def fail(self: Device) -> tuple[int, ...]:
+        raise RuntimeError("no socket interface found")
+
+    monkeypatch.setattr(Device, "unique_id", fail)
+    job = Job()
+    handle = job.submit("a", np.ones(2))
+    job.settle()
+    assert values_of(handle) == [[1, 1]]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].endswith(": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)")
+
+
+def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    with caplog.at_level(logging.INFO, "mpistrat"):
+        for _ in range(2):
+            arrays = job.input(np.array([2j, 1.0]))
+            job.engine.submit(allreduce_request("a", specs_of(arrays), Product, device=DEVICE_GPU), arrays)
+            job.settle()
+    assert [line for line in caplog.messages if "some GPU tensors" in line] == [
+        "some GPU tensors are staged through host memory: NCCL has no product of complex128"]
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A job whose collectives never end, as if another rank had died."""
+    monkeypatch.setattr(Communicator, "_with_all", lambda self, source, count, dtype, stream, use: next(
+        s for s in self._device._streams if s.ptr == stream).work.append(lambda: False))
+    yield Job(stall_warning_s=1.0, stall_abort_s=10.0)
+
+
+def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> None:
+    handle = stuck.submit("a/b", np.ones(3))
+    stuck.settle()
+    stuck.now = 9.0
+    stuck.settle()
+    assert not handle.done()
+    stuck.now = 11.0
+    stuck.engine.start()
+    with pytest.raises(EngineError, match=r"the GPU of rank 0 has not done a/b in 11 s; another rank may have died"):
+        handle.wait(30)
+    stuck.engine.end()
+    assert ("abort",) in stuck.device.log
+
+
+def test_a_call_of_nccl_that_does_not_return_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = threading.Event()
+
+    def wait_for_the_others(self: Communicator, *arguments: Any) -> None:
+        assert aborted.wait(30), "nobody has aborted it"
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+
+    monkeypatch.setattr(Communicator, "allReduce", wait_for_the_others)
+    monkeypatch.setattr(Communicator, "abort", lambda self: aborted.set())
+    job = Job(stall_warning_s=0.1, stall_abort_s=0.2)
+    job.engine.start()
+    with pytest.raises(EngineError, match=r"NCCL has kept rank 0 waiting for 0\.2 s; another rank may have died"):
+        job.submit("a", np.ones(3)).wait(30)
+
+
+def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(nccl_streams=1, fusion_bytes=0)
+    calls = []
+
+    def fail_second(self: Communicator, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Communicator, "allReduce", fail_second)
+    handle = job.submit("a", np.ones(3), np.ones(4))
+    job.engine.start()
+    with pytest.raises(EngineError, match="out of memory"):
+        handle.wait(30)
+    job.engine.end()
+    given = {arguments[1] for arguments in calls}
+    assert given == {array.address for _, results in job.executor._underway for array in results}
+
+
+@pytest.mark.parametrize("waited_s, pause_s", [(0.0, 0.0), (4e-4, 0.0), (1.6e-3, 1e-4), (1.0, 1e-3)])
+def test_a_gpu_is_asked_at_once_at_first_and_then_more_and_more_seldom(waited_s: float, pause_s: float) -> None:
+    job = Job()
+    job.now = 7.0
+    job.submit("a", np.ones(3))
+    job.engine.step()
+    assert job.executor.patience(7.0 + waited_s) == pytest.approx(pause_s)
+
+
+def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:
+    handle = stuck.submit("a", np.ones(3))
+    stuck.settle()
+    stuck.engine.start()
+    stuck.engine.abandon("rank 1 has died")
+    with pytest.raises(EngineError, match="rank 1 has died"):
+        handle.wait(30)
+    assert ("abort",) in stuck.device.log
+
+
+def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = stuck.submit("a", np.ones(3))
+    stuck.settle()
+
+    def fail(self: Communicator) -> None:
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+
+    monkeypatch.setattr(Communicator, "check_async_error", fail)
+    stuck.engine.start()
+    with pytest.raises(EngineError, match="NCCL_ERROR_REMOTE_ERROR"):
+        handle.wait(30)
+    with pytest.raises(EngineError, match="NCCL_ERROR_REMOTE_ERROR"):
+        stuck.submit("b", np.ones(3))
+
+
+def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
+    job = Job()
+    handle = job.submit("a", np.ones(3))
+    job.engine.start()
+    job.engine.end()
+    assert values_of(handle) == [[1, 1, 1]]
+    job.engine.close()
+    job.engine.close()
+    assert job.device.log[-1] == ("destroy",)

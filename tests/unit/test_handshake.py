@@ -1,0 +1,24 @@
+"""What the ranks tell each other in init()."""
+
+import dataclasses
+
+import pytest
+
+from mpistrat.api.handshake import RankInfo, differences, from_text, to_text
+from mpistrat.core.settings import Settings
+
+FIRST = RankInfo("a host", 0, Settings(stall_warning_s=0.1 + 0.2, autotune=True, autotune_log="a file \udcff"), "",
+                     {"Python": "3.11", "keras": "none"}, "0" * 64)
+OTHER = dataclasses.replace(FIRST, host="another", memory_group=2**31 - 1, settings=None, problem="MPISTRAT_X: ä",
+                            versions={"Python": "3.12", "keras": "none"})
+
+
+@pytest.mark.parametrize("introduction", [FIRST, OTHER], ids=lambda introduction: introduction.host)
+def test_an_introduction_comes_back_from_its_text(introduction: RankInfo) -> None:
+    assert from_text(to_text(introduction)) == introduction
+
+
+def test_what_differs_is_told_with_the_ranks() -> None:
+    assert differences([FIRST, FIRST]) == []
+    assert differences([FIRST, OTHER, FIRST]) == [
+        "The ranks differ in the version of Python: 3.11 on ranks [0, 2]; 3.12 on ranks [1]"]

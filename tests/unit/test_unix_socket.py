@@ -1,0 +1,301 @@
+"""Messages among the ranks of one host."""
+
+import array
+import os
+import random
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mpistrat.core.errors import MessageError
+from mpistrat.transport import unix_socket
+from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel
+
+from .. import shared_memory_of_threads
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's sockets only")
+
+LONG_S = 30.0  # only a failing test waits for so long
+
+
+@pytest.fixture
+def mailboxes() -> Iterator[Callable[[int], list[UnixSocketChannel]]]:
+    """Makes the mailboxes of several ranks."""
+    opened: list[UnixSocketChannel] = []
+
+    def make(ranks: int) -> list[UnixSocketChannel]:
+        opened.extend(shared_memory_of_threads.mailboxes(range(ranks)))
+        return opened[-ranks:]
+
+    yield make
+    for mail in opened:
+        mail.close()
+
+
+Make = Callable[[int], list[UnixSocketChannel]]
+
+
+def fill(sender: UnixSocketChannel, receiver: int, message: bytes = b"x") -> int:
+    """Send until no more goes in, and say how many were sent; the last one waits."""
+    for count in range(1, 100_000):
+        sender.send(receiver, message)
+        if sender.is_sending:
+            return count
+    raise AssertionError("the queue has no end")
+
+
+def receive_all(receiver: UnixSocketChannel, *senders: UnixSocketChannel) -> list[tuple[int, bytes]]:
+    """Everything that the senders have sent."""
+    messages = receiver.receive()
+    while any(sender.is_sending for sender in senders):
+        for sender in senders:
+            sender.flush()
+        messages += receiver.receive()
+    return messages + receiver.receive()
+
+
+def test_messages_arrive_in_order_with_their_sender(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    sent = [f"{number}".encode() for number in range(5)]
+    for message in sent:
+        first.send(1, message)
+    assert second.receive() == [(0, message) for message in sent]
+    assert second.receive() == []
+
+
+def test_a_rank_may_write_to_itself(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    mail.send(0, b"me")
+    assert mail.receive() == [(0, b"me")]
+
+
+@pytest.mark.parametrize("size", [0, 1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 64 * 1024, 1_000_000])
+def test_a_message_of_any_length_arrives_whole(mailboxes: Make, size: int) -> None:
+    first, second = mailboxes(2)
+    message = random.Random(size).randbytes(size)
+    first.send(1, message)
+    first.send(1, b"next")
+    assert receive_all(second, first) == [(0, message), (0, b"next")]
+
+
+def test_a_message_is_not_delivered_before_its_last_part_is_there(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    fill(first, 1)
+    first.send(1, b"y" * 100_000)
+    while first.is_sending:
+        assert all(message == b"x" for _, message in second.receive())
+        first.flush()
+    assert second.receive()[-1] == (0, b"y" * 100_000)
+
+
+def test_the_parts_of_several_senders_are_not_mixed_up(mailboxes: Make) -> None:
+    receiver, *senders = mailboxes(4)
+    sent = {rank: [bytes([rank]) * (50_000 * (number + 1)) for number in range(4)] for rank in (1, 2, 3)}
+    for number in range(4):
+        for rank, sender in enumerate(senders, 1):
+            sender.send(0, sent[rank][number])
+    got = receive_all(receiver, *senders)
+    for rank, messages in sent.items():
+        assert [message for sender, message in got if sender == rank] == messages
+
+
+def test_a_full_queue_loses_nothing_and_keeps_the_order(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    count = fill(first, 1)
+    for number in range(300):
+        first.send(1, f"{number}".encode())
+    got = [message for _, message in receive_all(second, first)]
+    assert got == [b"x"] * count + [f"{number}".encode() for number in range(300)]
+
+
+def test_a_full_queue_of_one_receiver_does_not_hold_up_another(mailboxes: Make) -> None:
+    first, second, third = mailboxes(3)
+    fill(first, 1)
+    first.send(2, b"to 2")
+    assert third.receive() == [(0, b"to 2")]
+    assert first.is_sending_to([1])
+    assert not first.is_sending_to([0, 2])
+    receive_all(second, first)
+    assert not first.is_sending_to([1])
+
+
+def test_a_wait_without_a_message_ends_in_time(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    assert not mail.wait(0)
+    assert not mail.wait(0.001)
+    assert not mail.wait(0.001, spin_s=LONG_S)
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 1e-4, LONG_S])
+def test_a_message_ends_a_wait_asleep_or_awake(mailboxes: Make, spin_s: float) -> None:
+    first, second = mailboxes(2)
+    threading.Thread(target=lambda: first.send(1, b"come")).start()
+    assert second.wait(LONG_S, spin_s)
+    assert second.receive() == [(0, b"come")]
+
+
+@pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
+def test_a_message_ends_a_wait(mailboxes: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A descriptor above the limit of select() is waited for in another way.
+    monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
+    first, second = mailboxes(2)
+    threading.Thread(target=lambda: first.send(1, b"come")).start()
+    assert second.wait(LONG_S)
+    assert second.receive() == [(0, b"come")]
+
+
+@pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
+def test_a_wake_ends_a_wait(mailboxes: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
+    mail, = mailboxes(1)
+    threading.Thread(target=mail.wake).start()
+    assert mail.wait(LONG_S)
+
+
+def test_a_wake_before_the_wait_is_not_lost_and_is_no_message(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    mail.wake()
+    assert mail.wait(LONG_S)
+    assert mail.receive() == []
+    assert not mail.wait(0)
+
+
+def test_many_wakes_end_one_wait(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    for _ in range(1000):
+        mail.wake()
+    assert mail.wait(LONG_S)
+    mail.receive()
+    assert not mail.wait(0)
+
+
+def test_many_wakes_leave_room_for_messages(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    room = fill(first, 1)
+    receive_all(second, first)
+    for _ in range(1000):
+        second.wake()
+    assert fill(first, 1) >= room - 1
+
+
+def test_every_wake_after_a_receive_counts(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    for _ in range(5):
+        mail.wake()
+        assert mail.wait(LONG_S)
+        mail.receive()
+
+
+def test_a_wake_while_the_queue_is_full_is_not_the_last_one(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    fill(first, 1)
+    second.wake()
+    assert second.wait(LONG_S)
+    receive_all(second, first)
+    second.receive()
+    second.wake()
+    assert second.wait(LONG_S)
+
+
+def test_a_wake_is_not_lost_while_others_have_yet_to_read(mailboxes: Make) -> None:
+    # What a rank has sent and nobody has read takes room among the rank's own buffers.
+    first, second = mailboxes(2)
+    fill(first, 1, b"x" * 30_000)
+    first.wake()
+    assert first.wait(0)
+    first.receive()
+    receive_all(second, first)
+    first.wake()
+    assert first.wait(LONG_S)
+
+
+def test_no_wake_is_lost_among_threads(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    todo: list[int] = []
+
+    def work() -> None:
+        for number in range(200):
+            todo.append(number)
+            mail.wake()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    done = 0
+    while done < 4 * 200:
+        # As the engine does: first the messages, then the work. What is added after that has a wake of its own.
+        mail.receive()
+        done += len(todo[done:])
+        assert done == 4 * 200 or mail.wait(LONG_S)
+    for thread in threads:
+        thread.join(LONG_S)
+
+
+def test_what_is_sent_to_a_closed_receiver_is_dropped(mailboxes: Make) -> None:
+    first, second, third = mailboxes(3)
+    second.close()
+    first.send(1, b"lost")
+    first.send(2, b"kept")
+    assert not first.is_sending
+    assert third.receive() == [(0, b"kept")]
+
+
+def test_what_waits_for_a_receiver_that_closes_is_dropped(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    fill(first, 1)
+    second.close()
+    first.flush()
+    assert not first.is_sending
+
+
+def test_a_mailbox_may_be_closed_twice(mailboxes: Make) -> None:
+    mail, = mailboxes(1)
+    mail.close()
+    mail.close()
+
+
+def test_no_descriptor_is_left_open() -> None:
+    before = os.listdir("/proc/self/fd")
+    for mail in shared_memory_of_threads.mailboxes(range(5)):
+        mail.close()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_mailbox_has_no_name(mailboxes: Make) -> None:
+    for mail in mailboxes(3):
+        for end in (mail._socket, *mail._outboxes.values()):
+            assert end.getsockname() in ("", b"", None)
+
+
+@pytest.mark.parametrize("part", [b"", b"\0", b"\1", b"\2\2", b"\0\0\0\0", b"\3" + bytes(9), b"\0\7\0\0\0x"],
+                         ids=["empty", "last only", "more only", "two wakes", "short", "unknown", "unknown rank"])
+def test_what_no_rank_sends_is_an_error_that_says_so(mailboxes: Make, part: bytes) -> None:
+    first, second = mailboxes(2)
+    first._outboxes[1].send(part)
+    with pytest.raises(MessageError, match=r"^a part of a message came that begins with b'.*', as no rank"):
+        second.receive()
+    first.send(1, b"next")
+    assert second.receive() == [(0, b"next")]
+
+
+def test_a_descriptor_that_comes_along_is_not_taken(mailboxes: Make) -> None:
+    first, second = mailboxes(2)
+    with open(os.devnull) as extra:
+        before = os.listdir("/proc/self/fd")
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [extra.fileno()] * 9))
+        first._outboxes[1].sendmsg([b"\0\0\0\0\0x"], [rights])
+        assert second.receive() == [(0, b"x")]
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_descriptors_that_are_no_sockets_for_messages_are_left_to_the_caller() -> None:
+    inbox, outbox = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with inbox, outbox, open(os.devnull) as file:
+        for wrong in ([inbox.fileno(), outbox.fileno()], [file.fileno(), file.fileno()]):
+            with pytest.raises(OSError):
+                ChannelSockets.over(wrong, [0])
+        outbox.send(b"x")
+        assert inbox.recv(1) == b"x"
