@@ -15,7 +15,9 @@ from ..core.settings import Settings, differing, horovod_names
 from ..core.stalls import describe_wait
 from ..core.topology import Topology, unique_hosts
 from ..engine import autotune
+from ..engine.controller import Controller
 from ..engine.engine import Engine
+from ..engine.executor import Executor
 from ..gpu.executor import GpuExecutor
 from ..transport.mpi import library
 from . import abort, handshake
@@ -36,10 +38,10 @@ class Runtime:
         self.settings, self.topology, self.comm = settings, topology, comm
         self._planes = planes
         self._in_cluster = False
-        self.engine = Engine(topology.rank, topology.size, planes.control, planes.data, settings,
-                             tuned=self._keep_log if settings.autotune else None, agreement=planes.agreement,
-                             topology=topology,
-                             device=GpuExecutor(topology.rank, topology.size, planes.data, settings))
+        self._device = GpuExecutor(topology.rank, topology.size, planes.data, settings)
+        self._executor = Executor(planes.data, topology.size, settings.fusion_bytes, self._device)
+        self.engine = Engine(Controller(topology, planes.control, self._executor, settings, planes.agreement,
+                                        self._keep_log if settings.autotune else None))
         if settings.autotune and settings.autotune_log:
             self._use_log()
         self.engine.start()
@@ -50,12 +52,13 @@ class Runtime:
         if self.topology.rank == 0 and os.path.exists(path):
             try:
                 with open(path, encoding="utf-8") as file:
-                    choice = autotune.read_report(file.read(), self.engine.knobs())
+                    choice = autotune.read_report(file.read(), self._executor.knobs())
             except (OSError, ValueError) as error:
                 logger.warning("MPISTRAT_AUTOTUNE_LOG=%s is not used, and a new search begins: %s", path, error)
         choice = choice if self.comm is None else self.comm.bcast(choice)
         if choice is not None:
-            self.engine.choose(choice)
+            self._executor.choose(choice)
+            self.engine.controller.stop_tuning()
 
     def _keep_log(self, tuner: autotune.Autotuner) -> None:
         logger.info("autotune chose %s, %.2f times as fast as %s", tuner.best, tuner.gain, tuner.first)
@@ -78,13 +81,13 @@ class Runtime:
         wait for ever, is not called after that: the job ends when this script does.
         """
         self.engine.end(self._report_waiting)
-        error = self.engine.error
+        error = self.engine.controller.life.error
         is_well = error is None or isinstance(error, StallError)
         if self.comm is not None and is_well and not self._in_cluster and not self._all_are_here():
             return
         if error is not None:
             return  # The other ranks are in no state to free communicators together with this one.
-        self.engine.close()
+        self._device.close()
         self._planes.close()
         if self.comm is not None:
             self.comm.Free()

@@ -11,23 +11,20 @@ takes longer than a small reduction. A lock sees to it that there is one driver 
 There is no fixed cycle. A submission or a message wakes the driver, and it sleeps in ControlPlane.wait otherwise. While
 it reduces, further submissions gather, and are fused in the next round. With nothing outstanding on this rank there is
 nothing that other ranks could wait for, so the background thread then looks at its messages only now and then.
+
+Tests that need no threads call `Controller.run_cycle` instead.
 """
 
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.handle import Entry, Handle
-from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, DeviceExecutor
 from ..core.request import Request
-from ..core.settings import Settings
-from ..core.topology import Topology
-from .autotune import Autotuner, Choice
 from .controller import Controller
 
 logger = logging.getLogger(__name__)
@@ -38,29 +35,13 @@ _IDLE_LOOK_S = 0.05  # how often a rank that waits for nothing looks at its mess
 class Engine:
     """Reduces, gathers and broadcasts what `submit` is given, on all ranks in the same order.
 
-    Without `start`, tests drive it by calling `step` on each rank in turn.
-
     Args:
-        rank: This rank.
-        size: How many ranks there are.
-        control: Messages among the ranks.
-        data: Collectives on arrays.
-        settings: The same on all ranks.
-        clock: Seconds, from any origin.
-        tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
-        agreement: How the ranks vote, where they can; see voting.
-        topology: Where the ranks are, for messages; None: all on one host.
-        device: Executes what is submitted for a GPU; None: nothing is.
+        controller: What is done in each cycle. The engine calls it in one thread at a time.
     """
 
-    def __init__(self, rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings,
-                 clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
-                 agreement: AgreementRound | None = None, topology: Topology | None = None,
-                 device: DeviceExecutor | None = None):
-        self._rank, self._size = rank, size
-        self._control, self._clock = control, clock
-        self._rounds = Controller(rank, size, control, data, settings, clock, tuned, agreement, topology,
-                              device or DeviceExecutor())
+    def __init__(self, controller: Controller):
+        self.controller = controller
+        self._queue, self._life, self._clock = controller.queue, controller.life, controller.clock
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._attention = threading.Event()
@@ -85,7 +66,7 @@ class Engine:
             EngineError: The engine has ended.
         """
         handle = Handle(request.name)
-        self._rounds.queue.put(Entry(request, arrays, handle))
+        self._queue.put(Entry(request, arrays, handle))
         self._call_background()
         return handle
 
@@ -98,15 +79,15 @@ class Engine:
             # Taken and noted by one call: Ctrl-C raises between calls, and a lock that is not noted is never released.
             drives.extend(map(self._driving.acquire, [False]))
             if drives[0]:
-                is_taken = self._rounds.queue.put(entry, is_taken=self._rounds.may_vote)
+                is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
                 self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
         finally:
             if drives == [True]:
                 self._driving.release()
-                if self._rounds.has_work or self._rounds.ended.is_set():
+                if self.controller.has_work or self._life.ended.is_set():
                     self._attention.set()
         if not drives[0]:
-            self._rounds.queue.put(entry)
+            self._queue.put(entry)
             self._call_background()
             handle.await_done(-1 if limit_s == math.inf else limit_s)
         return handle
@@ -115,11 +96,11 @@ class Engine:
         self._attention.set()
         if self._driving.locked():
             # Whoever drives may be asleep. If it is just about to stop, the background thread is called already.
-            self._control.wake()
+            self.controller.control.wake()
 
     def announce_end(self) -> None:
         """Say that this rank submits no more, so that other ranks need not wait for it. Returns at once."""
-        self._rounds.request_end()
+        self._life.request_end()
         self._call_background()
 
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
@@ -130,61 +111,31 @@ class Engine:
         """
         began = self._clock()
         self.announce_end()
-        if self._thread is None or self._rounds.ended.is_set():
+        if self._thread is None or self._life.ended.is_set():
             return
-        while not self._rounds.ended.wait(report_every_s):
+        while not self._life.ended.wait(report_every_s):
             if report:
                 report(self._clock() - began)
         self._thread.join()
 
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, some of which have died. What is pending, and all that comes, fails. Local."""
-        self._rounds.abandon(reason)
-        if self._thread is None or self._rounds.ended.is_set():
+        self._life.abandon(reason)
+        if self._thread is None or self._life.ended.is_set():
             return
         self._call_background()
-        self._rounds.ended.wait()
+        self._life.ended.wait()
         self._thread.join()
 
     def disown(self, error: Exception) -> None:
         """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
-        self._rounds.queue.disown(error)
-
-    def knobs(self) -> dict[str, tuple[Any, ...]]:
-        """What `choose` can choose among; see autotune."""
-        return self._rounds.knobs()
-
-    def choose(self, choice: Choice) -> None:
-        """Reduce in this way. Collective; before `start`."""
-        self._rounds.choose(choice)
-
-    def abort_stalls_after(self, seconds: float, setting: str) -> None:
-        """In place of the setting: end when ranks have waited so long for others. The same on all ranks.
-
-        Args:
-            seconds: More than 0.
-            setting: What the user has set, for the error.
-        """
-        self._rounds.abort_stalls_after(seconds, setting)
-
-    def close(self) -> None:
-        """Release what the GPU holds. Collective; after `end`, when `error` is None."""
-        self._rounds.close()
-
-    @property
-    def error(self) -> Exception | None:
-        """What ended the engine, if anything but a shutdown by all ranks did."""
-        return self._rounds.error
-
-    def step(self) -> bool:
-        """One cycle, as Controller.step."""
-        return self._rounds.step()
+        self._queue.disown(error)
 
     # -- the thread that drives ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._rounds.ended.is_set():
-            is_called = self._attention.wait(_IDLE_LOOK_S if self._size > 1 else None)
+        while not self._life.ended.is_set():
+            is_called = self._attention.wait(_IDLE_LOOK_S if self.controller.topology.size > 1 else None)
             if not is_called and self._driving.locked():
                 continue
             self._attention.clear()
@@ -198,28 +149,28 @@ class Engine:
 
         First vote for `proposal`, if there is one: the entry of `handle`, which is not in the queue then.
         """
-        rounds = self._rounds
+        controller, life = self.controller, self._life
         try:
             if proposal is not None:
-                rounds.propose(proposal)
+                controller.propose(proposal)
                 if proposal.handle.done():
                     return
-            while not rounds.ended.is_set():
-                busy = rounds.step()
+            while not life.ended.is_set():
+                busy = controller.run_cycle()
                 # Asked for even if nothing happened: another driver may have been quicker with this handle.
                 if handle is not None:
                     if handle.done():
                         return
-                elif not rounds.needs_driver:
+                elif not controller.needs_driver:
                     return  # Without another look: who has waited for this may want to drive what comes next.
                 elif busy:
                     continue
                 longest_s = deadline - self._clock()
                 if longest_s <= 0:
                     return
-                rounds.wait(longest_s, is_awaited=handle is not None)
+                controller.wait(longest_s, is_awaited=handle is not None)
         except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
-            logger.debug("rank %d: the engine failed", self._rank, exc_info=True)
-            rounds.fail(error)
+            logger.debug("rank %d: the engine failed", controller.topology.rank, exc_info=True)
+            life.fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in a caller that drives.

@@ -27,11 +27,12 @@ class _Partial:
 
 @dataclass(slots=True)
 class _Job:
-    """A bucket in execution: what is reduced, and to where."""
+    """A bucket in execution: what is reduced, and to where. `prepared` is set once the job has been begun."""
 
     bucket: Bucket
     sources: Sequence[np.ndarray]
     targets: list[np.ndarray]
+    prepared: Prepared | None = None
 
 
 class Executor:
@@ -45,11 +46,12 @@ class Executor:
     """
 
     def __init__(self, data: DataPlane, size: int, fusion_bytes: int, device: DeviceExecutor):
-        self._data, self._size, self._fusion_bytes, self._device = data, size, fusion_bytes, device
+        self._data, self._size, self._fusion_bytes, self.device = data, size, fusion_bytes, device
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
-        self._prepared: tuple[Entry, _Job, Prepared] | None = None
+        self._executing: Sequence[Entry] = ()  # taken from the queue, and not all complete
+        self._prepared: tuple[Entry, _Job] | None = None
         self._is_stale = False  # prepared before `choose` was called
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
@@ -63,18 +65,32 @@ class Executor:
         self._data.choose(choice)
         self._fusion_bytes = choice["fusion_bytes"]
 
-    def execute(self, entries: Sequence[Entry]) -> None:
-        """Run the entries' collectives and complete their handles: those of GPU tensors later, see DeviceExecutor."""
-        if entries:
-            self._prepared = None
+    def execute(self, entries: Sequence[Entry], all_ready: bool = False) -> None:
+        """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
+
+        The device completes the handles of GPU tensors later.
+
+        Args:
+            entries: The entries.
+            all_ready: All ranks have agreed on the one entry knowing that `prepare` has returned True on each of them.
+
+        Raises:
+            EngineError: The other ranks rely on `prepare`, and its result is gone.
+        """
+        if not entries:
+            return
+        self._executing = entries
+        jobs = self._take_prepared(entries, all_ready)
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
             # First, so that the GPU works on them while this thread reduces the others.
-            self._device.execute(on_gpu)
+            self.device.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
         partials: dict[int, _Partial] = {}
-        for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes)):
-            self._run(job)
+        if jobs is None:
+            jobs = self._begin(entries, self._plans.plan(entries, self._fusion_bytes))
+        for job in jobs:
+            self._run(job, all_ready)
             self._deliver(job, entries, partials)
         for entry in entries:
             if entry.request.kind is CollectiveType.ALLGATHER:
@@ -82,52 +98,50 @@ class Executor:
             elif not entry.arrays:  # A barrier, or an empty group: that all ranks agreed is all there is to it.
                 entry.handle.complete([])
         self._pool.next_turn()
+        self._executing = ()
+
+    def unfinished(self) -> list[Entry]:
+        """The entries whose execution has begun and may not be complete."""
+        return [*self._executing, *self.device.unfinished()]
+
+    def abandon_collectives(self, is_stalled: bool) -> None:
+        """Let collectives fail, where they can, on ranks that wait for this one; see DataPlane.abandon."""
+        self._data.abandon(is_stalled)
 
     def prepare(self, entry: Entry) -> bool:
         """Begin to execute `entry`, which may be the next to be executed, as far as that is local and pays. Local.
 
         Returns:
-            Whether the other ranks need nothing more from this one; `execute_prepared` tells what for.
+            Whether the other ranks need nothing more from this one; see `all_ready` of `execute`.
         """
         request = entry.request
         self._prepared, self._is_stale = None, False
         if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
             return False
         buckets = self._plans.plan([entry], self._fusion_bytes)
-        bucket = buckets[0]
-        if bucket.whole is None:
+        if buckets[0].whole is None:
             return False
         job, = self._begin([entry], buckets)
-        prepared = self._data.prepare(job.sources, job.targets, bucket.reduction)
-        self._prepared = entry, job, prepared
-        return prepared.is_packed
+        job.prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
+        self._prepared = entry, job
+        return job.prepared.is_packed
 
     def prepare_more(self) -> None:
         """Do what else is local of what `prepare` has begun. Local."""
         if self._prepared is not None:
-            self._data.pack_ahead(self._prepared[2])
+            prepared = self._prepared[1].prepared
+            assert prepared is not None
+            self._data.pack_ahead(prepared)
 
-    def execute_prepared(self, entry: Entry, all_ready: bool) -> None:
-        """As `execute`, for the entry that `prepare` was last called with.
-
-        Args:
-            entry: The entry.
-            all_ready: Whether all ranks have agreed on it knowing that `prepare` has returned True on each of them.
-
-        Raises:
-            EngineError: The others rely on what is not there.
-        """
+    def _take_prepared(self, entries: Sequence[Entry], all_ready: bool) -> list[_Job] | None:
+        """What `prepare` has begun, if that is all there is to execute; it is forgotten in any case."""
         found, self._prepared = self._prepared, None
         # What all ranks have packed is as good after `choose`: there was no collective in between.
-        if found is not None and found[0] is entry and (all_ready or not self._is_stale):
-            _, job, prepared = found
-            self._data.finish(prepared, all_ready)
-            self._deliver(job, [entry], {})
-            self._pool.next_turn()
-        elif all_ready:
-            raise EngineError(f"{entry.request.name} was ready when all ranks agreed on it, and is no longer.")
-        else:
-            self.execute([entry])
+        if found is not None and len(entries) == 1 and found[0] is entries[0] and (all_ready or not self._is_stale):
+            return [found[1]]
+        if all_ready:
+            raise EngineError(f"{entries[0].request.name} was ready when all ranks agreed on it, and is no longer.")
+        return None
 
     def _begin(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[_Job]:
         """Take the memory for all results: a rank short of it then fails before others wait for it in a collective."""
@@ -138,9 +152,11 @@ class Executor:
             jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
         return jobs
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job, all_ready: bool) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
-        if request.kind is CollectiveType.ALLREDUCE:
+        if job.prepared is not None:
+            self._data.finish(job.prepared, all_ready)
+        elif request.kind is CollectiveType.ALLREDUCE:
             self._data.allreduce(sources, targets, job.bucket.reduction)
         else:
             self._broadcast(sources, targets, request.root_rank)

@@ -1,46 +1,36 @@
-"""Hand-over between the caller's threads and the engine's: Handle, Entry and TensorQueue."""
+"""The queue between the threads that submit operations and the thread that executes them."""
 
-import logging
 import threading
 from collections import deque
 
-from ..core.errors import DuplicateNameError
+from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry
-
-logger = logging.getLogger(__name__)
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 class TensorQueue:
-    """Entries that were submitted and are not yet complete, by name. Thread-safe."""
+    """Entries that were submitted and are not finished, by name. Thread-safe.
+
+    Attributes:
+        outstanding: How many entries the driver has taken and not finished. For the thread that drives.
+        completed: How many entries the driver has finished. For the thread that drives.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
         self._closed_by: Exception | None = None
+        self.outstanding = self.completed = 0
 
-    def put(self, entry: Entry, is_taken: bool = False) -> bool:
+    def put(self, entry: Entry, is_driver: bool = False) -> bool:
         """Add an entry.
 
         Args:
             entry: The entry.
-            is_taken: If no other entry is new, this one is not either: the caller has taken it.
+            is_driver: The caller drives the engine, and takes the entry at once if no other one is new.
 
         Returns:
-            Whether the caller has taken it.
+            Whether the caller has taken the entry, and is to count it as outstanding. `take_new` does not return it.
 
         Raises:
             DuplicateNameError: One of this name is in flight.
@@ -55,28 +45,40 @@ class TensorQueue:
                     f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one that "
                     f"is currently being processed. Wait for the first, or give it another name=.")
             self._in_flight[name] = entry
-            if is_taken and not self._new:
+            if is_driver and not self._new:
                 return True
             self._new.append(entry)
             return False
 
     def take_new(self) -> list[Entry]:
-        """The entries put since the last call, in order. They stay in flight."""
+        """The entries put since the last call, in order. They stay in flight. For the thread that drives."""
         if not self._new:
-            return []  # What is being put right now is announced to the driver once it is there.
+            return []  # An entry that is being put at this moment is followed by a wake-up.
         with self._lock:
             entries = list(self._new)
             self._new.clear()
+        self.outstanding += len(entries)
         return entries
 
-    def finish(self, name: str) -> Entry | None:
-        """Take an entry out of flight, before its handle is completed, so that its name may be used again."""
+    def finish(self, name: str) -> Entry:
+        """Take an entry out of flight, before its handle is completed, so that its name may be used again.
+
+        For the thread that drives.
+
+        Raises:
+            EngineError: No entry of this name is in flight.
+        """
         with self._lock:
-            return self._in_flight.pop(name, None)
+            entry = self._in_flight.pop(name, None)
+        if entry is None:
+            raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
+        self.outstanding -= 1
+        self.completed += 1
+        return entry
 
     def disown(self, error: Exception) -> None:
-        """In a forked process: refuse all entries with `error`. What is in flight is the parent's."""
-        self._lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+        """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
+        self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
         self._closed_by = error
         self._in_flight.clear()
         self._new.clear()

@@ -32,11 +32,32 @@ _LOOK_S = 1.0  # how often a rank whose vote is not answered looks whether to re
 _MOST_SKIPPED = 64
 
 
+class _NoAgreement:
+    """An AgreementRound of ranks that cannot vote: no round begins."""
+
+    has_voted = False
+
+    def cast(self, number: int, is_ready: bool = False) -> None:
+        raise AssertionError("a rank that cannot vote has voted")
+
+    def outcome(self) -> Outcome | None:
+        return None
+
+    def has_news(self) -> bool:
+        return False
+
+    def missing(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
 class FastPath:
     """One rank's votes. Used by the thread that drives the engine.
 
     Args:
-        agreement: How the ranks vote.
+        agreement: How the ranks vote; None: they cannot, and no vote is ever called.
         topology: Where the ranks are.
         warning_s: After so many seconds a round that is not complete is reported; None: never.
         abort_s: After so many seconds it is an error; None: never.
@@ -45,8 +66,10 @@ class FastPath:
         is_open: A vote has been called, and has not ended.
     """
 
-    def __init__(self, agreement: AgreementRound, topology: Topology, warning_s: float | None, abort_s: float | None):
-        self._agreement, self._topology, self._warning_s, self.abort_s = agreement, topology, warning_s, abort_s
+    def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
+                 abort_s: float | None):
+        self._is_possible, self._agreement = agreement is not None, agreement or _NoAgreement()
+        self._topology, self._warning_s, self.abort_s = topology, warning_s, abort_s
         self.is_open = False
         self._entry: Entry | None = None
         self._since = 0.0
@@ -62,7 +85,7 @@ class FastPath:
     def is_worth_calling(self) -> bool:
         """On rank 0, when a vote may be called: whether to. Votes that ended in the first round make it rarer."""
         self._skipped += 1
-        if self._skipped <= self._to_skip:
+        if not self._is_possible or self._skipped <= self._to_skip:
             return False
         self._skipped = 0
         return True

@@ -17,7 +17,7 @@ if mpistrat.rank() != 1:
 elif sys.argv[1] == "for another":
     attempt(lambda: mpistrat.allreduce(np.ones(2), name="another"))
 else:
-    while runtime.current().engine.error is None:
+    while runtime.current().engine.controller.life.error is None:
         time.sleep(0.01)
     attempt(lambda: mpistrat.allreduce(np.ones(2), name="late"))
 say("ends")

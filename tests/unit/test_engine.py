@@ -33,9 +33,11 @@ from mpistrat.core.request import (
     specs_of,
 )
 from mpistrat.core.settings import Settings
-from mpistrat.engine.controller import SHUT_DOWN_TEXT
 from mpistrat.engine.engine import Engine
+from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
 from mpistrat.transport.local import ThreadControl, ThreadData, ThreadGroup
+
+from ..support.engines import make_engine
 
 LONG_S = 30.0  # only a failing test waits for so long
 _votes = True  # whether ranks that are threads can vote
@@ -71,30 +73,30 @@ class ByHand:
     def __init__(self, size: int, settings: Settings | None = None):
         group = ThreadGroup(size, timeout_s=0.01)
         self.now = 0.0
-        self.engines = [Engine(rank, size, group.control(rank), group.data(rank), settings or Settings(),
+        self.engines = [make_engine(rank, size, group.control(rank), group.data(rank), settings,
                                clock=lambda: self.now, agreement=ballot_of(group, rank)) for rank in range(size)]
 
     def settle(self, now: float | None = None) -> None:
         """Step all engines until nothing happens any more."""
         if now is not None:
             self.now = now
-        while sum(engine.step() for engine in reversed(self.engines)):
+        while sum(engine.controller.run_cycle() for engine in reversed(self.engines)):
             pass
 
 
 def test_a_step_says_whether_anything_happened() -> None:
     engine, = ByHand(1).engines
-    assert not engine.step()
+    assert not engine.controller.run_cycle()
     submit_barrier(engine, "a")
-    assert engine.step()
-    assert not engine.step()
+    assert engine.controller.run_cycle()
+    assert not engine.controller.run_cycle()
 
 
 def test_a_lone_rank_is_done_after_one_step() -> None:
     engine, = ByHand(1).engines
     handle = submit(engine, "a", np.arange(3.0))
     assert not handle.done()
-    engine.step()
+    engine.controller.run_cycle()
     np.testing.assert_array_equal(handle.wait(0)[0], [0, 1, 2])
 
 
@@ -121,7 +123,7 @@ def test_the_same_names_are_used_again_step_after_step(size: int) -> None:
 def test_decisions_that_come_together_go_down_the_tree_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 17 reads nothing more once it is in the first one's collective; rank 1 must not wait for it to do so."""
     job = ByHand(18)
-    control = job.engines[1]._control
+    control = job.engines[1].controller.control
     events: list[str] = []
     send, flush = control.send, control.flush
 
@@ -140,9 +142,9 @@ def test_decisions_that_come_together_go_down_the_tree_one_after_the_other(monke
     for name in "ab":  # Rank 0 decides twice before rank 1 looks.
         submit_barrier(job.engines[2], name)
         for rank in (2, 0):
-            job.engines[rank].step()
+            job.engines[rank].controller.run_cycle()
     assert not events
-    job.engines[1].step()
+    job.engines[1].controller.run_cycle()
     assert events == ["send", "flush", "send", "flush"]
 
 
@@ -176,7 +178,7 @@ def test_a_stall_fails_every_handle_on_every_rank(size: int) -> None:
     for engine in job.engines:
         with pytest.raises(StallError):
             submit_barrier(engine, "c")
-        assert isinstance(engine.error, StallError)
+        assert isinstance(engine.controller.life.error, StallError)
 
 
 @pytest.mark.parametrize("settings", [Settings(stall_check_disable=True), Settings(stall_abort_s=0.0)])
@@ -217,7 +219,7 @@ def test_when_all_ranks_have_ended_later_work_is_refused(size: int) -> None:
         with pytest.raises(ShutdownError) as caught:
             submit_barrier(engine, "a")
         assert str(caught.value) == SHUT_DOWN_TEXT
-        assert engine.error is None
+        assert engine.controller.life.error is None
 
 
 @pytest.mark.parametrize("size", [2, 18])
@@ -235,7 +237,7 @@ def test_work_that_waits_for_a_rank_that_has_ended_fails_with_the_number_of_its_
                     r"\(after 1 operations\)\. They ended early \(sys\.exit\?\), or the ranks ran different numbers")
         with pytest.raises(ShutdownError, match=expected):
             handle.wait(0)
-    assert all(isinstance(engine.error, ShutdownError) for engine in job.engines)
+    assert all(isinstance(engine.controller.life.error, ShutdownError) for engine in job.engines)
 
 
 def test_when_all_ranks_have_announced_their_end_the_engine_ends() -> None:
@@ -244,7 +246,7 @@ def test_when_all_ranks_have_announced_their_end_the_engine_ends() -> None:
         engine.announce_end()
     job.settle()
     for engine in job.engines:
-        assert engine.error is None
+        assert engine.controller.life.error is None
         with pytest.raises(ShutdownError):
             submit_barrier(engine, "a")
 
@@ -258,7 +260,7 @@ def test_an_engine_that_is_abandoned_fails_what_is_pending_and_all_that_comes() 
         pending.wait(0)
     with pytest.raises(EngineError, match=r"^ranks \[2\] have died$"):
         submit_barrier(job.engines[1], "b")
-    assert str(job.engines[1].error) == "ranks [2] have died"
+    assert str(job.engines[1].controller.life.error) == "ranks [2] have died"
 
 
 def test_a_rank_that_has_ended_still_takes_part_in_what_it_submitted() -> None:
@@ -276,7 +278,7 @@ def test_a_name_in_flight_is_refused_and_free_when_done() -> None:
     first = submit_barrier(engine, "a")
     with pytest.raises(DuplicateNameError):
         submit_barrier(engine, "a")
-    engine.step()
+    engine.controller.run_cycle()
     assert first.done()
     submit_barrier(engine, "a")
 
@@ -285,8 +287,8 @@ def test_a_callback_may_submit_the_same_name_again() -> None:
     engine, = ByHand(1).engines
     later: list[Handle] = []
     submit_barrier(engine, "a").when_done(lambda _: later.append(submit_barrier(engine, "a")))
-    engine.step()
-    engine.step()
+    engine.controller.run_cycle()
+    engine.controller.run_cycle()
     assert later[0].done()
 
 
@@ -298,8 +300,8 @@ def running(size: int, settings: Settings | None = None, planes: Sequence[DataPl
             group: ThreadGroup | None = None, start: bool = True) -> Iterator[list[Engine]]:
     """Engines of that many ranks, each with its thread, which end together."""
     group = group or ThreadGroup(size, timeout_s=LONG_S)
-    engines = [Engine(rank, size, group.control(rank), planes[rank] if planes else group.data(rank),
-                      settings or Settings(), agreement=ballot_of(group, rank)) for rank in range(size)]
+    engines = [make_engine(rank, size, group.control(rank), planes[rank] if planes else group.data(rank),
+                      settings, agreement=ballot_of(group, rank)) for rank in range(size)]
     if start:
         for engine in engines:
             engine.start()
@@ -465,15 +467,15 @@ class LateLock:
 
 def test_a_caller_whose_work_another_driver_has_done_does_not_wait() -> None:
     group = ThreadGroup(1)
-    engine = Engine(0, 1, NoWait(group, 0), group.data(0), Settings())
-    engine._driving = LateLock(engine.step)  # type: ignore[assignment]
+    engine = make_engine(0, 1, NoWait(group, 0), group.data(0), Settings())
+    engine._driving = LateLock(engine.controller.run_cycle)  # type: ignore[assignment]
     assert run(engine, "a", np.ones(1)).done()
-    assert engine.error is None
+    assert engine.controller.life.error is None
 
 
 def test_an_abandoned_engine_waits_for_nobody() -> None:
     group = ThreadGroup(2, timeout_s=LONG_S)
-    engine = Engine(0, 2, group.control(0), group.data(0), Settings())
+    engine = make_engine(0, 2, group.control(0), group.data(0), Settings())
     engine.start()
     pending = submit_barrier(engine, "a")
     engine.abandon("ranks [1] have died")
@@ -760,7 +762,7 @@ def test_a_failure_on_one_rank_reaches_every_handle_on_every_rank(size: int, fai
         with pytest.raises(EngineError) as caught:
             submit(engine, "later", np.zeros(1))
         assert str(caught.value) == text
-        assert str(engine.error) == text
+        assert str(engine.controller.life.error) == text
 
 
 @pytest.mark.parametrize(("size", "failed"), [(2, 0), (3, 1)])
@@ -814,7 +816,7 @@ def test_ctrl_c_in_a_caller_that_drives_is_raised_there_and_ends_all() -> None:
             raise KeyboardInterrupt
 
     group = ThreadGroup(1)
-    engine = Engine(0, 1, group.control(0), Interrupted(group, 0), Settings())
+    engine = make_engine(0, 1, group.control(0), Interrupted(group, 0), Settings())
     with pytest.raises(KeyboardInterrupt):
         run(engine, "a", np.ones(1))
     with pytest.raises(EngineError, match="KeyboardInterrupt"):
@@ -860,7 +862,7 @@ def test_after_the_end_the_threads_are_gone_and_work_is_refused(size: int) -> No
         on_all(engines, lambda rank, engine: submit(engine, "a", np.ones(1)).wait(LONG_S))
     assert threading.active_count() == before
     for engine in engines:
-        assert engine.error is None
+        assert engine.controller.life.error is None
         with pytest.raises(ShutdownError) as caught:
             submit(engine, "b", np.ones(1))
         assert str(caught.value) == SHUT_DOWN_TEXT
@@ -869,7 +871,7 @@ def test_after_the_end_the_threads_are_gone_and_work_is_refused(size: int) -> No
 def test_an_engine_may_be_ended_twice() -> None:
     with running(2) as engines:
         end_all(engines)
-    assert all(engine.error is None for engine in engines)
+    assert all(engine.controller.life.error is None for engine in engines)
 
 
 def test_a_rank_that_ends_early_fails_what_others_wait_for() -> None:
@@ -881,7 +883,7 @@ def test_a_rank_that_ends_early_fails_what_others_wait_for() -> None:
                                                     r"down \(after 1 operations\)"):
                 submit(engines[0], "step", np.ones(1)).wait(LONG_S)
             ended.result(LONG_S)
-    assert all(isinstance(engine.error, ShutdownError) for engine in engines)
+    assert all(isinstance(engine.controller.life.error, ShutdownError) for engine in engines)
 
 
 def test_a_rank_that_has_ended_waits_for_the_others_and_reports_it() -> None:
@@ -963,7 +965,7 @@ def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
 
     def run() -> None:
         group = ThreadGroup(1)
-        engines.append(Engine(0, 1, group.control(0), group.data(0), Settings()))
+        engines.append(make_engine(0, 1, group.control(0), group.data(0), Settings()))
         engines[-1].run(allreduce_request("a", specs_of([array]), Sum), [array])
 
     interrupts = list(interrupted_after_calls(run, Engine.run.__code__))
@@ -974,11 +976,11 @@ def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 17])
 def test_a_rank_that_fails_sees_that_its_last_message_leaves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ByHand(18)
-    control, events = job.engines[rank]._control, []
+    control, events = job.engines[rank].controller.control, []
     send = control.send
     monkeypatch.setattr(control, "send", lambda other, message: (events.append(other), send(other, message)))
     monkeypatch.setattr(control, "flush", lambda ranks, limit_s: events.append((sorted(ranks), limit_s > 0)))
-    job.engines[rank]._rounds.fail(RuntimeError("broken"))
+    job.engines[rank].controller.life.fail(RuntimeError("broken"))
     neighbours = {0: list(range(1, 17)), 1: [0, 17], 17: [1]}[rank]
     assert sorted(events[:-1]) == neighbours
     assert events[-1] == (neighbours, True)

@@ -23,6 +23,7 @@ from mpistrat.transport.shm.agreement import SharedMemoryAgreement
 from mpistrat.transport.shm.two_shot import SharedMemoryData
 
 from ..shared_memory_of_threads import shared_memory_planes
+from ..support.engines import make_engine
 
 LONG_S = 30.0  # only a failing test waits for so long
 
@@ -269,7 +270,7 @@ class Job:
         self.group = ThreadGroup(size, timeout_s=LONG_S)
         self.controls = [CountingControl(self.group, rank) for rank in range(size)]
         planes = data(self.group) if data else [self.group.data(rank) for rank in range(size)]
-        self.engines = [Engine(rank, size, self.controls[rank], planes[rank], settings or Settings(),
+        self.engines = [make_engine(rank, size, self.controls[rank], planes[rank], settings,
                                agreement=self.group.agreement(rank)) for rank in range(size)]
         for engine in self.engines if start else ():
             engine.start()
@@ -399,7 +400,7 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
 
 @pytest.mark.parametrize("all_ready", [True, False])
 def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_ready: bool) -> None:
-    executors = [engine._rounds._executor for engine in Job(2, start=False, data=shared_memory).engines]
+    executors = [engine.controller.executor for engine in Job(2, start=False, data=shared_memory).engines]
     entries = [Entry(allreduce_request("a", specs_of([array]), Sum), [array], Handle("a"))
                for array in (np.full(9, 1.0), np.full(9, 2.0))]
     assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
@@ -408,26 +409,26 @@ def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_read
         executor.execute([])
 
     def finish(rank: int) -> float:
-        executors[rank].execute_prepared(entries[rank], all_ready)
+        executors[rank].execute([entries[rank]], all_ready)
         return float(entries[rank].handle.wait(0)[0][0])
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(finish, range(2))) == [3.0, 3.0]
 
 
 def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
-    executor = Job(2, start=False, data=shared_memory).engines[0]._rounds._executor
+    executor = Job(2, start=False, data=shared_memory).engines[0].controller.executor
     array = np.ones(9)
     entry, other = (Entry(allreduce_request(name, specs_of([array]), Sum), [array], Handle(name)) for name in "ab")
     assert executor.prepare(entry)
     assert executor.prepare(other)
     with pytest.raises(EngineError, match="a was ready when all ranks agreed on it, and is no longer"):
-        executor.execute_prepared(entry, all_ready=True)
+        executor.execute([entry], all_ready=True)
 
 
 def open_vote(job: Job) -> None:
     """Let all ranks wait for an operation, after which they vote for the next."""
     job.on_all(lambda rank, engine: reduce(engine, "first", np.ones(1)))
-    assert all(engine._rounds._fast_path.is_open for engine in job.engines)  # type: ignore[union-attr]
+    assert all(engine.controller._fast_path.is_open for engine in job.engines)
 
 
 def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -461,33 +462,33 @@ def test_ranks_may_end_while_a_vote_is_open(job: Job) -> None:
 
 
 class Steps:
-    """Engines without a thread, all in this one: they move when `step` is called."""
+    """Engines without a thread, all in this one: they run cycles when `step` is called."""
 
     def __init__(self, size: int):
         self.group = ThreadGroup(size, timeout_s=LONG_S)
-        self.engines = [Engine(rank, size, self.group.control(rank), self.group.data(rank), Settings(),
+        self.engines = [make_engine(rank, size, self.group.control(rank), self.group.data(rank), Settings(),
                                agreement=self.group.agreement(rank)) for rank in range(size)]
-        self.rounds = [engine._rounds for engine in self.engines]
+        self.controllers = [engine.controller for engine in self.engines]
 
     def put(self, rank: int, name: str, is_awaited: bool) -> Handle:
         """Submit a barrier."""
         handle = Handle(name)
-        self.rounds[rank].queue.put(Entry(barrier_request(name), [], handle, is_awaited))
+        self.controllers[rank].queue.put(Entry(barrier_request(name), [], handle, is_awaited))
         return handle
 
     def step(self, *ranks: int, times: int = 3) -> None:
-        """A few rounds of these ranks, or of all."""
+        """A few cycles of these ranks, or of all."""
         for _ in range(times):
-            for rank in ranks or range(len(self.rounds)):
-                self.rounds[rank].step()
+            for rank in ranks or range(len(self.controllers)):
+                self.controllers[rank].run_cycle()
 
     def is_open(self) -> list[bool]:
         """Whether each rank thinks that a vote is open."""
-        return [rounds._fast_path.is_open for rounds in self.rounds]  # type: ignore[union-attr]
+        return [c._fast_path.is_open for c in self.controllers]
 
     def open_vote(self) -> None:
         """As the function."""
-        for rank in range(len(self.rounds)):
+        for rank in range(len(self.controllers)):
             self.put(rank, "first", is_awaited=True)
         self.step()
         assert all(self.is_open())
@@ -545,10 +546,10 @@ def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_again
 def test_a_decision_waits_until_the_vote_has_ended() -> None:
     ranks = Steps(3)
     ours = ranks.vote_of_the_first()
-    ranks.rounds[0]._coordinator.recall()
+    ranks.controllers[0]._coordinator.recall()
     ranks.step(0, 1)
     assert ranks.is_open() == [True] * 3  # Rank 2 has not heard of it, so nobody knows how it votes.
-    assert [len(rounds._decided) for rounds in ranks.rounds] == [1, 1, 0]
+    assert [len(c._learned) for c in ranks.controllers] == [1, 1, 0]
     ranks.step(2)
     ranks.step()
     assert ranks.is_open() == [False] * 3
@@ -562,17 +563,17 @@ def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monk
     """A child in the collective of one decision does not read the next, which may be larger than its mailbox."""
     ranks = Steps(2)
     ranks.open_vote()
-    control, events = ranks.rounds[0]._control, []
+    control, events = ranks.controllers[0].control, []
     send, flush = control.send, control.flush
     monkeypatch.setattr(control, "send", lambda rank, message: (events.append("send"), send(rank, message)))
     monkeypatch.setattr(control, "flush", lambda children: (events.append("flush"), flush(children)))
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.rounds[0]._fast_path._agreement, "outcome", lambda: None)  # type: ignore[union-attr]
+        patch.setattr(ranks.controllers[0]._fast_path._agreement, "outcome", lambda: None)
         for name in ("a", "b"):
             for rank in range(2):
                 ranks.put(rank, name, is_awaited=False)
             ranks.step()
-        assert len(ranks.rounds[0]._decided) == 2
+        assert len(ranks.controllers[0]._learned) == 2
         assert events == ["send"]
     ranks.step()
     assert events == ["send", "flush", "send", "flush"]
@@ -581,11 +582,11 @@ def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monk
 def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
     ranks = Steps(2)
     ours = ranks.vote_of_the_first()
-    ranks.rounds[0]._coordinator.recall()
+    ranks.controllers[0]._coordinator.recall()
     ranks.step(0)
     theirs = ranks.put(1, "a", is_awaited=True)
-    assert ranks.rounds[1].may_vote
-    ranks.rounds[1]._take(ranks.rounds[1].queue.take_new(), 0.0)
+    assert ranks.controllers[1].may_propose
+    ranks.controllers[1]._proposals.take(ranks.controllers[1].queue.take_new(), 0.0, may_agree=True)
     ranks.step()
     assert ours.done() and theirs.done()
     assert ranks.is_open() == [False, False]
@@ -594,7 +595,7 @@ def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> Non
 def test_a_rank_that_fails_is_heard_of_while_a_vote_is_open() -> None:
     ranks = Steps(2)
     pending = ranks.vote_of_the_first()
-    ranks.rounds[1].fail(RuntimeError("broken"))
+    ranks.controllers[1].life.fail(RuntimeError("broken"))
     ranks.step(0)
     with pytest.raises(EngineError, match="broken"):
         pending.wait(0)
@@ -605,12 +606,12 @@ def test_a_stall_of_one_rank_is_a_stall_on_all(stalled: int) -> None:
     ranks = Steps(3)
     pending = [ranks.put(rank, "a", is_awaited=False) for rank in range(2)]
     ranks.step()
-    ranks.rounds[stalled].fail(StallError("rank 7 does not come"))
+    ranks.controllers[stalled].life.fail(StallError("rank 7 does not come"))
     ranks.step(*(rank for rank in range(3) if rank != stalled))
     for handle in pending:
         with pytest.raises(StallError, match="rank 7 does not come"):
             handle.wait(0)
-    assert [type(rounds.error) for rounds in ranks.rounds] == [StallError] * 3
+    assert [type(c.life.error) for c in ranks.controllers] == [StallError] * 3
 
 
 def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits_for_the_vote(
@@ -624,7 +625,7 @@ def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits
     put("a")  # It gets a number the second time.
     ranks.open_vote()
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.rounds[1]._fast_path._agreement, "outcome", lambda: None)  # type: ignore[union-attr]
+        patch.setattr(ranks.controllers[1]._fast_path._agreement, "outcome", lambda: None)
         second = put("a")
         assert [handle.done() for handle in second] == [rank != 1 for rank in range(18)]
         third = [ranks.put(rank, "a", is_awaited=False) for rank in range(2, 18)]
@@ -639,7 +640,7 @@ def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits
 def test_while_the_first_rank_searches_for_settings_it_agrees_to_nothing_by_vote() -> None:
     group = ThreadGroup(2, timeout_s=LONG_S)
     controls = [CountingControl(group, rank) for rank in range(2)]
-    engines = [Engine(rank, 2, controls[rank], group.data(rank), Settings(), agreement=group.agreement(rank),
+    engines = [make_engine(rank, 2, controls[rank], group.data(rank), Settings(), agreement=group.agreement(rank),
                       tuned=lambda tuner: None) for rank in range(2)]
     for engine in engines:
         engine.start()

@@ -13,7 +13,6 @@ from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.request import DEVICE_GPU, Product, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
-from mpistrat.engine.engine import Engine
 from mpistrat.gpu.arrays import GpuInput
 from mpistrat.gpu.connect import connect, fusion_buffers
 from mpistrat.gpu.executor import GpuExecutor
@@ -21,6 +20,7 @@ from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.transport.local import ThreadGroup
 from tests.gpu_stand_in import Communicator, Device
+from tests.support.engines import make_engine
 
 FOUND = GpuInfo("gpu 0", 22805, 2**27, False)
 OTHER = FOUND._replace(gpu="gpu 1")
@@ -73,8 +73,8 @@ class Job:
         group = ThreadGroup(1)
         chosen = Settings(**{"fusion_bytes": 2**16, **settings})
         self.executor = GpuExecutor(0, 1, group.data(0), chosen, clock=lambda: self.now)
-        self.engine = Engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
-                             device=self.executor)
+        self.engine = make_engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
+                                  device=self.executor)
 
     def input(self, *values: np.ndarray) -> list[GpuInput]:
         """The values, as door C hands them over."""
@@ -90,7 +90,7 @@ class Job:
         """Step until nothing happens for a while."""
         idle = 0
         while idle < 50:
-            idle = 0 if self.engine.step() else idle + 1
+            idle = 0 if self.engine.controller.run_cycle() else idle + 1
 
 
 def values_of(handle: Handle) -> list[list[float]]:
@@ -101,7 +101,7 @@ def values_of(handle: Handle) -> list[list[float]]:
 def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
     job = Job()
     handle = job.submit("a", np.arange(3.0), np.ones(2))
-    job.engine.step()
+    job.engine.controller.run_cycle()
     assert not handle.done()
     job.settle()
     assert values_of(handle) == [[0, 1, 2], [1, 1]]
@@ -253,7 +253,7 @@ def test_a_gpu_is_asked_at_once_at_first_and_then_more_and_more_seldom(waited_s:
     job = Job()
     job.now = 7.0
     job.submit("a", np.ones(3))
-    job.engine.step()
+    job.engine.controller.run_cycle()
     assert job.executor.patience(7.0 + waited_s) == pytest.approx(pause_s)
 
 
@@ -288,6 +288,6 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
     job.engine.start()
     job.engine.end()
     assert values_of(handle) == [[1, 1, 1]]
-    job.engine.close()
-    job.engine.close()
+    job.executor.close()
+    job.executor.close()
     assert job.device.log[-1] == ("destroy",)

@@ -185,8 +185,10 @@ def test_a_name_that_is_not_in_flight_cannot_be_finished() -> None:
     queue = TensorQueue()
     queue.put(entry("a"))
     queue.finish("a")
-    assert queue.finish("a") is None
-    assert queue.finish("b") is None
+    with pytest.raises(EngineError, match="a was decided on, but is not in flight"):
+        queue.finish("a")
+    with pytest.raises(EngineError):
+        queue.finish("b")
 
 
 def test_closing_hands_out_all_that_is_in_flight_taken_or_not() -> None:
@@ -197,7 +199,8 @@ def test_closing_hands_out_all_that_is_in_flight_taken_or_not() -> None:
     queue.put(new)
     assert queue.close(ShutdownError("over")) == [taken, new]
     assert queue.take_new() == []
-    assert queue.finish("a") is None
+    with pytest.raises(EngineError, match="a was decided on, but is not in flight"):
+        queue.finish("a")
 
 
 def test_a_closed_queue_refuses_with_the_error_it_was_closed_with() -> None:

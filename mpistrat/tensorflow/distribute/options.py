@@ -47,8 +47,8 @@ def apply_timeout(options: Any) -> None:
         if options.timeout_seconds <= 0:
             raise InvalidRequestError("CommunicationOptions.timeout_seconds must be above 0. "
                                       f"Received: {options.timeout_seconds!r}")
-        runtime.current().engine.abort_stalls_after(float(options.timeout_seconds),
-                                                    "CommunicationOptions.timeout_seconds")
+        runtime.current().engine.controller.abort_stalls_after(float(options.timeout_seconds),
+                                                               "CommunicationOptions.timeout_seconds")
 
 
 def bucket_bytes(options: Any) -> int:

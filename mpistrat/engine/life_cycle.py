@@ -1,0 +1,122 @@
+"""The end of an engine: by a shutdown on all ranks, by a failure, or without the other ranks.
+
+However an engine ends, each operation that is in flight fails with an error that names the cause, and the other ranks
+receive that cause. Called by the controller, in the thread that drives; `request_end` and `abandon` by any thread.
+"""
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+
+from ..core.errors import EngineError, ShutdownError, StallError
+from ..core.interfaces import ControlPlane
+from ..negotiation.coordinator import Coordinator
+from ..negotiation.fast_path import FastPath
+from ..negotiation.messages import Decision, EndReason
+from .executor import Executor
+from .queue import TensorQueue
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[EndReason, type[EngineError]] = {
+    EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_ENDED: ShutdownError, EndReason.STALL: StallError,
+    EndReason.FAILURE: EngineError, EndReason.MISMATCH: EngineError}
+SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
+                  "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
+
+_LAST_MESSAGE_S = 2.0  # The other ranks have so long to take the message that this rank has failed.
+# After a stall some rank does not take messages, and this rank must raise before a rank that does ends the job.
+_LAST_MESSAGE_AFTER_STALL_S = 0.2
+
+
+class LifeCycle:
+    """Ends the engine of one rank.
+
+    Attributes:
+        ended: Set when there are no more cycles.
+        error: What ended them; None after a shutdown on all ranks.
+        is_end_requested: This rank submits no more.
+        is_end_announced: The coordinator knows that.
+    """
+
+    def __init__(self, rank: int, control: ControlPlane, coordinator: Coordinator, fast_path: FastPath,
+                 executor: Executor, queue: TensorQueue, clock: Callable[[], float]):
+        self._rank, self._control, self._coordinator, self._fast_path = rank, control, coordinator, fast_path
+        self._executor, self._queue, self._clock = executor, queue, clock
+        self._abandoned: EngineError | None = None
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.is_end_requested = self.is_end_announced = False
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def request_end(self) -> None:
+        """Announce in the next cycle that this rank submits no more."""
+        self.is_end_requested = True
+
+    def abandon(self, reason: str) -> None:
+        """End in the next cycle, without the other ranks."""
+        self._abandoned = EngineError(reason)
+
+    # -- from the thread that drives ----------------------------------------------------------------------------------
+
+    def announce_end(self) -> None:
+        """Announce that this rank submits no more, if that was requested. Once."""
+        if self.is_end_requested and not self.is_end_announced:
+            self.is_end_announced = True
+            self._coordinator.end(self._queue.completed)
+
+    def end_if_abandoned(self) -> bool:
+        """End if `abandon` was called. Returns whether it has ended now."""
+        if self._abandoned is None or self.ended.is_set():
+            return False
+        self._end(self._abandoned, is_shutdown=False)
+        return True
+
+    def end_by(self, decision: Decision) -> None:
+        """End for the reason that rank 0 has decided on: `decision.end`, which is not None."""
+        assert decision.end is not None
+        self._end(_ERRORS[decision.end](decision.end_text), is_shutdown=decision.end is EndReason.SHUTDOWN)
+
+    def fail(self, error: BaseException) -> None:
+        """End because of an error of any kind. The other ranks receive it, and do not wait for this one."""
+        if not isinstance(error, StallError):
+            where = "".join(traceback.format_exception(error)).strip()
+            error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
+        self._executor.abandon_collectives(isinstance(error, StallError))
+        self._send_failure(error)
+        self._end(error, is_shutdown=False)
+
+    def _send_failure(self, error: EngineError) -> None:
+        try:
+            text, is_stall = str(error), isinstance(error, StallError)
+            coordinator = self._coordinator
+            coordinator.fail(text, is_stall)
+            announcement, decision = coordinator.advance(self._clock())
+            if announcement is not None:
+                self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+                # This rank will not relay the decision of rank 0 that follows, so it sends one to its children itself.
+                decision = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
+            if decision is not None:
+                message = decision.to_bytes()
+                for child in coordinator.children:
+                    self._control.send(child, message)
+            # Nothing is sent on once the engine has ended.
+            self._control.flush(coordinator.neighbours, _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
+        except Exception:  # The caller reports the first failure. What broke the messages as well goes to the log.
+            logger.debug("rank %d: the failure could not be sent to the other ranks", self._rank, exc_info=True)
+
+    def _end(self, error: EngineError, is_shutdown: bool) -> None:
+        refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
+        self.error = None if is_shutdown else error
+        if self._fast_path.is_waiting:
+            # Other ranks may execute what this rank has voted for.
+            self._executor.abandon_collectives(isinstance(error, StallError))
+        for entry in (*self._executor.unfinished(), *self._queue.close(refusal)):
+            if not entry.handle.done():
+                entry.handle.fail(refusal)
+        self.ended.set()
+        logger.debug("rank %d: the engine has ended: %s", self._rank, refusal)
+        if not is_shutdown:
+            self._executor.device.abandon()  # Last: the GPU may never answer.

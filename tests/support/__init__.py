@@ -1,0 +1,1 @@
+"""What tests share: stand-ins, helpers that make engines, and programs that are started by jobs."""
