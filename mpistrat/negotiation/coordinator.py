@@ -10,44 +10,18 @@ Numbers are checked, not trusted: a rank sends one only when the very same reque
 scale, device) got it, and any other request of that name travels in full and is compared at rank 0.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ..core.errors import MessageError, StallError
+from ..core.errors import MessageError
 from ..core.request import Request
-from ..core.stalls import describe_ranks, describe_wait, hosts_without, network_cause
-from ..core.topology import Topology, rank_list
+from ..core.topology import Topology
+from .answers import AnswerWatch
 from .messages import Announcement, Decision, EndReason
-from .reports import describe_half_done, describe_mismatch
-from .tree import children_of, depth_of, neighbours_of, parent_of, subtree, subtree_size
-
-LISTED = 6  # how many names or ranks a message lists before it says "..."
-_ANSWER_S = 4.0  # what rank 0 needs to notice a stall, and its decision to come here, at most
-
-
-class _Pending:
-    """A name that some rank of the subtree has submitted, and not all that there are.
-
-    `whole[source]` is what all ranks under a child, or this rank itself, have submitted alike. `parts[source]` is what
-    single ranks under a child have submitted, told because they differ or because rank 0 wants to know who misses.
-    """
-
-    __slots__ = ("parts", "passed_on", "since", "sources", "whole")
-
-    def __init__(self, since: float):
-        self.since = since
-        self.whole: dict[int, Request] = {}
-        self.parts: dict[int, dict[Request, set[int]]] = {}
-        self.sources = 0  # of which all ranks have submitted something
-        self.passed_on = 0  # ranks that the parent was told of
-
-    def agreed(self) -> Request | None:
-        """What all sources have submitted alike, given that they are complete; None if they differ."""
-        if self.parts:
-            return None
-        first, *others = self.whole.values()
-        return first if all(request is first or request == first for request in others) else None
+from .numbers import RequestNumbers
+from .pending import Pending
+from .reports import describe_ended, describe_half_done, describe_mismatch, describe_stall
+from .tree import Node
 
 
 class Coordinator:
@@ -69,21 +43,14 @@ class Coordinator:
                  stall_abort_s: float | None = None, topology: Topology | None = None):
         self.rank, self.size = rank, size
         self._topology = topology or Topology(rank, ("",) * size)
-        self.parent, self.children = parent_of(rank), children_of(rank, size)
-        self.neighbours = neighbours_of(rank, size)
-        self._sources = 1 + len(self.children)
-        self._subtree = {child: subtree_size(child, size) for child in self.children} | {rank: 1}
+        self._node = Node(rank, size)
+        self.parent, self.children, self.neighbours = self._node.parent, self._node.children, self._node.neighbours
         self._warning_s, self._abort_s = stall_warning_s, stall_abort_s
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
-        self._pending: dict[str, _Pending] = {}
-        # Not on rank 0: since when this rank has been ready for what rank 0 has not decided on; the oldest first.
-        self._unanswered: dict[str, float] = {}
-        self._checked_at = self._resumed_at = float("-inf")
-        self._numbers: dict[Request, int] = {}
-        self._by_number: dict[int, Request] = {}
-        self._capacity = cache_capacity
-        self._seen_once: OrderedDict[Request, None] = OrderedDict()
-        self._ready: list[_Pending] = []  # complete since the last advance, in order
+        self._pending: dict[str, Pending] = {}
+        self._unanswered = AnswerWatch(self._topology, stall_warning_s)
+        self._numbers = RequestNumbers(cache_capacity)
+        self._ready: list[Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
         self._is_stalled = False  # which is the reason for the failure
@@ -92,8 +59,6 @@ class Coordinator:
         self._ended: dict[int, int] = {}
         self._someone_ended = False
         self._ended_was_told = False
-        # A rank between passes on what is incomplete only once half the warning's time has gone.
-        self._answer_s = _ANSWER_S + max(depth_of(rank) - 1, 0) * (stall_warning_s or 0.0) / 2
         self._last_report = 0.0
         self._next_check = 0.0
         self._finished = False
@@ -102,8 +67,7 @@ class Coordinator:
 
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. Its name must not be in flight on this rank."""
-        if self.rank:
-            self._unanswered[request.name] = now
+        self._unanswered.begin(request.name, now)
         self._report(self.rank, request, None, now)
 
     def end(self, completed: int) -> None:
@@ -136,7 +100,7 @@ class Coordinator:
             MessageError: It is none, or is not for this rank.
         """
         message = Announcement.from_bytes(data, source)
-        if source not in self._subtree or source == self.rank:
+        if source not in self.children:
             raise MessageError(f"rank {source} sent an announcement to rank {self.rank}, which is not its parent.")
         for number in message.ids:
             self._report(source, self._request_of(number, source), None, now)
@@ -161,13 +125,11 @@ class Coordinator:
             else:
                 number, request = item
                 if number is not None:
-                    self._numbers[request] = number
-                    self._by_number[number] = request
+                    self._numbers.add(request, number)
                 requests.append(request)
         self._someone_ended = self._someone_ended or decision.ended
-        if self._unanswered:
-            for name in (*(request.name for request in requests), *(name for name, _ in decision.errors)):
-                self._unanswered.pop(name, None)
+        self._unanswered.end(request.name for request in requests)
+        self._unanswered.end(name for name, _ in decision.errors)
         return tuple(requests)
 
     def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
@@ -179,7 +141,7 @@ class Coordinator:
 
     def stalled(self, now: float, limit: float) -> dict[str, list[int]]:
         """The names incomplete for more than `limit` seconds, each with the ranks of this subtree that miss."""
-        return {name: self._missing(pending) for name, pending in self._pending.items() if now - pending.since > limit}
+        return {name: pending.missing() for name, pending in self._pending.items() if now - pending.since > limit}
 
     def patience(self, now: float) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
@@ -195,55 +157,36 @@ class Coordinator:
         Raises:
             StallError: It does neither.
         """
-        if not self._unanswered or self._abort_s is None:
-            return
-        if now - self._checked_at > _ANSWER_S:
-            self._resumed_at = now  # This rank was in a collective, or stopped, and may have an answer to read.
-        self._checked_at = now
-        name, since = next(iter(self._unanswered.items()))
-        if now >= max(since + self._abort_s, self._resumed_at) + self._answer_s:
-            raise StallError(f"{name}: {describe_wait(self._topology, [0], now - since)}")
+        if self._abort_s is not None:
+            self._unanswered.check(now, self._abort_s)
 
     # -- how it is decided --------------------------------------------------------------------------------------------
 
     def _report(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
         pending = self._pending.get(request.name)
         if pending is None:
-            pending = self._pending[request.name] = _Pending(now)
-        if ranks is None:
-            was_complete = source in pending.parts and self._is_complete(pending.parts.pop(source), source)
-            pending.whole[source] = request
-        else:
-            told = pending.parts.setdefault(source, {})
-            was_complete = self._is_complete(told, source)
-            told[request] = told.get(request, set()) | ranks
-            if not self._is_complete(told, source):
-                return
-        if not was_complete:
-            pending.sources += 1
-            if pending.sources == self._sources:
-                del self._pending[request.name]
-                self._ready.append(pending)
+            pending = self._pending[request.name] = Pending(self._node, now)
+        pending.add(source, request, ranks)
+        if pending.is_complete:
+            del self._pending[request.name]
+            self._ready.append(pending)
 
     def _request_of(self, number: int, sender: int) -> Request:
-        request = self._by_number.get(number)
+        request = self._numbers.request_of(number)
         if request is None:
             raise MessageError(f"rank {sender} sent the number {number}, which stands for no request on rank "
                                f"{self.rank}.")
         return request
 
-    def _is_complete(self, told: dict[Request, set[int]], source: int) -> bool:
-        return sum(map(len, told.values())) >= self._subtree[source]
-
-    def _announce(self, ready: list[_Pending], now: float) -> Announcement | None:
+    def _announce(self, ready: list[Pending], now: float) -> Announcement | None:
         ids: list[int] = []
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
         for pending in ready:
             request = pending.agreed()
             if request is None:
-                requests += [(r, tuple(sorted(ranks))) for r, ranks in self._ranks_of(pending).items()]
+                requests += [(r, tuple(sorted(ranks))) for r, ranks in pending.by_request().items()]
             else:
-                number = self._numbers.get(request)
+                number = self._numbers.number_of(request)
                 if number is None:
                     requests.append((request, None))
                 else:
@@ -252,9 +195,9 @@ class Coordinator:
         every = 0.0 if self._someone_ended else None if self._warning_s is None else self._warning_s / 2
         if every is not None:
             for pending in self._pending.values():
-                if now - pending.since >= every and (present := len(self._present(pending))) != pending.passed_on:
+                if now - pending.since >= every and (present := len(pending.present())) != pending.passed_on:
                     pending.passed_on = present
-                    requests += [(r, tuple(sorted(ranks))) for r, ranks in self._ranks_of(pending).items()]
+                    requests += [(r, tuple(sorted(ranks))) for r, ranks in pending.by_request().items()]
         ended, self._news_ended = tuple(self._news_ended), []
         failure, self._failure = self._failure, None
         recall, self._is_recalled = self._is_recalled, False
@@ -263,7 +206,7 @@ class Coordinator:
         is_stalled = failure is not None and self._is_stalled
         return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled)
 
-    def _decide(self, ready: list[_Pending], now: float) -> Decision | None:
+    def _decide(self, ready: list[Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
         errors: list[tuple[str, str]] = []
         half_done = ""
@@ -272,7 +215,7 @@ class Coordinator:
             if request is not None:
                 agreed.append(self._numbered(request))
             else:
-                by_request = self._ranks_of(pending)
+                by_request = pending.by_request()
                 text = describe_mismatch(by_request)
                 errors.append((next(iter(by_request)).name, text))
                 if any(request.in_graph for request in by_request):
@@ -299,9 +242,9 @@ class Coordinator:
             return EndReason.STALL if self._is_stalled else EndReason.FAILURE, self._failure
         if self._ended:
             for name, pending in self._pending.items():
-                lost = sorted(set(self._missing(pending)) & self._ended.keys())
+                lost = sorted(set(pending.missing()) & self._ended.keys())
                 if lost:
-                    return EndReason.RANK_ENDED, self._describe_ended(name, pending, lost)
+                    return EndReason.RANK_ENDED, describe_ended(name, pending, lost, self._ended)
             if len(self._ended) == self.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if self._abort_s is not None and now >= self._next_check:
@@ -309,7 +252,7 @@ class Coordinator:
             self._next_check = now + min(self._abort_s / 10, 0.5)
             stalled = self.stalled(now, self._abort_s)
             if stalled:
-                return EndReason.STALL, self.describe_stall(now, stalled) + \
+                return EndReason.STALL, describe_stall(self._topology, self._pending, stalled, now) + \
                     f" Ended after {self._abort_s:g} s ({self._abort_setting})."
         return None, ""
 
@@ -325,70 +268,9 @@ class Coordinator:
         if not stalled:
             return None
         self._last_report = now
-        return self.describe_stall(now, stalled)
-
-    def describe_stall(self, now: float, stalled: dict[str, list[int]]) -> str:
-        """The sentence that names the tensors, who waits, who misses and what those do instead."""
-        parts = []
-        for name, missing in list(stalled.items())[:LISTED]:
-            pending = self._pending[name]
-            instead = sorted(n for n, p in self._pending.items()
-                             if n != name and set(missing) - set(self._missing(p)))[:LISTED]
-            meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
-            parts.append(f"{name}: ranks {rank_list(self._present(pending))} have waited {now - pending.since:.0f} s "
-                         f"for {describe_ranks(self._topology, missing)}, which {meanwhile}.")
-        more = f" And {len(stalled) - LISTED} more tensors." if len(stalled) > LISTED else ""
-        return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
-                + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
-                  "for loops of different length, and for ranks that are merely slow." + self._network_hint(stalled))
-
-    def _network_hint(self, stalled: Mapping[str, Sequence[int]]) -> str:
-        """A sentence on the network, when it may be why no rank of some host has called what other hosts wait for."""
-        for name in stalled:
-            silent = hosts_without(self._topology, [self.rank, *self._present(self._pending[name])])
-            if silent:
-                return f" Or {network_cause(self._topology, silent)}: no rank there has called {name}."
-        return ""
+        return describe_stall(self._topology, self._pending, stalled, now)
 
     def _numbered(self, request: Request) -> int | tuple[int | None, Request]:
-        """The request's number, or the request with a new one: from its second time on, if there is room."""
-        number = self._numbers.get(request)
-        if number is not None:
-            return number
-        if request not in self._seen_once:
-            # A name that is used once (a step counter in it, say) would only fill the table.
-            self._seen_once[request] = None
-            while len(self._seen_once) > max(self._capacity, 1):
-                self._seen_once.popitem(last=False)
-            return None, request
-        if len(self._numbers) >= self._capacity:
-            return None, request
-        del self._seen_once[request]
-        number = len(self._numbers)
-        self._numbers[request] = number
-        self._by_number[number] = request
-        return number, request
-
-    def _ranks_of(self, pending: _Pending) -> dict[Request, set[int]]:
-        result: dict[Request, set[int]] = {}
-        for source in sorted(pending.whole.keys() | pending.parts.keys()):
-            if source in pending.whole:
-                whole = (source,) if source == self.rank else subtree(source, self.size)
-                result.setdefault(pending.whole[source], set()).update(whole)
-            else:
-                for request, ranks in pending.parts[source].items():
-                    result.setdefault(request, set()).update(ranks)
-        return result
-
-    def _present(self, pending: _Pending) -> list[int]:
-        return sorted(set().union(*self._ranks_of(pending).values()))
-
-    def _missing(self, pending: _Pending) -> list[int]:
-        return sorted(set(subtree(self.rank, self.size)) - set(self._present(pending)))
-
-    def _describe_ended(self, name: str, pending: _Pending, lost: list[int]) -> str:
-        counts = Counter(self._ended[rank] for rank in lost)
-        after = ", ".join(str(count) for count in sorted(counts))
-        return (f"{name}: ranks {rank_list(self._present(pending))} wait for ranks {rank_list(lost)}, which have "
-                f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
-                f"different numbers of steps: give every rank the same number, by repeating or truncating the data.")
+        """The request's number, or the request with a new one if it gets one now."""
+        number = self._numbers.number_of(request)
+        return (self._numbers.give(request), request) if number is None else number

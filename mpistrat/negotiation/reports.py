@@ -1,11 +1,16 @@
-"""What ranks disagree about, and rank lists, in words."""
+"""Sentences on what ranks disagree about, and on ranks that others wait for. Pure."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..core.request import CollectiveType, ReduceOp, Request
-from ..core.topology import rank_list
+from ..core.stalls import describe_ranks, hosts_without, network_cause
+from ..core.topology import Topology, rank_list
+from .pending import Pending
+
+_LISTED = 6  # how many names a message lists before it says how many more there are
 
 
 def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
@@ -60,3 +65,51 @@ def _shape(index: int, request: Request) -> str:
     return str(shape)
 
 
+def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
+                   now: float) -> str:
+    """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
+
+    Args:
+        topology: Where the ranks are, seen from rank 0.
+        all_pending: All names that are incomplete.
+        stalled: Some of these names, each with the ranks that miss.
+        now: The time.
+    """
+    parts = []
+    for name, missing in list(stalled.items())[:_LISTED]:
+        pending = all_pending[name]
+        instead = sorted(other for other, its in all_pending.items()
+                         if other != name and set(missing) - set(its.missing()))[:_LISTED]
+        meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
+        parts.append(f"{name}: ranks {rank_list(pending.present())} have waited {now - pending.since:.0f} s "
+                     f"for {describe_ranks(topology, missing)}, which {meanwhile}.")
+    more = f" And {len(stalled) - _LISTED} more tensors." if len(stalled) > _LISTED else ""
+    return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
+            + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
+              "for loops of different length, and for ranks that are merely slow."
+            + _network_hint(topology, all_pending, stalled))
+
+
+def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]]) -> str:
+    """A sentence on the network, when it may be why no rank of some host has called what other hosts wait for."""
+    for name in stalled:
+        silent = hosts_without(topology, [topology.rank, *all_pending[name].present()])
+        if silent:
+            return f" Or {network_cause(topology, silent)}: no rank there has called {name}."
+    return ""
+
+
+def describe_ended(name: str, pending: Pending, lost: Sequence[int], completed: Mapping[int, int]) -> str:
+    """The sentence on ranks that wait for ranks that have shut down.
+
+    Args:
+        name: What they wait for.
+        pending: The ranks that wait.
+        lost: The ranks that have shut down.
+        completed: How many operations each rank had completed then.
+    """
+    counts = Counter(completed[rank] for rank in lost)
+    after = ", ".join(str(count) for count in sorted(counts))
+    return (f"{name}: ranks {rank_list(pending.present())} wait for ranks {rank_list(lost)}, which have "
+            f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
+            f"different numbers of steps: give every rank the same number, by repeating or truncating the data.")

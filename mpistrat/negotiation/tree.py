@@ -1,6 +1,8 @@
 """The tree in which ranks negotiate: rank 0 at the root, sixteen children each. Pure arithmetic on rank numbers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 FAN_OUT = 16
 
@@ -49,3 +51,31 @@ def _levels(root: int, size: int) -> Iterator[tuple[int, int]]:
     while first < size:
         yield first, min(last, size - 1)
         first, last = first * FAN_OUT + 1, last * FAN_OUT + FAN_OUT
+
+
+@dataclass(frozen=True)
+class Node:
+    """One rank's place in the tree of `size` ranks."""
+
+    rank: int
+    size: int
+
+    @cached_property
+    def parent(self) -> int | None:
+        """The rank that this one reports to; None for rank 0."""
+        return parent_of(self.rank)
+
+    @cached_property
+    def children(self) -> tuple[int, ...]:
+        """The ranks that report to this one."""
+        return children_of(self.rank, self.size)
+
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks that send to this one."""
+        return neighbours_of(self.rank, self.size)
+
+    @cached_property
+    def ranks_under(self) -> dict[int, int]:
+        """How many ranks each child stands for, itself included, and 1 for this rank."""
+        return {child: subtree_size(child, self.size) for child in self.children} | {self.rank: 1}
