@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tests.jobs import run_job
+from tests.support.jobs import run_job
 
 from .check import ONE_THREAD, SEED, recipe_named
 from .programs import PROGRAMS

@@ -1,6 +1,6 @@
 """Small programs, one for each feature of a tf.distribute.Strategy, that run with any strategy.
 
-tests/parallel/test_features.py runs them with MPIStrategy; `python -m tests.feature_table` also with TensorFlow's own
+tests/parallel/test_features.py runs them with MPIStrategy; `python -m tests.features` also with TensorFlow's own
 strategies, and prints what each of them can do.
 """
 

@@ -15,7 +15,7 @@ import pytest
 
 import mpistrat
 from mpistrat.api import interop
-from tests import gpu_stand_in
+from tests.support import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")]

@@ -15,7 +15,7 @@ from mpistrat.gpu.backend import GpuBackend
 from mpistrat.gpu.nccl.data import NcclData
 from mpistrat.gpu.staged import StagedData
 from mpistrat.transport.mpi.data import MpiData
-from tests.gpu_stand_in import Communicator, Device
+from tests.support.gpu_stand_in import Communicator, Device
 
 REAL = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
                                     "float32", "float64")] + [np.dtype(ml_dtypes.bfloat16)]

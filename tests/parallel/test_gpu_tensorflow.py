@@ -17,7 +17,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
-    from tests import tensorflow_stand_in
+    from tests.support import tensorflow_stand_in
     mpistrat.shutdown()
     mpistrat.init()
     if request.param == "stand-in":

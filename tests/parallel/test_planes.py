@@ -1,6 +1,6 @@
 """All-reduces between hosts, with each rank of this session as a host of its own.
 
-Hosts of several ranks are in tests/test_two_hosts.py, and the ranks of one host in tests/unit/test_two_shot.py.
+Hosts of several ranks are in tests/jobs/test_two_hosts.py, and the ranks of one host in tests/unit/test_two_shot.py.
 """
 
 import time
@@ -24,7 +24,7 @@ from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import CHUNK_BYTES, MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 
-from ..shared_memory_of_threads import host_memories
+from ..support.shared_memory_of_threads import host_memories
 
 CHUNK = 64 * 1024
 # In float32: nothing, less than an element per host, one exchange of whole slices, a scatter and a gather in one chunk,

@@ -19,7 +19,7 @@ import mpistrat
 from mpistrat.api import runtime
 from mpistrat.core.request import Sum, allreduce_request, specs_of
 from mpistrat.negotiation import tree
-from tests.pretended_hosts import pretend_hosts
+from tests.support.pretended_hosts import pretend_hosts
 
 NEW_TENSORS = 300
 BUSY_S = 10e-3

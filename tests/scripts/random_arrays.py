@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 import mpistrat
-from tests.pretended_hosts import pretend_hosts
+from tests.support.pretended_hosts import pretend_hosts
 
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")

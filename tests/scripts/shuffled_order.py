@@ -18,7 +18,7 @@ steps, tensors = int(sys.argv[1]), int(sys.argv[2])
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 if "gpu" in sys.argv:
-    from tests import tensorflow_stand_in
+    from tests.support import tensorflow_stand_in
     tensorflow_stand_in.install(rank)
 order = list(range(tensors))
 random.Random(rank).shuffle(order)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import mpistrat as hvd
-from tests import strangers
+from tests.support import strangers
 
 hvd.init()
 processes = hvd.allgather_object(os.getpid())

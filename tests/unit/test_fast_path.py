@@ -22,8 +22,8 @@ from mpistrat.transport.local import ThreadControl, ThreadGroup
 from mpistrat.transport.shm.agreement import SharedMemoryAgreement
 from mpistrat.transport.shm.two_shot import SharedMemoryData
 
-from ..shared_memory_of_threads import shared_memory_planes
 from ..support.engines import make_engine
+from ..support.shared_memory_of_threads import shared_memory_planes
 
 LONG_S = 30.0  # only a failing test waits for so long
 

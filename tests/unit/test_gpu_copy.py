@@ -13,7 +13,7 @@ import pytest
 from mpistrat.core.arithmetic import Scale
 from mpistrat.gpu.copy.kernel import HALVES, TYPES, source, variant
 from mpistrat.gpu.copy.plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob, block_count, copy_table, fused_offsets
-from tests import copy_model
+from tests.support import copy_model
 
 JOBS = [
     *(CopyJob(name, name) for name in TYPES),

@@ -19,8 +19,8 @@ from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.transport.local import ThreadGroup
-from tests.gpu_stand_in import Communicator, Device
 from tests.support.engines import make_engine
+from tests.support.gpu_stand_in import Communicator, Device
 
 FOUND = GpuInfo("gpu 0", 22805, 2**27, False)
 OTHER = FOUND._replace(gpu="gpu 1")

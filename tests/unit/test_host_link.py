@@ -20,7 +20,7 @@ from mpistrat.transport.fd_exchange import FdExchange, Invitation, close_all
 from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
-from ..strangers import NOBODY, become_nobody, names_of, needs_another_user
+from ..support.strangers import NOBODY, become_nobody, names_of, needs_another_user
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's sockets only")
 

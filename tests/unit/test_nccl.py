@@ -21,7 +21,7 @@ from mpistrat.gpu.nccl.types import (
     WireFormat,
     wire_format,
 )
-from tests.gpu_stand_in import Communicator, Device
+from tests.support.gpu_stand_in import Communicator, Device
 
 SUM = OPERATIONS[ReduceOp.SUM]
 

@@ -10,7 +10,7 @@ import pytest
 from mpistrat.transport.shm.ring import ShmRing, ring_bytes
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
-from ..shared_memory_of_threads import mailboxes
+from ..support.shared_memory_of_threads import mailboxes
 
 LONG_S = 20.0
 

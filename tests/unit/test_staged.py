@@ -11,7 +11,7 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.staged import StagedData, _chunks
 from mpistrat.transport.local import ThreadGroup
-from tests.gpu_stand_in import Device
+from tests.support.gpu_stand_in import Device
 
 
 def on_gpu(device: Device, *values: np.ndarray) -> list[GpuArray]:

@@ -9,7 +9,7 @@ import pytest
 
 import mpistrat
 
-from ..jobs import job_environment
+from ..support.jobs import job_environment
 
 tf = pytest.importorskip("tensorflow")
 

@@ -20,7 +20,7 @@ from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 from mpistrat.transport.shm.two_shot import SharedMemoryData
 
-from ..shared_memory_of_threads import host_files, shared_memory_planes
+from ..support.shared_memory_of_threads import host_files, shared_memory_planes
 
 LIMIT_S = 20.0
 CHUNK = 4096

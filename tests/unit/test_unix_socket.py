@@ -14,7 +14,7 @@ from mpistrat.core.errors import MessageError
 from mpistrat.transport import unix_socket
 from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel
 
-from .. import shared_memory_of_threads
+from ..support import shared_memory_of_threads
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's sockets only")
 

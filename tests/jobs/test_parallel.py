@@ -1,13 +1,10 @@
 """Run tests/parallel, the same pytest session on every rank, with 2 and with 3 ranks."""
 
-from pathlib import Path
-
 import pytest
 
-from .jobs import needs_mpirun, run_job
+from ..support.jobs import ROOT, needs_mpirun, run_job
 
-HERE = Path(__file__).parent
-FILES = sorted(str(path.relative_to(HERE.parent)) for path in HERE.glob("parallel/test_*.py"))
+FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel/test_*.py"))
 # Each is a session of its own, so that none is long.
 PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
          "features": [file for file in FILES if "test_features" in file],

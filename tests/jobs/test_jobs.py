@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import JOB_VARIABLE, needs_mpirun, run_job, run_limited
+from ..support.jobs import JOB_VARIABLE, needs_mpirun, run_job, run_limited
 
 
 @needs_mpirun

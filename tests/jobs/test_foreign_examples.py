@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from .jobs import ROOT, needs_mpirun, run_job, run_limited
+from ..support.jobs import ROOT, needs_mpirun, run_job, run_limited
 
 LAST_LINE = re.compile(r"test accuracy (\d\.\d{3}), \d+\.\d s, weights [0-9a-f]{64}, the same on all ranks \((\d+)\)")
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from .jobs import needs_mpirun, run_job
+from ..support.jobs import needs_mpirun, run_job
 
 
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_figure_is_printed(ranks: int) -> None:
-    job = run_job(ranks, ["python", "tests/gpu_figures.py", "--stand-in"])
+    job = run_job(ranks, ["python", "tests/scripts/gpu_figures.py", "--stand-in"])
     assert job.code == 0, job.output
     rows = [line for line in job.output.splitlines() if line.startswith("| ")]
     assert [row.split()[1] for row in rows] == ["pack", "a" if ranks == 1 else "overhead", "staged"], job.output

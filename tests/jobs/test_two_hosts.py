@@ -11,8 +11,8 @@ import pytest
 
 from mpistrat.core.settings import Settings
 
-from .hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
-from .jobs import JOB_VARIABLE, find_mpirun
+from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
+from ..support.jobs import JOB_VARIABLE, find_mpirun
 
 
 def require_namespaces() -> None:

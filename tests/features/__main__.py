@@ -1,6 +1,6 @@
 """Run every feature of tests/features with MPIStrategy and with TensorFlow's own strategies, and print a table.
 
-    python -m tests.feature_table > tests/features/README.md
+    python -m tests.features > tests/features/README.md
 
 Every column is measured; a cell says what a user sees: that it works, how the error begins, that the result is not the
 right one, or that the program hangs. It takes about 20 minutes on 2 cores.
@@ -20,16 +20,16 @@ import tensorflow as tf
 
 import mpistrat.tensorflow as hvd
 
-from .features import FEATURES, World
-from .features.common import Program
-from .jobs import Finished, run_job, run_limited
+from ..support.jobs import Finished, run_job, run_limited
+from . import FEATURES, World
+from .common import Program
 
 HANG_S = 120
 HEAD = """# What works, by strategy
 
 Each row is a small program of `tests/features`, which compares its results with those of one process. A cell says what
 a user sees: that it works, how the error begins, that the result is another one, or that the program hangs. TensorFlow
-2.21 and Keras 3.15 on two cores; `python -m tests.feature_table > tests/features/README.md` measures all columns anew.
+2.21 and Keras 3.15 on two cores; `python -m tests.features > tests/features/README.md` measures all columns anew.
 """
 WORKS = "works"
 
@@ -140,7 +140,7 @@ def cells_of(column: Column, names: list[str]) -> dict[str, str]:
 
 
 def run(column: Column, names: list[str]) -> Finished:
-    command = [sys.executable, "-m", "tests.feature_table", "--try", column.strategy, *names]
+    command = [sys.executable, "-m", "tests.features", "--try", column.strategy, *names]
     limit_s = 60.0 + HANG_S * len(names)
     if column.processes == 1:
         return run_limited(command, limit_s=limit_s)

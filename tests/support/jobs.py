@@ -20,7 +20,7 @@ from typing import IO
 import psutil
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 JOB_VARIABLE = "TEST_JOB_ID"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import needs_mpirun, run_job, run_limited
+from ..support.jobs import needs_mpirun, run_job, run_limited
 
 pytestmark = needs_mpirun
 

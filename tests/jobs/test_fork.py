@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from .jobs import needs_mpirun, run_job, run_limited
+from ..support.jobs import needs_mpirun, run_job, run_limited
 
 pytestmark = needs_mpirun
 

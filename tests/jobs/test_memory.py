@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .jobs import ROOT, find_mpirun, job_environment, needs_mpirun, processes_of, run_job
+from ..support.jobs import ROOT, find_mpirun, job_environment, needs_mpirun, processes_of, run_job
 
 pytestmark = needs_mpirun
 MANY = ["python", "tests/scripts/many_allreduces.py"]

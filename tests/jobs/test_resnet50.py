@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .jobs import Finished, needs_mpirun, run_job
+from ..support.jobs import Finished, needs_mpirun, run_job
 
 QUICK = ["--image-size", "32", "--batch-size", "2", "--epochs", "2", "--warmup-epochs", "2", "--steps-per-epoch", "2",
          "--validation-steps", "1", "--classes", "3"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import Finished, find_mpirun, job_environment, needs_mpirun, run_job
+from ..support.jobs import Finished, find_mpirun, job_environment, needs_mpirun, run_job
 
 pytestmark = needs_mpirun
 

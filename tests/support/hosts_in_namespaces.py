@@ -248,8 +248,9 @@ def two_hosts(link: Link | None = None) -> Iterator[Hosts]:
         for name, script in (("on", _ON), ("ssh", _SSH)):
             (directory / name).write_text(script.replace("DIRECTORY", text))
             (directory / name).chmod(0o755)
-        slow = [] if link is None else [sys.executable, str(ROOT / "tests/slow_link.py"), *(f"{n}.net" for n in names),
-                                        _CABLE, *map(str, (link.delay_s, link.loss, link.bits_per_s))]
+        slow = [] if link is None else [sys.executable, str(ROOT / "tests/support/slow_link.py"),
+                                        *(f"{n}.net" for n in names), _CABLE,
+                                        *map(str, (link.delay_s, link.loss, link.bits_per_s))]
         world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, *names, *slow], text=True, stdin=subprocess.PIPE,
                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert world.stdin and world.stdout and world.stderr

@@ -78,8 +78,8 @@ def _memory() -> Iterator[int]:
 
 def start(seconds: float, names: Sequence[str]) -> "subprocess.Popen[str]":
     """Start a stranger that attacks these names for so long. It prints "ready" first."""
-    return subprocess.Popen([sys.executable, "-m", "tests.strangers", str(seconds), *names], stdout=subprocess.PIPE,
-                            text=True, cwd=Path(__file__).parent.parent)
+    return subprocess.Popen([sys.executable, "-m", "tests.support.strangers", str(seconds), *names],
+                            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
 
 
 def main(seconds: float, names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ ways: no deadlock, right sums.
 
 import pytest
 
-from .jobs import needs_mpirun, run_job
+from ..support.jobs import needs_mpirun, run_job
 
 
 @needs_mpirun

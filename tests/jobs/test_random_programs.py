@@ -5,7 +5,7 @@ A few of them; any number is run by hand, as the scripts say.
 
 import pytest
 
-from .jobs import needs_mpirun, run_job
+from ..support.jobs import needs_mpirun, run_job
 
 
 @needs_mpirun

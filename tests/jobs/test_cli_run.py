@@ -12,7 +12,7 @@ from mpistrat.cli.hostfile import OPEN_MPI
 from mpistrat.cli.inventory import TENSORFLOW, installed
 from mpistrat.cli.mpirun import find_mpirun, identify
 
-from .jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited, wait_until
+from ..support.jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited, wait_until
 
 # The launcher has to work where nobody has prepared the environment for Open MPI.
 BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",

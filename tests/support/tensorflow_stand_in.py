@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from mpistrat.api import interop
 from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
-from tests import gpu_stand_in
+from tests.support import gpu_stand_in
 
 
 class StandIn(gpu_stand_in.Device):

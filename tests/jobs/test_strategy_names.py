@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from .jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
+from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
 
 SCRIPT = "tests/scripts/strategy_by_name.py"
 EXAMPLE = "examples/central_storage.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
+from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
 
 # What trains on any number of ranks as it does on one.
 EXAMPLES = ["strategy_fit", "strategy_fit --input dataset", "strategy_custom_loop"]

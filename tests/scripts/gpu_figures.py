@@ -2,8 +2,8 @@
 
 See docs/testing-on-a-gpu.md.
 
-    mpistrat run -np 2 -- python tests/gpu_figures.py
-    python tests/gpu_figures.py
+    mpistrat run -np 2 -- python tests/scripts/gpu_figures.py
+    python tests/scripts/gpu_figures.py
 
 With --stand-in it runs where there is no GPU, on memory of the host, and its figures say nothing.
 """
@@ -50,7 +50,7 @@ class StandIn:
     """In place of a GPU."""
 
     def __init__(self) -> None:
-        from tests import gpu_stand_in
+        from tests.support import gpu_stand_in
         self.device: Any = gpu_stand_in.Device(seed=mpistrat.rank())
         self.name = "stand-in, no GPU"
         interop.make_device = lambda number: self.device

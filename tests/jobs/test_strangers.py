@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from .jobs import needs_mpirun, run_job
-from .strangers import needs_another_user
+from ..support.jobs import needs_mpirun, run_job
+from ..support.strangers import needs_another_user
 
 pytestmark = needs_mpirun
 

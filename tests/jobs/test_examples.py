@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
+from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
 
 EXAMPLES = ["keras_digits", "custom_loop_digits"]
 LIMIT_S = 300.0

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .jobs import needs_mpirun, run_job
+from ..support.jobs import needs_mpirun, run_job
 
 RANKS = 2
 

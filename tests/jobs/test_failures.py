@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import Finished, needs_mpirun, run_job, run_limited
+from ..support.jobs import Finished, needs_mpirun, run_job, run_limited
 
 pytestmark = needs_mpirun
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.copy.plan import CopyJob
-from tests import copy_model
+from tests.support import copy_model
 
 _DTYPES = [np.dtype(name) for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32",
                                        "float64")] + [np.dtype(ml_dtypes.bfloat16)]

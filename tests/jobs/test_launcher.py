@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import ROOT, find_mpirun, job_environment, living_after, needs_mpirun, processes_of, run_job, wait_until
+from ..support.jobs import (
+    ROOT,
+    find_mpirun,
+    job_environment,
+    living_after,
+    needs_mpirun,
+    processes_of,
+    run_job,
+    wait_until,
+)
 
 pytestmark = needs_mpirun
 

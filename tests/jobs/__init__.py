@@ -1,0 +1,1 @@
+"""Tests that start mpirun, or the command line, and look at what the job leaves."""
