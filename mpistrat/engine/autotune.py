@@ -1,4 +1,4 @@
-"""Autotune: tries ways to reduce during the first steps, one after the other, and keeps the quickest. Pure.
+"""Autotune: tries several ways to reduce during the first steps, and keeps the quickest. Pure.
 
 It is a search along one knob after the other, each with the best values of those before it. Only rank 0 measures; what
 it chooses reaches all ranks in a Decision, so that they change at the same point.

@@ -134,7 +134,7 @@ class Controller:
             timeout_s = device.patience(now)
             spins = timeout_s == 0.0
         else:
-            timeout_s, spins = min(self._coordinator.patience(now), self._fast_path.patience()), is_awaited
+            timeout_s, spins = min(self._coordinator.next_check_s(now), self._fast_path.next_check_s()), is_awaited
         self.control.wait(min(timeout_s, longest_s), SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -159,8 +159,8 @@ class Controller:
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
-            if self._may_call_vote(decision):
-                decision = decision._replace(calls_vote=True)
+            if self._may_open_vote(decision):
+                decision = decision._replace(opens_vote=True)
             self._learn(decision, decision.to_bytes() if self._coordinator.children else b"")
             self._execute_learned(now)
         if not self.life.ended.is_set():
@@ -173,10 +173,10 @@ class Controller:
             self._busy_at = now
         return is_busy
 
-    def _may_call_vote(self, decision: Decision) -> bool:
+    def _may_open_vote(self, decision: Decision) -> bool:
         """Whether rank 0's own caller waits for what is decided, so that all may soon wait for the next operation."""
         return (self._proposals.has_sole_awaited and self._may_agree and len(decision.agreed) == 1
-                and not any(decision[1:]) and self._fast_path.is_worth_calling())
+                and not any(decision[1:]) and self._fast_path.is_worth_opening())
 
     def _learn(self, decision: Decision, message: bytes) -> None:
         # The coordinator learns it now, before it is executed: children may have executed it, and send its numbers.
@@ -218,8 +218,8 @@ class Controller:
         self.executor.execute(entries)
         if self._tuner is not None:
             self._tune(self._tuner, entries, self.clock() - began)
-        if decision.calls_vote:
-            self._fast_path.call()
+        if decision.opens_vote:
+            self._fast_path.open()
         if decision.end is not None:
             if decision.end is EndReason.SHUTDOWN:
                 self.executor.device.drain()

@@ -1,16 +1,16 @@
-"""The engine: negotiates, fuses and reduces what is submitted, in one thread at a time, mostly a background thread.
+"""The engine: one thread at a time negotiates, fuses and reduces what callers submit.
 
-One thread owns MPI and NCCL, because MPI libraries are happiest with one calling thread; because the ranks must agree
-on names, shapes and order before a collective, while each of them submits in an order of its own; and because
-reduction then overlaps with the backward pass that still runs in other threads.
+One thread owns MPI and NCCL, for three reasons. MPI libraries work best with one calling thread. The ranks must agree
+on names, shapes and order before a collective, and each rank submits in its own order. Reduction overlaps with the
+backward pass, which runs in other threads.
 
-That thread is a background thread while anything submitted asynchronously is outstanding. A caller that has nothing to
-do but wait (`run`) drives the engine itself instead, if nobody else does: waking another thread, and being woken by it,
-takes longer than a small reduction. A lock sees to it that there is one driver at a time.
+The thread that runs the cycles is called the driver. A background thread drives while something submitted
+asynchronously is outstanding. A caller that only waits (`run`) drives the engine itself if no other thread does: two
+changes of threads take longer than a small reduction. A lock keeps it at one driver at a time.
 
-There is no fixed cycle. A submission or a message wakes the driver, and it sleeps in ControlPlane.wait otherwise. While
-it reduces, further submissions gather, and are fused in the next round. With nothing outstanding on this rank there is
-nothing that other ranks could wait for, so the background thread then looks at its messages only now and then.
+Cycles have no fixed period. A submission or a message wakes the driver, which otherwise sleeps in ControlPlane.wait.
+Submissions that arrive during a reduction are fused in the next cycle. While nothing is outstanding on this rank, no
+rank can wait for it, and the background thread checks for messages only now and then.
 
 Tests that need no threads call `Controller.run_cycle` instead.
 """
@@ -29,7 +29,7 @@ from .controller import Controller
 
 logger = logging.getLogger(__name__)
 
-_IDLE_LOOK_S = 0.05  # how often a rank that waits for nothing looks at its messages
+_IDLE_LOOK_S = 0.05  # between two checks for messages on a rank that waits for nothing
 
 
 class Engine:
@@ -54,7 +54,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, arrays: Sequence[Any]) -> Handle:
-        """Hand over a request; returns at once.
+        """Submit a request. Returns at once.
 
         Args:
             request: As on all ranks.
@@ -71,12 +71,12 @@ class Engine:
         return handle
 
     def run(self, request: Request, arrays: Sequence[Any], limit_s: float = math.inf) -> Handle:
-        """As submit, but returns when the handle is done, or after about `limit_s`; drives if nobody does."""
+        """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does."""
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True)
         drives: list[bool] = []
         try:
-            # Taken and noted by one call: Ctrl-C raises between calls, and a lock that is not noted is never released.
+            # One call takes the lock and notes it. Ctrl-C between two calls would leave the lock locked for ever.
             drives.extend(map(self._driving.acquire, [False]))
             if drives[0]:
                 is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
@@ -95,18 +95,18 @@ class Engine:
     def _call_background(self) -> None:
         self._attention.set()
         if self._driving.locked():
-            # Whoever drives may be asleep. If it is just about to stop, the background thread is called already.
+            # The driver may sleep. If it is about to stop, the background thread takes over: `_attention` is set.
             self.controller.control.wake()
 
     def announce_end(self) -> None:
-        """Say that this rank submits no more, so that other ranks need not wait for it. Returns at once."""
+        """Announce that this rank submits no more, so that other ranks do not wait for it. Returns at once."""
         self._life.request_end()
         self._call_background()
 
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
-        """Say that this rank submits no more, wait until all ranks have said so, and stop the thread.
+        """Announce that this rank submits no more, wait until all ranks have done so, and stop the thread. Collective.
 
-        The wait has no limit, like that of MPI_Finalize: a rank may evaluate for hours after the others are done.
+        The wait has no limit, as in MPI_Finalize: a rank may evaluate for hours after the others are done.
         `report(waited_s)` is called every `report_every_s`.
         """
         began = self._clock()
@@ -119,7 +119,7 @@ class Engine:
         self._thread.join()
 
     def abandon(self, reason: str) -> None:
-        """Stop without the other ranks, some of which have died. What is pending, and all that comes, fails. Local."""
+        """Stop without the other ranks, some of which have died. Pending and later operations fail. Local."""
         self._life.abandon(reason)
         if self._thread is None or self._life.ended.is_set():
             return
@@ -142,12 +142,12 @@ class Engine:
             with self._driving:
                 self._drive(None, math.inf)
 
-    # Overflows and NaNs are for the user to look for; under `-W error` numpy's warning would end the engine.
+    # Overflows and NaNs are the user's matter. Under `-W error` numpy's warning would end the engine.
     @np.errstate(all="ignore")
     def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
-        """Go on until `handle` is done or the deadline has passed; without a handle, until there is nothing to do.
+        """Run cycles until `handle` is done or the deadline has passed; without a handle, until there is no work.
 
-        First vote for `proposal`, if there is one: the entry of `handle`, which is not in the queue then.
+        First vote for `proposal`, if there is one: the entry of `handle`, which the queue does not have as new.
         """
         controller, life = self.controller, self._life
         try:
@@ -157,19 +157,19 @@ class Engine:
                     return
             while not life.ended.is_set():
                 busy = controller.run_cycle()
-                # Asked for even if nothing happened: another driver may have been quicker with this handle.
+                # Checked even if nothing happened: an earlier driver may have completed this handle.
                 if handle is not None:
                     if handle.done():
                         return
                 elif not controller.needs_driver:
-                    return  # Without another look: who has waited for this may want to drive what comes next.
+                    return  # At once: the caller that waited for this may drive its next operation.
                 elif busy:
                     continue
                 longest_s = deadline - self._clock()
                 if longest_s <= 0:
                     return
                 controller.wait(longest_s, is_awaited=handle is not None)
-        except BaseException as error:  # Whatever it was, nobody may wait for this engine any longer.
+        except BaseException as error:  # Of any kind: all waiters must get an error.
             logger.debug("rank %d: the engine failed", controller.topology.rank, exc_info=True)
             life.fail(error)
             if not isinstance(error, Exception):

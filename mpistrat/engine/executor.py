@@ -1,4 +1,7 @@
-"""Execution of what the ranks have agreed on: fuse, reduce, unpack, complete. Called by the engine's thread only."""
+"""Executor: executes what the ranks have agreed on. It fuses, reduces, unpacks and completes handles.
+
+Called by the controller, in the thread that drives.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ _FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
 
 @dataclass(slots=True)
 class _Partial:
-    """The results of an entry that is in several buckets, or in one with others, and how many are still to come."""
+    """The results of an entry that shares a bucket, or has several, and how many results are missing."""
 
     results: list[Any]
     missing: int
@@ -83,7 +86,7 @@ class Executor:
         jobs = self._take_prepared(entries, all_ready)
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
-            # First, so that the GPU works on them while this thread reduces the others.
+            # First, so that the GPU works while this thread reduces the others.
             self.device.execute(on_gpu)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
         partials: dict[int, _Partial] = {}
@@ -95,7 +98,7 @@ class Executor:
         for entry in entries:
             if entry.request.kind is CollectiveType.ALLGATHER:
                 entry.handle.complete(self._allgather(entry.arrays))
-            elif not entry.arrays:  # A barrier, or an empty group: that all ranks agreed is all there is to it.
+            elif not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
                 entry.handle.complete([])
         self._pool.next_turn()
         self._executing = ()
@@ -109,10 +112,10 @@ class Executor:
         self._data.abandon(is_stalled)
 
     def prepare(self, entry: Entry) -> bool:
-        """Begin to execute `entry`, which may be the next to be executed, as far as that is local and pays. Local.
+        """Begin to execute `entry`, which may be executed next: the part that is local and saves time. Local.
 
         Returns:
-            Whether the other ranks need nothing more from this one; see `all_ready` of `execute`.
+            Whether the other ranks need nothing more from this rank; see `all_ready` of `execute`.
         """
         request = entry.request
         self._prepared, self._is_stale = None, False
@@ -127,16 +130,16 @@ class Executor:
         return job.prepared.is_packed
 
     def prepare_more(self) -> None:
-        """Do what else is local of what `prepare` has begun. Local."""
+        """Go on with what `prepare` has begun, as far as that is local. Local."""
         if self._prepared is not None:
             prepared = self._prepared[1].prepared
             assert prepared is not None
             self._data.pack_ahead(prepared)
 
     def _take_prepared(self, entries: Sequence[Entry], all_ready: bool) -> list[_Job] | None:
-        """What `prepare` has begun, if that is all there is to execute; it is forgotten in any case."""
+        """What `prepare` has begun, if `entries` is exactly that. It is dropped otherwise."""
         found, self._prepared = self._prepared, None
-        # What all ranks have packed is as good after `choose`: there was no collective in between.
+        # What all ranks have packed stays valid after `choose`: there was no collective in between.
         if found is not None and len(entries) == 1 and found[0] is entries[0] and (all_ready or not self._is_stale):
             return [found[1]]
         if all_ready:
@@ -144,7 +147,7 @@ class Executor:
         return None
 
     def _begin(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[_Job]:
-        """Take the memory for all results: a rank short of it then fails before others wait for it in a collective."""
+        """Take the memory for all results first: a rank without memory then fails before others wait for it."""
         jobs = []
         for bucket in buckets:
             sources = (entries[bucket.whole].arrays if bucket.whole is not None else
@@ -162,7 +165,7 @@ class Executor:
             self._broadcast(sources, targets, request.root_rank)
 
     def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
-        """Give the job's results to their entries, and complete those that had nothing but it to wait for."""
+        """Store the job's results in their entries, and complete the entries that have all results."""
         bucket = job.bucket
         if bucket.whole is not None:
             entries[bucket.whole].handle.complete(job.targets)
@@ -190,8 +193,8 @@ class Executor:
         split(packed, targets)
 
     def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        # How many rows each rank brings is not negotiated but gathered here, so that a step with other row counts is
-        # still a step seen before.
+        # The numbers of rows are gathered here and not negotiated, so that a step with other row counts is still a
+        # step seen before.
         own = np.array([array.shape[0] for array in arrays], np.int64)
         rows = np.empty((self._size, len(arrays)), np.int64)
         self._data.allgather(own, rows.reshape(-1), [len(arrays)] * self._size)

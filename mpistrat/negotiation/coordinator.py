@@ -1,13 +1,16 @@
-"""Which requests all ranks execute next, and in which order. No MPI, no thread, no clock: time comes as an argument.
+"""Coordinator: decides which requests all ranks execute next, and in which order. Pure: time is an argument.
 
-The ranks form a tree of fan-out 16 with rank 0 at the root. A rank sends its parent an Announcement once its whole
-subtree has submitted a request; rank 0 sends Decisions down the tree, which every rank executes in the order in which
-they come. Requests meet by name, so ranks may submit in any order. A request seen before travels as one number, and an
-announcement that stands for a whole subtree carries no list of ranks: the work of any rank per step does not grow
-with the number of ranks, only with its sixteen children.
+The ranks form a tree of fan-out 16 with rank 0 at the root. A rank sends an Announcement to its parent once its whole
+subtree has submitted a request. Rank 0 sends Decisions down the tree, and every rank executes them in the order in
+which they arrive. Requests match by name, so ranks may submit in any order.
 
-Numbers are checked, not trusted: a rank sends one only when the very same request (name, dtypes, shapes, operation,
-scale, device) got it, and any other request of that name travels in full and is compared at rank 0.
+A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. So the work
+of a rank per step depends on its sixteen children, not on the number of ranks.
+
+A rank sends a number only for exactly the request (name, dtypes, shapes, operation, scale, device) that it was given
+for. Any other request of the same name travels in full, and rank 0 compares it.
+
+Called by the controller, in the thread that drives.
 """
 
 from collections.abc import Mapping
@@ -27,8 +30,8 @@ from .tree import Node
 class Coordinator:
     """One rank's node of the tree.
 
-    The engine calls `submit` and `end` for this rank, `receive` for what other ranks sent, then `advance`, and sends
-    what `advance` returns.
+    The caller passes what this rank does to `submit` and `end`, and what other ranks have sent to `receive`. Then it
+    calls `advance`, and sends what `advance` returns.
 
     Args:
         rank: This rank.
@@ -53,7 +56,7 @@ class Coordinator:
         self._ready: list[Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
-        self._is_stalled = False  # which is the reason for the failure
+        self._is_stalled = False  # the reason for the failure
         self._is_recalled = False
         self._choice: tuple[tuple[str, Any], ...] = ()
         self._ended: dict[int, int] = {}
@@ -66,7 +69,7 @@ class Coordinator:
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """This rank is ready for `request`. Its name must not be in flight on this rank."""
+        """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
         self._unanswered.begin(request.name, now)
         self._report(self.rank, request, None, now)
 
@@ -76,16 +79,16 @@ class Coordinator:
         self._someone_ended = True
 
     def fail(self, text: str, is_stall: bool = False) -> None:
-        """This rank's engine has failed, for a stall or anything else; all ranks shall hear of it."""
+        """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
         if self._failure is None:
             self._failure, self._is_stalled = text, is_stall
 
     def recall(self) -> None:
-        """Let rank 0 decide something soon, be it nothing: a decision ends a vote."""
+        """Ask rank 0 for a decision, which may be empty: it ends an open vote."""
         self._is_recalled = True
 
     def adopt(self, choice: Mapping[str, Any]) -> None:
-        """On rank 0: let all ranks reduce in this way from the next decision on."""
+        """On rank 0: all ranks reduce in this way from the next decision on."""
         self._choice = tuple(choice.items())
 
     @property
@@ -94,10 +97,10 @@ class Coordinator:
         return bool(self._choice)
 
     def receive(self, source: int, data: bytes, now: float) -> None:
-        """A child's Announcement has come.
+        """Take the Announcement of a child.
 
         Raises:
-            MessageError: It is none, or is not for this rank.
+            MessageError: `data` is not an announcement, or is not for this rank.
         """
         message = Announcement.from_bytes(data, source)
         if source not in self.children:
@@ -113,10 +116,10 @@ class Coordinator:
         self._is_recalled = self._is_recalled or message.recall
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
-        """Take note of rank 0's decision; returns the requests to execute, in order.
+        """Take a decision of rank 0. Returns the requests to execute, in order.
 
         Raises:
-            MessageError: It has a number that no request has.
+            MessageError: The decision has a number that stands for no request.
         """
         requests = []
         for item in decision.agreed:
@@ -133,34 +136,32 @@ class Coordinator:
         return tuple(requests)
 
     def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
-        """What to send now: an Announcement to the parent, or (on rank 0) a Decision to everybody, itself included."""
+        """The message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks."""
         ready, self._ready = self._ready, []
         return (None, self._decide(ready, now)) if self.rank == 0 else (self._announce(ready, now), None)
 
-    # -- what may be asked --------------------------------------------------------------------------------------------
+    # -- time ---------------------------------------------------------------------------------------------------------
 
     def stalled(self, now: float, limit: float) -> dict[str, list[int]]:
         """The names incomplete for more than `limit` seconds, each with the ranks of this subtree that miss."""
         return {name: pending.missing() for name, pending in self._pending.items() if now - pending.since > limit}
 
-    def patience(self, now: float) -> float:
+    def next_check_s(self, now: float) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
         if not (self._pending or self._unanswered) or self._warning_s is None:
             return 60.0
         return max(0.05, min(self._warning_s / 4, 1.0))
 
     def check(self, now: float) -> None:
-        """Look whether rank 0 answers. Within the limit it decides on a request, or ends the engines for a stall.
-
-        To be called in every round, once the messages that have come are read.
+        """Check that rank 0 answers: AnswerWatch.check, with the limit on stalls. To be called in every cycle.
 
         Raises:
-            StallError: It does neither.
+            StallError: Rank 0 does not answer.
         """
         if self._abort_s is not None:
             self._unanswered.check(now, self._abort_s)
 
-    # -- how it is decided --------------------------------------------------------------------------------------------
+    # -- announcements and decisions ----------------------------------------------------------------------------------
 
     def _report(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
         pending = self._pending.get(request.name)
@@ -191,7 +192,7 @@ class Coordinator:
                     requests.append((request, None))
                 else:
                     ids.append(number)
-        # What is incomplete is told only when rank 0 needs it: for a report, or because a rank has ended.
+        # Incomplete requests are passed on only when rank 0 needs them: for a report, or because a rank has ended.
         every = 0.0 if self._someone_ended else None if self._warning_s is None else self._warning_s / 2
         if every is not None:
             for pending in self._pending.values():
@@ -227,7 +228,7 @@ class Coordinator:
         if half_done and end is None:
             end, text = EndReason.MISMATCH, describe_half_done(half_done)
         if self._failure is not None:
-            agreed = []  # The rank that failed takes part in nothing any more, and the others would wait for it.
+            agreed = []  # The rank that failed takes part in no further collective.
         tell_ended = bool(self._ended) and not self._ended_was_told
         recall, self._is_recalled = self._is_recalled, False
         if self._finished or not (agreed or errors or end or tell_ended or self._choice or recall):
@@ -248,7 +249,7 @@ class Coordinator:
             if len(self._ended) == self.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if self._abort_s is not None and now >= self._next_check:
-            # A look at every pending name is dear, and an abort a moment later is as good.
+            # A check of all pending names takes long, and the end may come a moment later.
             self._next_check = now + min(self._abort_s / 10, 0.5)
             stalled = self.stalled(now, self._abort_s)
             if stalled:
@@ -257,7 +258,7 @@ class Coordinator:
         return None, ""
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
-        """From now on, end the engines when a request has been incomplete for so long, as `setting` has it."""
+        """From now on, end the engines when a request has been incomplete for so long. `setting` names the cause."""
         self._abort_s, self._abort_setting = seconds, setting
 
     def stall_report(self, now: float) -> str | None:

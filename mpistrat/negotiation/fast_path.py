@@ -1,20 +1,24 @@
-"""Agreement on an operation without the coordinator: all ranks vote for what they do next.
+"""Agreement on an operation by a vote of all ranks, without a message to rank 0.
 
-The coordinator's way is a message to rank 0 and one back. Where ranks wait for one operation after the other, there is
-a shorter one. Rank 0 calls a vote with a decision, when it has itself waited for the one operation that this decides
-on. From then on the next thing that any rank does is to vote, in one round after the other: for the operation's
-fingerprint, if it waits for that and has nothing else to do, or against all. If all ranks have voted for the same, all
-of them execute it, and the next round begins. A round in which they have not ends the vote, and everything goes to the
-coordinator again, what was voted for as well.
+The coordinator needs a message to rank 0 and one back. A vote is shorter, and serves ranks that wait for one operation
+after the other:
 
-So nothing that ranks disagree on is decided here. Rounds and decisions come in the same order on all ranks, for
+1. Rank 0 opens a vote with a decision, when its own caller has waited for the one operation that was decided on.
+2. From then on, each rank votes in one round after the other, and does nothing else. A rank votes for the fingerprint
+   of an operation if its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
+3. If all ranks have voted for the same fingerprint, all of them execute that operation, and the next round begins.
+   If not, the vote has ended, and the coordinator gets everything, including what was voted for.
 
-- a rank with an operation at the coordinator votes against, in every round until the vote has ended;
-- a rank that hears of a decision votes against, and executes it once the vote has ended. All ranks hear of it, so that
-  all of them vote, and none waits for long.
+Rounds and decisions have the same order on all ranks:
 
-A rank that does nothing at all does not vote. One that has waited for it tells rank 0, which recalls the vote by a
-decision; then it is the coordinator that knows which ranks miss, and reports it.
+- A rank with an operation at the coordinator votes against in every round, until the vote has ended.
+- A rank that receives a decision votes against, and executes the decision once the vote has ended. All ranks receive
+  it, so all of them vote, and no rank waits for long.
+
+A rank that does not enter mpistrat does not vote. A rank that has waited for such a rank asks rank 0 to recall the vote
+by a decision. The coordinator then finds out which ranks miss, and reports them.
+
+Used by the thread that drives the engine.
 """
 
 import logging
@@ -28,7 +32,7 @@ from ..core.topology import Topology
 logger = logging.getLogger(__name__)
 
 _LATE_S = 0.04
-_LOOK_S = 1.0  # how often a rank whose vote is not answered looks whether to report that
+_CHECK_S = 1.0  # between two checks of a round that is late
 _MOST_SKIPPED = 64
 
 
@@ -54,16 +58,16 @@ class _NoAgreement:
 
 
 class FastPath:
-    """One rank's votes. Used by the thread that drives the engine.
+    """One rank's votes.
 
     Args:
         agreement: How the ranks vote; None: they cannot, and no vote is ever called.
         topology: Where the ranks are.
-        warning_s: After so many seconds a round that is not complete is reported; None: never.
-        abort_s: After so many seconds it is an error; None: never.
+        warning_s: Seconds after which a round that is not complete is reported; None: never.
+        abort_s: Seconds after which such a round is an error; None: never.
 
     Attributes:
-        is_open: A vote has been called, and has not ended.
+        is_open: A vote has been opened, and has not ended.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
@@ -73,17 +77,17 @@ class FastPath:
         self.is_open = False
         self._entry: Entry | None = None
         self._since = 0.0
-        self._is_late_told = False
+        self._was_late = False
         self._next_report = 0.0
         self._agreements = 0  # in this vote
         self._skipped, self._to_skip = 0, 0
 
-    def call(self) -> None:
-        """A vote is called."""
+    def open(self) -> None:
+        """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
 
-    def is_worth_calling(self) -> bool:
-        """On rank 0, when a vote may be called: whether to. Votes that ended in the first round make it rarer."""
+    def is_worth_opening(self) -> bool:
+        """On rank 0: whether to open a vote. Each vote that ends in its first round makes the next ones rarer."""
         self._skipped += 1
         if not self._is_possible or self._skipped <= self._to_skip:
             return False
@@ -101,7 +105,7 @@ class FastPath:
         return self._agreement.has_voted
 
     def propose(self, entry: Entry, is_ready: bool, now: float) -> None:
-        """Vote for an entry's operation, in a vote that `is_open`, once in a round."""
+        """Vote for the operation of `entry`. A vote is open, and this rank has not voted in this round."""
         self._entry = entry
         self._cast(entry.request.fingerprint, is_ready, now)
 
@@ -111,11 +115,11 @@ class FastPath:
             self._cast(0, False, now)
 
     def _cast(self, number: int, is_ready: bool, now: float) -> None:
-        self._since, self._is_late_told, self._next_report = now, False, now + (self._warning_s or 0.0)
+        self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
         self._agreement.cast(number, is_ready)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """What this rank voted for, if anything, and the outcome, once all ranks have voted; None before."""
+        """The entry that this rank voted for, if any, and the outcome of the round; None until all ranks have voted."""
         outcome = self._agreement.outcome()
         if outcome is None:
             return None, None
@@ -128,20 +132,20 @@ class FastPath:
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
-        """Whether this rank has waited for others so long that the vote should be recalled. Once in a round."""
-        if not self._agreement.has_voted or self._is_late_told or now - self._since < _LATE_S:
+        """Whether this rank has waited so long that rank 0 should recall the vote. True once in a round."""
+        if not self._agreement.has_voted or self._was_late or now - self._since < _LATE_S:
             return False
-        self._is_late_told = True
+        self._was_late = True
         return True
 
-    def patience(self) -> float:
+    def next_check_s(self) -> float:
         """Seconds after which `is_late` and `check` must be called again."""
         if not self._agreement.has_voted:
             return 60.0
-        return _LOOK_S if self._is_late_told else _LATE_S
+        return _CHECK_S if self._was_late else _LATE_S
 
     def check(self, now: float) -> None:
-        """Report a rank that does not vote. An engine that runs does, and is heard as long as the network works.
+        """Report ranks that have not voted. Their engines do not run, or the network does not work.
 
         Raises:
             StallError: After `abort_s`.

@@ -1,8 +1,8 @@
-"""What ranks tell each other: Request, Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
+"""The messages of the negotiation: Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
-The byte form is a first byte for the kind, and then the fields in msgpack: numbers, texts and tuples of them, nothing
-that could run code. Where there are only numbers of requests, as in every step seen before, they follow as they are.
-Types, lengths and ranges are checked when a message is read; one that does not fit raises MessageError.
+The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
+code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
+Reading checks types, lengths and ranges. A message that does not fit raises MessageError.
 """
 
 import array
@@ -16,7 +16,7 @@ from ..core.plain_values import COUNTS, RANKS, are_in, is_tuple_of
 from ..core.request import Request
 
 _NUMBERS, _ANNOUNCEMENT, _DECISION = b"\1", b"\2", b"\3"
-_NUMBERS_HEADER = _NUMBERS + bytes(7)  # so that the numbers are where a processor reads them at once
+_NUMBERS_HEADER = _NUMBERS + bytes(7)  # The numbers are aligned to 8 bytes.
 
 _Message = TypeVar("_Message", "Announcement", "Decision")
 
@@ -48,10 +48,6 @@ def _require(fits: bool, what: str) -> None:
         raise ValueError(what)
 
 
-
-
-
-
 def _are_pairs(values: Any, first: type, second: tuple[type, ...]) -> bool:
     return is_tuple_of(tuple, values) and all(
         len(pair) == 2 and type(pair[0]) is first and type(pair[1]) in second for pair in values)
@@ -61,34 +57,22 @@ def _read(message: type[_Message], data: bytes, sender: int | None) -> _Message:
     try:
         return message.read(data)
     except ValueError as error:
-        # Among them is whatever msgpack raises, and an enumeration for a value it does not have.
+        # Also raised by msgpack, and by an enumeration for a value that it does not have.
         who = "a rank" if sender is None else f"rank {sender}"
         raise MessageError(f"{who} sent {len(data)} bytes that are no {message.__name__}: {error}. Do all ranks run "
                            "the same version of mpistrat?") from error
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 class Announcement(NamedTuple):
-    """A rank tells its parent in the tree what its subtree is ready for.
+    """What a subtree is ready for. A rank sends it to its parent in the tree.
 
     Attributes:
         ids: Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
         requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
-        failure: Why a rank's engine failed, for all others to hear.
-        recall: A rank has voted, and others do nothing: rank 0 shall end the vote.
-        is_stalled: `failure` is that it waited too long for other ranks.
+        failure: Why a rank's engine failed.
+        recall: A rank has voted, and other ranks have not: rank 0 must end the vote.
+        is_stalled: The engine failed because it had waited too long for other ranks.
     """
 
     ids: tuple[int, ...] = ()
@@ -111,13 +95,13 @@ class Announcement(NamedTuple):
         """The inverse of to_bytes.
 
         Raises:
-            MessageError: It is no announcement; names the rank `sender`.
+            MessageError: `data` is not an announcement. The text names the rank `sender`.
         """
         return _read(cls, data, sender)
 
     @classmethod
     def read(cls, data: bytes) -> "Announcement":
-        """As from_bytes, but what is no announcement is a ValueError."""
+        """As from_bytes, but raises ValueError."""
         kind = data[:1]
         if kind == _NUMBERS:
             return cls(_numbers_from_bytes(data))
@@ -149,17 +133,17 @@ class EndReason(str, Enum):
 
 
 class Decision(NamedTuple):
-    """Rank 0 tells all ranks what to execute next, in this order.
+    """What all ranks execute next, in this order. Rank 0 sends it down the tree.
 
     Attributes:
-        agreed: Each a number of an earlier Decision, or (number or None, request) when it is described for the first
-            time; a number given here may be used by all ranks from now on.
-        errors: (name, text) of requests about which the ranks disagree.
-        ended: Some rank has called shutdown(); from now on what is incomplete is passed on at once.
+        agreed: Each item is the number of a request, or (number or None, request) for a request without one. From now
+            on, all ranks may send a number that is given here.
+        errors: (name, text) of requests on which the ranks disagree.
+        ended: Some rank has called shutdown(). From now on, ranks pass on incomplete requests at once.
         end: The engines end after this decision, for this reason.
-        end_text: What to tell the user about it.
-        choice: (knob, value) of how to reduce from now on, this decision included; see autotune.
-        calls_vote: After this decision all ranks vote; see voting.
+        end_text: The reason as a sentence for the user.
+        choice: (knob, value) of how to reduce from now on, this decision included; see engine/autotune.py.
+        opens_vote: After this decision all ranks vote; see fast_path.py.
     """
 
     agreed: tuple[int | tuple[int | None, Request], ...] = ()
@@ -168,7 +152,7 @@ class Decision(NamedTuple):
     end: EndReason | None = None
     end_text: str = ""
     choice: tuple[tuple[str, Any], ...] = ()
-    calls_vote: bool = False
+    opens_vote: bool = False
 
     def to_bytes(self) -> bytes:
         """The byte form."""
@@ -176,35 +160,34 @@ class Decision(NamedTuple):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return _fields_to_bytes(_DECISION, (agreed, self.errors, self.ended, self.end and self.end.value, self.end_text,
-                                            self.choice, self.calls_vote))
+                                            self.choice, self.opens_vote))
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
         """The inverse of to_bytes.
 
         Raises:
-            MessageError: It is no decision; names the rank `sender`.
+            MessageError: `data` is not a decision. The text names the rank `sender`.
         """
         return _read(cls, data, sender)
 
     @classmethod
     def read(cls, data: bytes) -> "Decision":
-        """As from_bytes, but what is no decision is a ValueError."""
+        """As from_bytes, but raises ValueError."""
         kind = data[:1]
         if kind == _NUMBERS:
             return cls(_numbers_from_bytes(data))
         _require(kind == _DECISION, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        agreed, errors, ended, end, end_text, choice, calls_vote = fields
+        agreed, errors, ended, end, end_text, choice, opens_vote = fields
         _require(type(agreed) is tuple, "nothing agreed")
         _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
-        _require(type(ended) is bool and type(calls_vote) is bool, "what is neither yes nor no")
+        _require(type(ended) is bool and type(opens_vote) is bool, "what is neither yes nor no")
         _require(type(end_text) is str, "a reason that is no text")
         _require(_are_pairs(choice, str, (str, int, float, bool)), "a choice that is none")
         return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
-                   end_text,
-                   choice, calls_vote)
+                   end_text, choice, opens_vote)
 
 
 def _agreed(item: Any) -> int | tuple[int | None, Request]:

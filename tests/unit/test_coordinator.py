@@ -639,17 +639,17 @@ def test_without_a_warning_time_nothing_is_reported_or_told() -> None:
 
 def test_a_waiting_rank_looks_up_now_and_then() -> None:
     node = Coordinator(0, 2, stall_warning_s=WARNING_S)
-    assert node.patience(0.0) > 10
+    assert node.next_check_s(0.0) > 10
     node.submit(allreduce("a"), 0.0)
-    assert 0 < node.patience(0.0) <= 1
-    assert Coordinator(0, 2, stall_warning_s=None).patience(0.0) > 10
+    assert 0 < node.next_check_s(0.0) <= 1
+    assert Coordinator(0, 2, stall_warning_s=None).next_check_s(0.0) > 10
 
 
 def test_a_rank_that_rank_0_does_not_answer_ends_after_the_limit() -> None:
     node = Coordinator(3, 4, 1024, WARNING_S, ABORT_S, Topology(3, ("here", "here", "there", "there")))
     node.submit(allreduce("a"), 0.0)
     node.submit(allreduce("b"), 100.0)
-    assert 0 < node.patience(0.0) <= 1
+    assert 0 < node.next_check_s(0.0) <= 1
     for now in range(int(ABORT_S) + 4):
         node.check(now)  # Rank 0 may just be about to say that it is too late.
     with pytest.raises(StallError, match=r"^a: rank 3 on there has waited 604 s for ranks \[0\] on here\. Either the "
@@ -871,7 +871,7 @@ def test_what_is_new_is_told_once_by_each_rank_whatever_the_number_of_ranks_belo
     assert len({length for _, _, length in job.announcements}) == 1
 
 
-# -- what no rank sends ------------------------------------------------------------------------------------------------
+# -- what no rank sends -----------------------------------------------------------------------------------------------
 
 
 def test_a_number_that_stands_for_nothing_is_told_with_its_sender() -> None:

@@ -129,7 +129,7 @@ def voters(warning_s: float | None = None, abort_s: float | None = None) -> list
     made = [FastPath(agreement, Topology(rank, ("here", "here")), warning_s, abort_s)
             for rank, agreement in enumerate(agreements(2))]
     for voting in made:
-        voting.call()
+        voting.open()
     return made
 
 
@@ -181,7 +181,7 @@ def test_a_vote_that_is_not_answered_is_to_be_recalled_once() -> None:
     assert [first.is_late(now) for now in (0.03, 0.05, 0.06)] == [False, True, False]
     assert second.is_late(0.05)
     first.settle()
-    first.call()
+    first.open()
     first.propose(entry("a"), False, 1.0)
     assert first.is_late(1.05)
 
@@ -191,7 +191,7 @@ def test_votes_that_end_in_the_first_round_are_called_ever_more_rarely() -> None
 
     def vote(*what: str) -> None:
         for voting in (first, second):
-            voting.call()
+            voting.open()
         for name in what:
             first.propose(entry("a"), False, 0.0)
             second.propose(entry(name), False, 0.0)
@@ -200,10 +200,10 @@ def test_votes_that_end_in_the_first_round_are_called_ever_more_rarely() -> None
     skipped = []
     for _ in range(9):
         vote("b")
-        skipped.append(next(count for count in range(1000) if first.is_worth_calling()))
+        skipped.append(next(count for count in range(1000) if first.is_worth_opening()))
     assert skipped == [1, 3, 7, 15, 31, 63, 64, 64, 64]
     vote("a", "b")
-    assert first.is_worth_calling()
+    assert first.is_worth_opening()
 
 
 def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +224,7 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
 
 def test_a_vote_that_another_host_does_not_answer_may_be_for_the_network() -> None:
     first = FastPath(agreements(2)[0], Topology(0, ("here", "there")), None, 5.0)
-    first.call()
+    first.open()
     first.propose(entry("a"), False, 0.0)
     with pytest.raises(StallError, match=r"^a: rank 0 on here has waited 5 s for ranks \[1\] on there\. Either the "
                                          "network between the hosts here and there is down"):

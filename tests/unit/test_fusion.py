@@ -91,7 +91,7 @@ def test_a_buffer_is_aligned(elements: int) -> None:
     assert not elements or view.ctypes.data % ALIGNMENT == 0
 
 
-# -- BucketPlans: what is reduced as one, and how ----------------------------------------------------------------------
+# -- BucketPlans: what is reduced as one, and how ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("op", "reduced_by", "divisor"), [(ReduceOp.AVERAGE, ReduceOp.SUM, 4),

@@ -49,7 +49,7 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
     Decision(),
     Decision(agreed=(0, (7, PLAIN), 3, (None, FULL))),
     Decision(errors=(("a", "the ranks disagree"),), ended=True),
-    Decision((3,), calls_vote=True),
+    Decision((3,), opens_vote=True),
     Decision(choice=(("backend", "shared_memory"), ("chunk_bytes", 2**40), ("a", True), ("b", 0.1), ("c", -1))),
     *(Decision((1,), (), False, end, "why: ü") for end in EndReason)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
