@@ -11,6 +11,7 @@ from ..support.jobs import needs_mpirun, run_job, run_limited
 pytestmark = needs_mpirun
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_table_a_picture_and_a_file(ranks: int, tmp_path: Path) -> None:
     picture, points = tmp_path / "figure.png", tmp_path / "points.json"
@@ -33,6 +34,7 @@ def test_training_with_and_without_averaging() -> None:
     assert "on 2 ranks; efficiency" in line
 
 
+@pytest.mark.quick
 def test_one_rank_without_mpirun_has_nothing_to_compare_with() -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "bench", "1KB", "--repeats", "3"])
     assert job.code == 0, job.output

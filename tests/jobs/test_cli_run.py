@@ -24,6 +24,7 @@ def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60
     return run_limited([*BARE, *words], env=env, limit_s=limit_s)
 
 
+@pytest.mark.quick
 @needs_mpirun
 def test_every_rank_runs_the_command() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"echo rank {RANK}.")
@@ -40,6 +41,7 @@ def test_a_script_is_run_with_this_python(tmp_path: Path) -> None:
     assert job.output.count(f"<{sys.executable}|['--epochs', '3']>") == 2
 
 
+@pytest.mark.quick
 @needs_mpirun
 def test_the_exit_code_is_that_of_the_rank_that_failed() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || exit 3")
@@ -53,6 +55,7 @@ def test_a_rank_that_dies_of_a_signal_fails_the_job() -> None:
     assert job.code in (137, 9), job.output
 
 
+@pytest.mark.quick
 @needs_mpirun
 def test_more_ranks_than_slots() -> None:
     command = ["-np", "3", "-H", "localhost:2", "sh", "-c", f"echo rank {RANK}."]
@@ -62,6 +65,7 @@ def test_more_ranks_than_slots() -> None:
     assert job.code == 0 and "rank 2." in job.output, job.output
 
 
+@pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("line", ["localhost slots=2", "localhost:2"])
 def test_a_hostfile_of_either_syntax(tmp_path: Path, line: str) -> None:
@@ -115,12 +119,14 @@ def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
             left.kill()
 
 
+@pytest.mark.quick
 def test_wrong_input_ends_with_code_2() -> None:
     job = mpistrat("run", "-np", "0", "true")
     assert job.code == 2
     assert job.output == "mpistrat run: argument -np: 0 is not a number of ranks; write for example: -np 2\n"
 
 
+@pytest.mark.quick
 def test_check_says_what_is_here() -> None:
     job = mpistrat("check")
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
@@ -136,6 +142,7 @@ def test_check_survives_a_library_that_is_none() -> None:
     assert "/no/libmpi.so" in job.output
 
 
+@pytest.mark.quick
 @needs_mpirun
 def test_check_runs_an_all_reduce() -> None:
     job = mpistrat("check", "-np", "2", limit_s=200)

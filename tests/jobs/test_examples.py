@@ -97,6 +97,7 @@ def mnist_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick
 @each_example
 @each_size
 def test_reaches_the_accuracy_and_says_so_in_its_last_line(example: str, ranks: int,
@@ -193,6 +194,7 @@ def test_a_data_file_with_fewer_images_than_ranks_is_an_error(example: str, tmp_
     assert job.output.splitlines()[-1] == "0 training images are too few for 1 ranks"
 
 
+@pytest.mark.quick
 @each_example
 def test_without_scikit_learn_the_pip_line_is_named(example: str, tmp_path: Path) -> None:
     broken = tmp_path / "sklearn"

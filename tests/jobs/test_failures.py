@@ -64,6 +64,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(ranks: int, ot
     assert "[mpistrat] rank 1 on " in job.output, job.output
 
 
+@pytest.mark.quick
 def test_an_exception_before_init_ends_the_job_with_its_traceback(mark: Path) -> None:
     job = end_rank_1(3, "raises before init", "wait in init", mark)
     assert "RuntimeError: failed on purpose\n" in job.output, job.output
@@ -85,6 +86,7 @@ def test_a_keyboard_interrupt_on_one_rank_ends_the_job(mark: Path) -> None:
     assert "KeyboardInterrupt\n" in job.output, job.output
 
 
+@pytest.mark.quick
 def test_sys_exit_on_one_rank_gives_the_job_its_exit_code(mark: Path) -> None:
     job = end_rank_1(3, "exits with 3", "end too", mark)
     assert job.code == 3, job.output
@@ -127,6 +129,7 @@ def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str,
     assert "They ended early (sys.exit?)" in line, job.output
 
 
+@pytest.mark.quick
 def test_a_script_may_end_without_shutdown() -> None:
     job = run(3, "no_shutdown.py")
     assert job.code == 0, job.output
@@ -151,6 +154,7 @@ def test_an_error_that_nobody_catches_ends_the_job() -> None:
 # -- ranks that do not do the same ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
     job = run(ranks, "unequal_steps.py")
@@ -214,27 +218,32 @@ def lives() -> list[dict[str, list[str]]]:
     return by_rank
 
 
+@pytest.mark.quick
 def test_before_init_an_operation_and_a_query_are_errors_and_shutdown_does_nothing(lives: list) -> None:
     for life in lives:
         assert life["before init"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned None"]
 
 
+@pytest.mark.quick
 def test_init_may_be_called_twice_even_with_an_operation_in_flight(lives: list) -> None:
     for life in lives:
         assert life["after init"] == ["returned 3.0"]
         assert life["after a second init"] == ["returned 6.0", "returned 3.0"]
 
 
+@pytest.mark.quick
 def test_after_shutdown_an_operation_and_a_query_are_errors(lives: list) -> None:
     for life in lives:
         assert life["after shutdown"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned False"]
 
 
+@pytest.mark.quick
 def test_after_shutdown_init_begins_anew(lives: list) -> None:
     for life in lives:
         assert life["after shutdown and init"] == ["returned 3.0", "returned True"]
 
 
+@pytest.mark.quick
 def test_init_takes_a_list_of_ranks() -> None:
     job = run(3, "subset.py", "list")
     assert job.of_rank(0) == ["returned None", "returned rank 0 of 2, sum 2", "ends"], job.output
@@ -244,6 +253,7 @@ def test_init_takes_a_list_of_ranks() -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.quick
 def test_init_takes_a_communicator_and_leaves_it_alone() -> None:
     job = run(3, "subset.py", "communicator")
     has = "the communicator still has {} ranks"
@@ -273,6 +283,7 @@ def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
             in said(job, rank), job.output
 
 
+@pytest.mark.quick
 def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it() -> None:
     job = run(3, "init_only.py", "1:MPISTRAT_FUSION_TRESHOLD=1")
     for rank in range(3):
@@ -289,6 +300,7 @@ def test_a_value_out_of_range_is_an_error_on_every_rank() -> None:
         assert "MPISTRAT_STALL_CHECK_TIME_SECONDS='-1': expected " in said(job, rank), job.output
 
 
+@pytest.mark.quick
 def test_settings_that_differ_are_an_error_on_every_rank_that_names_values_and_ranks() -> None:
     job = run(3, "init_only.py", "1:MPISTRAT_CACHE_CAPACITY=7", env={"MPISTRAT_CACHE_CAPACITY": "9"})
     for rank in range(3):
@@ -352,6 +364,7 @@ def test_thread_level_serialized_suffices() -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_one_rank_without_mpirun_works_and_loads_no_mpi() -> None:
     job = run_limited([sys.executable, "tests/scripts/alone.py"])
     assert job.of_rank(0) == [

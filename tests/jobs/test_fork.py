@@ -23,6 +23,7 @@ def test_a_forked_process_ends_at_once_and_the_job_goes_on(way: str, code: int) 
     assert job.left == (), job.output
 
 
+@pytest.mark.quick
 def test_a_forked_process_knows_its_rank_and_is_refused_everything_else() -> None:
     job = run_job(2, ["python", "tests/scripts/forked.py", "calls"])
     for rank in range(2):

@@ -5,6 +5,7 @@ import pytest
 from ..support.jobs import needs_mpirun, run_job
 
 
+@pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_figure_is_printed(ranks: int) -> None:

@@ -37,6 +37,7 @@ def test_the_limit_holds_even_if_something_keeps_the_output_open(stray: str) -> 
     assert "It printed:\nbegins\n" in str(failure.value)
 
 
+@pytest.mark.quick
 def test_a_job_is_done_when_its_first_process_ends_whatever_keeps_the_output_open(stray: str) -> None:
     job = run_limited(["sh", "-c", f"echo begins; {stray}; exit 3"], limit_s=120)
     assert (job.code, job.output, job.left) == (3, "begins\n", ())

@@ -29,6 +29,7 @@ def test_ten_thousand_steps_do_not_let_memory_grow() -> None:
     assert [job.of_rank(rank) for rank in range(2)] == [["shared_memory stays"]] * 2, job.output
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("operations", ["shared_memory", "mpi"])
 def test_either_backend_can_be_asked_for(ranks: int, operations: str) -> None:

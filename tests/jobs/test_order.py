@@ -40,6 +40,7 @@ def test_random_programs_under_a_strategy(ranks: int) -> None:
         assert f"rank {rank}: 20 programs are right" in job.output, job.output
 
 
+@pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:

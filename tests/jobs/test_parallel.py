@@ -13,8 +13,9 @@ PARTS["rest"] = [file for file in FILES if not any(file in part for part in PART
 
 
 @needs_mpirun
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks, part", [
+    pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
+    for ranks in (2, 3) for part in PARTS])
 def test_every_rank_passes(ranks: int, part: str) -> None:
     job = run_job(ranks, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]], limit_s=1200)
     assert job.code == 0, job.output

@@ -9,8 +9,9 @@ from ..support.jobs import needs_mpirun, run_job
 
 
 @needs_mpirun
-@pytest.mark.parametrize("ranks, options", [(2, ["30"]), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
-                                            (2, ["10", "3000", "tensorflow"])])
+@pytest.mark.parametrize("ranks, options", [
+    pytest.param(2, ["30"], marks=pytest.mark.quick), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
+    (2, ["10", "3000", "tensorflow"])])
 def test_programs_of_arrays(ranks: int, options: list[str]) -> None:
     job = run_job(ranks, ["python", "tests/scripts/random_arrays.py", *options], limit_s=300)
     assert job.code == 0, job.output

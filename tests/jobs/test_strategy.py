@@ -54,7 +54,8 @@ def test_an_example_runs_without_mpirun(example: str) -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("example, ranks", [*((example, 2) for example in EXAMPLES), (EXAMPLES[-1], 3)])
+@pytest.mark.parametrize("example, ranks", [pytest.param(EXAMPLES[0], 2, marks=pytest.mark.quick),
+                                            *((example, 2) for example in EXAMPLES[1:]), (EXAMPLES[-1], 3)])
 def test_an_example_trains_as_one_process_does(example: str, ranks: int) -> None:
     line = last_line(run_job(ranks, command(example), limit_s=300))
     expected = trained_alone(example)

@@ -76,6 +76,7 @@ def supervised(*words: str, prefix: Sequence[str] = (), **patience: float) -> It
                 left.kill()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_exit_code_is_that_of_mpirun(code: int) -> None:
     with supervised("ends", "sh", "-c", f"exit {code}", left_s=0.1) as run:
@@ -107,6 +108,7 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
         assert "it is sent" not in run.output
 
 
+@pytest.mark.quick
 def test_mpirun_that_does_not_end_after_a_signal_is_killed() -> None:
     with supervised("ends", *SLEEP, signal_s=0.5, left_s=0.1) as run:
         run.await_text("the rank begins")
