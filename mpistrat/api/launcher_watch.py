@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 
+from ..core.tuning import LAUNCHER_POLL_S
 from . import processes
 from .launch_env import RUN_NAME, identity
 from .processes import Process
@@ -23,7 +24,6 @@ from .processes import Process
 logger = logging.getLogger(__name__)
 
 ABORTED = signal.SIGURG  # what tells `mpistrat run` that a rank ends the job; elsewhere it does nothing
-_PERIOD_S = 1.0
 
 
 class LauncherWatch:
@@ -45,8 +45,8 @@ class LauncherWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        # Not by a descriptor of the process (pidfd), which older kernels of clusters lack. To look takes 30 us.
-        while not self._stopped.wait(_PERIOD_S):
+        # Not by a descriptor of the process (pidfd), which older kernels of clusters lack.
+        while not self._stopped.wait(LAUNCHER_POLL_S):
             if not self._launcher.is_alive():
                 end_without_launcher(self._launcher)
 

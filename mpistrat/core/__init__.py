@@ -1,1 +1,1 @@
-"""The vocabulary of all packages: settings, errors, topology, requests, handles, memory."""
+"""What all packages share: settings, errors, topology, requests, handles, memory, tuning constants."""

@@ -1,4 +1,8 @@
-"""Factors on the way in and out of a reduction: scaled_copy, and Scale, the one place that makes averages of sums."""
+"""Elementwise arithmetic of reductions: prescale, combine, scale.
+
+`Scale` is the only place that divides a sum by the number of ranks. Pure functions on numpy arrays; any thread may call
+them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +15,7 @@ from .request import ReduceOp
 
 
 class Scale:
-    """What happens to a reduced value before it is rounded: times `factor`, divided by `divisor` (a number of ranks).
+    """Multiplies a reduced value by `factor` and divides it by `divisor` (a number of ranks), before it is rounded.
 
     Integers are divided exactly and truncated toward zero.
     """
@@ -21,13 +25,13 @@ class Scale:
 
     @property
     def is_identity(self) -> bool:
-        """Whether values are left as they are."""
+        """Whether `apply` leaves values unchanged."""
         return self.factor == 1.0 and self.divisor == 1
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Write the scaled `source` to `target`; they are of one shape, and may be the same memory.
+        """Write the scaled `source` to `target`. Both have the same shape, and may be the same memory.
 
-        For a half precision `target` the `source` may be the float32 that it is computed in.
+        For a half precision `target`, `source` may be float32, so that the result is rounded once.
         """
         if source.dtype.kind in "iu" and self.factor == 1.0 and self.divisor > 1:
             wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
@@ -42,7 +46,7 @@ IDENTITY = Scale()
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduction:
-    """What an all-reduce does with values: multiply by `prescale`, combine over the ranks by `op`, apply `scale`.
+    """The arithmetic of an all-reduce: multiply by `prescale`, combine over the ranks with `op`, apply `scale`.
 
     Attributes:
         op: SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
@@ -55,11 +59,11 @@ class Reduction:
 
 @lru_cache
 def divided_before(reduction: Reduction, dtype: np.dtype) -> Reduction:
-    """The same reduction, with the division moved to the prescale where that gives the same result.
+    """Return `reduction` with its division moved into the prescale, if the result stays the same.
 
-    The prescale is applied while values are copied, where it costs nothing. Floats are divided before by powers of two,
-    where the average is the same: both are exact (but for sums below 1e-37, or too large for the dtype). Half precision
-    is not so wide, and is summed and divided in float32.
+    The prescale is applied during a copy that is made in any case, so it costs nothing. The result stays the same for
+    floats and a divisor that is a power of two: both divisions are exact, except for sums below 1e-37 or too large for
+    the dtype. Half precision has a smaller range, so it is summed and divided in float32.
     """
     scale, divisor = reduction.scale, reduction.scale.divisor
     if divisor != 1 and divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype):
@@ -68,7 +72,7 @@ def divided_before(reduction: Reduction, dtype: np.dtype) -> Reduction:
 
 
 def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
-    """`target = source * scale`, computed in float32 for half precision, in float64 for integers (then truncated)."""
+    """Set `target = source * scale`, computed in float32 for half precision and in float64, truncated, for integers."""
     if scale == 1.0:
         if target is not source:
             np.copyto(target, source, casting="unsafe" if is_half(target.dtype) else "same_kind")
@@ -84,10 +88,10 @@ _UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maxi
 
 
 def combine(parts: Sequence[np.ndarray] | np.ndarray, op: ReduceOp, target: np.ndarray, scale: Scale) -> None:
-    """Write `parts[0] op parts[1] op ...`, scaled, to `target`, elementwise, from left to right.
+    """Write `parts[0] op parts[1] op ...`, scaled, to `target`: elementwise, from left to right.
 
-    float16 and bfloat16 are combined and scaled in float32 and rounded once. Integers wrap; NaN and infinities
-    propagate as IEEE 754 has it (a NaN wins in MIN and MAX too). `target` may be one of `parts`.
+    float16 and bfloat16 are combined and scaled in float32 and rounded once. Integers wrap around. NaN and infinities
+    propagate as in IEEE 754; MIN and MAX propagate NaN too. `target` may be one of `parts`.
     """
     ufunc = _UFUNCS[op]
     if is_half(target.dtype):

@@ -1,4 +1,4 @@
-"""Names of dtypes, remembered: numpy composes them anew at every look, which takes longer than a small reduction."""
+"""Cached properties of dtypes: numpy composes `dtype.name` at each access, which takes as long as a small reduction."""
 
 from functools import cache
 
@@ -9,11 +9,11 @@ HALVES = ("float16", "bfloat16")
 
 @cache
 def name_of(dtype: np.dtype) -> str:
-    """The dtype's name, as it is known to all ranks."""
+    """The dtype's name, which is the same on all ranks."""
     return dtype.name
 
 
 @cache
 def is_half(dtype: np.dtype) -> bool:
-    """Whether values are combined and scaled in float32 instead of the dtype itself."""
+    """Whether the dtype is half precision, which is combined and scaled in float32."""
     return name_of(dtype) in HALVES

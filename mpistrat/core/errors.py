@@ -5,30 +5,30 @@
     MpistratError
     ├── NotInitializedError     (ValueError)   an op or a query before init() or after shutdown()
     ├── SettingsError           (ValueError)   an unknown MPISTRAT_ name, a value out of range, ranks that differ
-    ├── MissingDependencyError  (ImportError)  a package or library is needed now; the text has the pip line
-    ├── InvalidRequestError     (ValueError)   one rank's own input is wrong; nothing was sent, the job goes on
-    │   └── DuplicateNameError                 the name is still in flight on this rank
+    ├── MissingDependencyError  (ImportError)  a package or library is needed; the text has the pip line
+    ├── InvalidRequestError     (ValueError)   one rank's own input is wrong; nothing was sent, the job continues
+    │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor
-        ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not make a cluster
-        ├── RankDiedError                      a rank has died that the others cannot do without
+        ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not fit a cluster
+        ├── RankDiedError                      a rank has died, and the others cannot continue
         └── EngineError                        the engine has ended; every pending and later operation fails
-            ├── MessageError                   another rank sent something that is no message
+            ├── MessageError                   another rank sent an invalid message
             ├── StallError                     ranks waited too long for others
-            └── ShutdownError                  a rank ended while others still wait for it
+            └── ShutdownError                  a rank ended while others wait for it
 
-`CollectiveError` reaches every rank with the same text. A `MismatchError` leaves the engine running, unless the tensor
-was in a `tf.function`; an `EngineError` does not.
+A `CollectiveError` is raised on every rank with the same text. After a `MismatchError` the engine goes on, unless the
+tensor was in a `tf.function`. After an `EngineError` it does not.
 """
 
 
 class MpistratError(Exception):
-    """Base of everything that mpistrat raises on purpose."""
+    """Base class of all exceptions that mpistrat raises on purpose."""
 
 
 class NotInitializedError(MpistratError, ValueError):
-    """init() has not been called, or shutdown() has."""
+    """init() has not been called, or shutdown() has been called since."""
 
 
 class SettingsError(MpistratError, ValueError):
@@ -44,43 +44,43 @@ class InvalidRequestError(MpistratError, ValueError):
 
 
 class DuplicateNameError(InvalidRequestError):
-    """A collective of this name is still in flight on this rank."""
+    """A collective of this name is in flight on this rank."""
 
 
 class LaunchError(MpistratError, ValueError):
-    """The launcher cannot make an mpirun command line from what it was given."""
+    """The launcher cannot make an mpirun command line of its arguments."""
 
 
 class CollectiveError(MpistratError, RuntimeError):
-    """A collective failed; every rank that takes part gets the same text."""
+    """A collective failed. Every rank that takes part raises it with the same text."""
 
 
 class MismatchError(CollectiveError, ValueError):
-    """The ranks disagree about one tensor, which fails on every rank. The engine goes on, except from a tf.function."""
+    """The ranks disagree about a tensor. Its collective fails on all ranks. Ends the engine only in a tf.function."""
 
 
 class ClusterError(CollectiveError, ValueError):
-    """The ranks cannot form a cluster: roles or TF_CONFIG do not fit, a port is taken, the chief is not reached."""
+    """The ranks cannot form a cluster: roles or TF_CONFIG do not fit, a port is in use, or the chief is unreachable."""
 
 
 class RankDiedError(CollectiveError):
-    """A process was killed or its host is gone, and the others cannot go on without it."""
+    """A process was killed or its host is down, and the others cannot continue without it."""
 
 
 class EngineError(CollectiveError):
-    """The engine has ended. Every outstanding and every later operation fails with this error."""
+    """The engine has ended. All outstanding and later operations fail with this error."""
 
 
 class MessageError(EngineError):
-    """Another rank sent a message that does not have the form that messages have; names the rank."""
+    """Another rank sent a malformed message. Names the rank."""
 
 
 class StallError(EngineError):
     """Some ranks waited longer than `stall_abort_s` for others.
 
-    These never submitted a tensor, or a process is stopped, or the network between the hosts is down.
+    The other ranks did not submit a tensor, or a process is stopped, or the network between the hosts is down.
     """
 
 
 class ShutdownError(EngineError):
-    """A rank has shut down or ended while other ranks still wait for it."""
+    """A rank has shut down or ended while other ranks wait for it."""

@@ -1,8 +1,8 @@
-"""Processes that were forked from a rank: they are no ranks, and every call that needs one is an error there.
+"""Refuses collectives, init() and shutdown() in processes that were forked from a rank.
 
-A fork copies the memory of a rank, but neither the engine's thread nor MPI's, and its connections are shared: what the
-copy says would count as said by the rank. Ranks and sizes are fields that the copy has, too; a worker that loads data
-asks for them to know its shard.
+A fork copies a rank's memory, but not its threads (the engine's, MPI's). It shares the rank's connections, so messages
+of the copy would pass for messages of the rank. `rank()` and `size()` still work in the copy: they only read fields,
+and data loading workers need them to choose a shard. Any thread may call these functions.
 """
 
 import os
@@ -13,7 +13,7 @@ from .errors import NotInitializedError
 _TEXT = ("this process was forked from a rank (process {parent}), and is none itself: only the parent can take part in "
          "collectives, init() and shutdown(). Call them there, and hand over what this process needs. A process that "
          "shall share nothing with its parent is started by multiprocessing.get_context('spawn').")
-# In the environment of what a rank starts: the rank's process id. Not a setting.
+# Environment variable in the processes that a rank starts: the process id of the rank. Not a setting.
 RANK_PROCESS = "_MPISTRAT_RANK"
 
 _is_rank = False
@@ -21,14 +21,14 @@ _parent = 0
 
 
 def claim(environ: MutableMapping[str, str]) -> None:
-    """From now on this process is a rank, and what it starts is none. `environ` is what that inherits."""
+    """Mark this process as a rank, and `environ`, which its child processes inherit."""
     global _is_rank
     _is_rank = True
     environ[RANK_PROCESS] = str(os.getpid())
 
 
 def release(environ: MutableMapping[str, str]) -> None:
-    """This process is a rank no more, and what it starts may become one."""
+    """Undo `claim`: child processes started from now on may become ranks."""
     global _is_rank
     _is_rank = False
     environ.pop(RANK_PROCESS, None)
@@ -40,7 +40,7 @@ def is_child() -> bool:
 
 
 def error() -> NotInitializedError:
-    """What calls in a forked process raise."""
+    """The exception for calls in a forked process."""
     return NotInitializedError(_TEXT.format(parent=_parent))
 
 
@@ -56,5 +56,5 @@ def _note() -> None:
         _parent = os.getppid()
 
 
-# The first of the package's functions that are called after a fork, since the others import this module.
+# Runs before the other after-fork functions of the package, whose modules import this one.
 os.register_at_fork(after_in_child=_note)

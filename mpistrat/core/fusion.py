@@ -1,4 +1,4 @@
-"""Fusion: which tensors share one reduction. Pure: all ranks make the same plan of the same requests."""
+"""Fusion: which tensors share one reduction. Pure: all ranks derive the same plan from the same requests."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -6,20 +6,22 @@ from typing import Any, Protocol
 
 from .arithmetic import Reduction, Scale
 from .request import CollectiveType, ReduceOp, Request
+from .tuning import KEPT_FUSION_PLANS
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
-    """Group members into buckets that are reduced as one. Pure: all ranks get the same plan from the same members.
+    """Group members into buckets, each of which is reduced as one. Pure.
 
-    Starts with the first member and adds later ones of the same key. On one of another key it looks ahead, as Horovod
-    does, as long as what is taken and what is skipped together stay within `limit`; so interleaved dtypes still fuse.
+    A bucket starts with the first member left, and takes later members of the same key. Members of other keys are
+    skipped, as Horovod's look-ahead does, as long as the bytes taken and skipped together stay within `limit`. So
+    interleaved dtypes still fuse.
 
     Args:
-        members: (key, bytes) of each tensor; only equal keys (dtype, operation, scale) may share a bucket.
-        limit: Bytes in a bucket. A larger member gets a bucket of its own; 0: every member does.
+        members: (key, bytes) of each tensor. Only members of equal keys (dtype, operation, scale) share a bucket.
+        limit: Bytes of a bucket. A larger member gets its own bucket. 0: every member does.
 
     Returns:
-        Buckets as lists of indices into `members`, in order of their first index.
+        Buckets as lists of indices into `members`, ordered by their first index.
     """
     buckets = []
     waiting = list(range(len(members)))
@@ -44,15 +46,14 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
 
 
 FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
-_KEPT_PLANS = 1024
 
 
 class Submitted(Protocol):
-    """A request and its tensors, of which dtype and nbytes matter here."""
+    """A request and its tensors (see handle.Entry)."""
 
     @property
     def request(self) -> Request:
-        """The request, as on all ranks."""
+        """The request, the same on all ranks."""
 
     @property
     def arrays(self) -> Sequence[Any]:
@@ -61,10 +62,13 @@ class Submitted(Protocol):
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is reduced, or broadcast, as one: `members[i]` is (place of the entry, place of the array in it).
+    """Arrays that are reduced, or broadcast, as one.
 
     Attributes:
-        whole: The place of an entry that is all there is in it, or None.
+        request: Of the first member. All members agree in what the fusion key has of it.
+        members: (index of the entry, index of the array in the entry) of each array.
+        whole: The index of the entry, if the bucket has exactly the arrays of one entry; else None.
+        reduction: The same for all members.
     """
 
     request: Request
@@ -74,10 +78,10 @@ class Bucket:
 
 
 class BucketPlans:
-    """Plans for lists of entries, which are the same on all ranks; the plans of lists seen before are kept.
+    """Makes the plans for lists of entries that are the same on all ranks, and caches them by the list of requests.
 
     Args:
-        size: How many ranks there are.
+        size: The number of ranks.
     """
 
     def __init__(self, size: int):
@@ -86,37 +90,37 @@ class BucketPlans:
         self._limit = 0
 
     def plan(self, entries: Sequence[Submitted], limit: int) -> list[Bucket]:
-        """The buckets of the entries' arrays, of at most `limit` bytes each; only what is of a kind in FUSED."""
+        """The buckets, of at most `limit` bytes each, of the arrays of all entries whose kind is in FUSED."""
         if limit != self._limit:
             self._plans.clear()
             self._limit = limit
-        # The arrays follow from the requests, and with hundreds of them a plan takes longer than a small reduction.
+        # Equal requests have equal arrays. With hundreds of them, making a plan takes longer than a small reduction.
         key = tuple([entry.request for entry in entries])
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _KEPT_PLANS:
+            if len(self._plans) >= KEPT_FUSION_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = self._make_plan(entries)
         return plan
 
     def _make_plan(self, entries: Sequence[Submitted]) -> list[Bucket]:
-        places: list[tuple[int, int]] = []
+        arrays_at: list[tuple[int, int]] = []
         members: list[tuple[Hashable, int]] = []
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             request = entry.request
             if request.kind in FUSED:
-                alike = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                         request.device, request.wire)
-                places += [(place, i) for i in range(len(entry.arrays))]
-                members += [((alike, array.dtype), array.nbytes) for array in entry.arrays]
+                key = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
+                       request.device, request.wire)
+                arrays_at += [(index, i) for i in range(len(entry.arrays))]
+                members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
         for indices in plan_buckets(members, self._limit):
-            place = places[indices[0]][0]
-            request, arrays = entries[place].request, entries[place].arrays
-            chosen = tuple(places[i] for i in indices)
-            whole = place if chosen == tuple((place, i) for i in range(len(arrays))) else None
+            members_of_bucket = tuple(arrays_at[i] for i in indices)
+            first = members_of_bucket[0][0]
+            request, arrays = entries[first].request, entries[first].arrays
+            whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
             average = request.reduce_op is ReduceOp.AVERAGE
             reduction = Reduction(ReduceOp.SUM if average else request.reduce_op, request.prescale,
                                   Scale(request.postscale, self._size if average else 1))
-            buckets.append(Bucket(request, chosen, whole, reduction))
+            buckets.append(Bucket(request, members_of_bucket, whole, reduction))
         return buckets

@@ -1,4 +1,7 @@
-"""Handle, the pending result of a collective, and Entry, a request with its arrays and its handle."""
+"""Handle, the pending result of a collective, and Entry, a request with its arrays and its handle.
+
+The engine completes handles in the thread that drives it. Any thread may wait for them.
+"""
 
 import logging
 import os
@@ -12,14 +15,13 @@ from .request import Request
 
 logger = logging.getLogger(__name__)
 
-
-# Held for a moment when a handle changes; one for all, since few are ever waited for. In that moment a signal, or the
-# garbage collector, may bring in code that uses another handle.
+# Held briefly while a handle changes. One lock serves all handles, since few threads wait. It is reentrant, because a
+# signal handler or the garbage collector may run code that uses another handle meanwhile.
 _handles_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """In a forked process: another thread may have held it, which is not there."""
+    """Replace the lock in a forked process: a thread that does not exist there may have held it."""
     global _handles_lock
     _handles_lock = threading.RLock()
 
@@ -27,8 +29,6 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 _Callback = Callable[[list[Any]], None]
-
-
 _Call = tuple[_Callback, Any]
 
 
@@ -40,23 +40,23 @@ class Handle:
     def __init__(self, name: str):
         self.name = name
         self._is_done = False
-        # For each thread that waits a lock that is held until the handle is done: a third of the time of an Event.
+        # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []
         self._error: Exception | None = None
         self._callbacks: list[_Call] = []
 
     def done(self) -> bool:
-        """Whether the result or an error is there. Never blocks."""
+        """Whether the collective has a result or an error. Never blocks."""
         return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """Block until the collective is complete and return its numpy arrays, or GpuArrays (see gpu.arrays).
 
         Raises:
-            CollectiveError: What all ranks were told.
+            CollectiveError: The collective failed, on all ranks.
             NotInitializedError: In a process that was forked from this rank before the collective was complete.
-            TimeoutError: Not complete after `timeout_s`; it goes on, and wait may be called again.
+            TimeoutError: Not complete after `timeout_s`. The collective goes on, and `wait` may be called again.
         """
         if not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
@@ -65,10 +65,10 @@ class Handle:
         return self._arrays
 
     def await_done(self, timeout_s: float) -> bool:
-        """Block until it is complete, for at most `timeout_s` (-1: for ever). Returns whether it is."""
+        """Block until the collective is complete, for at most `timeout_s` (-1: no limit). Returns whether it is."""
         if self.done():
             return True
-        forked.require_rank()  # Nothing is completed in a forked process.
+        forked.require_rank()  # No handle is ever completed in a forked process.
         waiter = threading.Lock()
         waiter.acquire()
         with _handles_lock:
@@ -81,10 +81,10 @@ class Handle:
         return self.done()
 
     def when_done(self, callback: _Callback, argument: Any = None) -> None:
-        """Call `callback([argument])` on completion, in the engine's thread, or now if it is complete.
+        """Call `callback([argument])` on completion in the engine's thread, or at once if the handle is complete.
 
-        Handles that are completed at the same time, and have the same callback, share a call, with the arguments of
-        all of them. It must not block.
+        Handles that are completed together and have the same callback share one call, with the arguments of all of
+        them. The callback must not block.
         """
         with _handles_lock:
             if not self._is_done:
@@ -112,7 +112,7 @@ class Handle:
 
 
 def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
-    """Deliver their results to several handles, and only then make the calls that are to be made. Engine only."""
+    """Deliver results to several handles, and call their callbacks afterwards. Engine only."""
     calls: list[_Call] = []
     for handle, arrays in results:
         handle._arrays = arrays
@@ -128,7 +128,7 @@ def _call(calls: list[_Call]) -> None:
     for callback, arguments in by_callback.items():
         try:
             callback(arguments)
-        except Exception:  # It must not keep other handles from being completed.
+        except Exception:  # Other handles must be completed all the same.
             logger.exception("what was to be done on completion failed")
 
 
@@ -136,8 +136,9 @@ def _call(calls: list[_Call]) -> None:
 class Entry:
     """A submitted request with this rank's tensors, which stay unchanged until it is complete.
 
-    They are C-contiguous numpy arrays, or GpuInputs when the request's device is a GPU. `is_awaited`: The thread that
-    submitted it does nothing else until it is complete.
+    Attributes:
+        arrays: C-contiguous numpy arrays, or GpuInputs if the request's device is a GPU.
+        is_awaited: Whether the submitting thread blocks until the request is complete.
     """
 
     request: Request

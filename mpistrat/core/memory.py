@@ -1,7 +1,7 @@
-"""Result memory: aligned blocks that are used again once nobody refers to them.
+"""Memory for results and fusion buffers: aligned, and reused once it is free.
 
-Fresh memory costs page faults (a quarter of a millisecond per megabyte), so results of the same size step after step
-come from the same blocks. TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned.
+Fresh memory costs page faults (0.25 ms per MB), so results of the same size use the same blocks step after step.
+TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned.
 """
 
 import math
@@ -10,9 +10,10 @@ from collections import deque
 
 import numpy as np
 
+from .tuning import IDLE_RESULT_ROUNDS, SPARE_RESULT_BYTES
+
 ALIGNMENT = 64
-IDLE_REFERENCES = 2  # what keeps the block, and the argument of getrefcount
-_KEPT_TURNS = 64
+IDLE_REFERENCES = 2  # to the memory of a free block: its owner, and the argument of getrefcount
 
 
 def rounded_up(count: int, step: int = ALIGNMENT) -> int:
@@ -28,7 +29,7 @@ def aligned_empty(nbytes: int) -> np.ndarray:
 
 
 class _Block:
-    """The memory of one result, and the turn in which it was last taken."""
+    """The memory of one result, and the round in which it was last taken."""
 
     __slots__ = ("memory", "taken_at")
 
@@ -38,7 +39,7 @@ class _Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing outside the pool refers to it: numpy keeps the base alive for every view."""
+        """Whether nothing outside the pool refers to the memory: every numpy view holds a reference to its base."""
         return sys.getrefcount(self.memory.base) == IDLE_REFERENCES
 
 
@@ -46,27 +47,30 @@ _NO_BLOCKS: deque[_Block] = deque()
 
 
 class ResultPool:
-    """Hands out arrays over pooled blocks. Used by one thread; the arrays may go to any other.
+    """Allocates arrays from pooled blocks. One thread uses the pool; any thread may use the arrays.
 
-    A block is free when nothing outside the pool refers to it: numpy keeps the block alive for every view, and
-    TensorFlow keeps the view for as long as a tensor uses its memory.
+    A block is free when nothing outside the pool refers to it: every numpy view holds a reference to the block, and
+    TensorFlow holds the view for as long as a tensor uses its memory.
 
-    Memory is bounded by what is in use. Sizes are rounded, so that results whose size changes a little share a block.
-    When new blocks have brought the pool to its limit, it keeps only as many bytes of free blocks as are in use (or
-    `spare_bytes`, if that is more), those last taken. The limit is then what is in use and twice that.
+    The memory in use bounds the pool. Sizes are rounded up, so that results of nearly equal sizes share blocks. When a
+    new block would exceed the limit, the pool keeps the free blocks taken last, up to `allowed` bytes: the bytes in
+    use, or `spare_bytes` if that is more. The new limit is the bytes in use plus twice `allowed`.
 
     Args:
-        spare_bytes: So many bytes of free blocks are always allowed.
+        spare_bytes: Bytes of free blocks that the pool may always keep.
+
+    Attributes:
+        nbytes: Bytes of all blocks.
     """
 
-    def __init__(self, spare_bytes: int = 32 * 2**20):
-        self._blocks: dict[int, deque[_Block]] = {}  # by size; the one taken the longest ago first
+    def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):
+        self._blocks: dict[int, deque[_Block]] = {}  # by size; least recently taken first
         self._spare_bytes = self._limit = spare_bytes
-        self.nbytes = 0  # of all blocks
-        self._turn = 0
+        self.nbytes = 0
+        self._round = 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised, aligned, C-contiguous array whose memory nothing else uses."""
+        """Return an uninitialised, aligned, C-contiguous array over a free block."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = block_size(nbytes)
         blocks = self._blocks.get(size, _NO_BLOCKS)
@@ -77,7 +81,7 @@ class ResultPool:
                 break
         else:
             block = self._make(size)
-        block.taken_at = self._turn
+        block.taken_at = self._round
         return block.memory[:nbytes].view(dtype).reshape(shape)
 
     def _make(self, size: int) -> _Block:
@@ -93,7 +97,7 @@ class ResultPool:
         return block
 
     def _drop_free(self, allowed_bytes: int, taken_since: int = 0) -> None:
-        """Keep so many bytes of free blocks at most, those last taken, and none that was not taken since that turn."""
+        """Free all free blocks but those taken last, up to `allowed_bytes`, in round `taken_since` or later."""
         free = [block for blocks in self._blocks.values() for block in blocks if block.is_free]
         free.sort(key=lambda block: block.taken_at, reverse=True)
         dropped = set()
@@ -110,25 +114,25 @@ class ResultPool:
                 del self._blocks[size]
 
     def next_turn(self) -> None:
-        """Mark the end of a round of work; now and then blocks that were not taken in the last 64 rounds are freed."""
-        self._turn += 1
-        if self._turn % _KEPT_TURNS == 0:
-            self._drop_free(self.nbytes, taken_since=self._turn - _KEPT_TURNS)
+        """Mark the end of a round of work. Every IDLE_RESULT_ROUNDS rounds, blocks not taken since are freed."""
+        self._round += 1
+        if self._round % IDLE_RESULT_ROUNDS == 0:
+            self._drop_free(self.nbytes, taken_since=self._round - IDLE_RESULT_ROUNDS)
 
 
 def block_size(nbytes: int) -> int:
-    """The size of the block for a result of so many bytes: at most an eighth larger, and a multiple of 64."""
+    """The size of the block for a result of `nbytes`: a multiple of 64, at most an eighth larger."""
     return rounded_up(nbytes, max(ALIGNMENT, 2 ** (nbytes.bit_length() - 4)) if nbytes else ALIGNMENT)
 
 
 class FusionBuffer:
-    """Memory that grows to the largest bucket seen and is used again for every bucket. One thread only."""
+    """Scratch memory for all buckets, which grows to the largest of them. One thread only."""
 
     def __init__(self) -> None:
         self._memory = aligned_empty(0)
 
     def view(self, elements: int, dtype: np.dtype) -> np.ndarray:
-        """A 1-D array of `elements` over the buffer; what it held before is lost."""
+        """Return a 1-D array of `elements` over the buffer. The former contents are lost."""
         nbytes = elements * dtype.itemsize
         if nbytes > self._memory.nbytes:
             self._memory = aligned_empty(nbytes)

@@ -1,4 +1,7 @@
-"""From a caller's arguments to a Request: validation of what one rank can see alone."""
+"""Request, what a rank asks the others to do together, and the functions that make one of a caller's arguments.
+
+The functions check what one rank can check alone. Pure; any thread may call them.
+"""
 
 import hashlib
 import math
@@ -13,6 +16,7 @@ import numpy as np
 from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
 from .plain_values import COUNTS, EXTENTS, RANKS, are_in, is_tuple_of
+from .tuning import KEPT_REQUESTS
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
 
@@ -38,9 +42,9 @@ class CollectiveType(str, Enum):
 
 
 class TensorSpec(NamedTuple):
-    """What ranks must agree on about one tensor: the dtype's numpy name and the shape.
+    """The dtype (numpy's name) and the shape of a tensor, on which the ranks must agree.
 
-    For an allgather the first dimension, which may differ among ranks, is -1.
+    For an allgather the first dimension is -1, since it may differ among ranks.
     """
 
     dtype: str
@@ -49,18 +53,18 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A rank says: these tensors are ready to be reduced, gathered or broadcast, together.
+    """Tensors of one rank that are ready to be reduced, gathered or broadcast together.
 
-    Ranks match requests by `name`; everything else must be equal on all of them, but for `labels` and `in_graph`.
+    The ranks match requests by `name`. All other fields but `labels` and `in_graph` must be equal on all ranks.
 
     Attributes:
-        tensors: What the ranks agree on.
+        tensors: Dtype and shape of each of the caller's tensors.
         device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
-        layout: Which of the caller's tensors each array that travels is made of, when small ones are joined or the
-            order is another; () for one array per tensor, in order.
-        wire: The dtype that wider floating-point tensors on a GPU may travel in; "" for their own.
-        labels: What users call the tensors (a variable's path), for error messages; may be empty.
-        in_graph: The collective stands in a graph: an error ends the execution of the whole graph.
+        layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
+            concatenated or reordered; () for one array per tensor, in order.
+        wire: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
+        labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
+        in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
     """
 
     kind: CollectiveType
@@ -87,7 +91,7 @@ class Request:
 
     @cached_property
     def fingerprint(self) -> int:
-        """61 bits, never 0, that are the same for equal requests on all ranks, and for no others."""
+        """A hash of 61 bits, never 0, which is the same on all ranks for equal requests."""
         compared = repr(self.to_tuple()[:-2])  # without labels and in_graph
         return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little") >> 3 or 1
 
@@ -98,11 +102,11 @@ class Request:
                 self.in_graph)
 
     @classmethod
-    def from_tuple(cls, values: Any) -> "Request":
-        """The inverse of to_tuple, for values that may be anything.
+    def from_tuple(cls, values: object) -> "Request":
+        """The inverse of to_tuple. `values` comes from another process and may have any form.
 
         Raises:
-            ValueError: They are no request.
+            ValueError: It is not a request.
         """
         if type(values) is not tuple or tuple(map(type, values)) != _REQUEST_TYPES:
             raise ValueError("a request with other fields")
@@ -116,11 +120,10 @@ class Request:
         if labels and not is_tuple_of(str, labels):
             raise ValueError("labels that are no texts")
         return cls(CollectiveType(kind), name, tuple(map(_spec_from, tensors)), ReduceOp(reduce_op), root_rank,
-                   prescale,
-                   postscale, device, layout, wire, labels, in_graph)
+                   prescale, postscale, device, layout, wire, labels, in_graph)
 
 
-def _spec_from(values: Any) -> TensorSpec:
+def _spec_from(values: object) -> TensorSpec:
     if type(values) is not tuple or tuple(map(type, values)) != (str, tuple):
         raise ValueError("a tensor that is no pair of dtype and shape")
     for extent in values[1]:
@@ -129,18 +132,16 @@ def _spec_from(values: Any) -> TensorSpec:
     return TensorSpec(*values)
 
 
-# Of Request.to_tuple.
+# The types of the fields in Request.to_tuple.
 _REQUEST_TYPES = (str, str, tuple, int, int, float, float, str, tuple, str, tuple, bool)
 
 
 Average, Sum, Adasum, Min, Max, Product = (
     ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
-_KEPT = 4096  # requests made lately; the same ones are made at every step, and are found in tables by identity
-
 
 def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
-    """The operation that `op` and Horovod's deprecated `average` ask for; Average when neither is given."""
+    """The operation for the arguments `op` and `average` (deprecated in Horovod); Average if neither is given."""
     if average is not None:
         if op is not None:
             raise InvalidRequestError("The op parameter supersedes average. Please provide only one of them.")
@@ -155,14 +156,14 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
     return op
 
 
-@lru_cache(_KEPT)
+@lru_cache(KEPT_REQUESTS)
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = (),
                       layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU, wire: str = "") -> Request:
     """A request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
-        InvalidRequestError: A dtype that cannot be reduced with `op`, or a factor that is not finite.
+        InvalidRequestError: The dtype cannot be reduced with `op`, or a factor is not finite.
     """
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, op)
@@ -173,9 +174,9 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
                    device=device, layout=layout, wire=wire, labels=labels)
 
 
-@lru_cache(_KEPT)
+@lru_cache(KEPT_REQUESTS)
 def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU) -> Request:
-    """A request to gather each of `tensors` along its first dimension, which may differ among ranks."""
+    """A request to concatenate each of `tensors` along its first dimension, which may differ among ranks."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
         if not tensor.shape:
@@ -185,7 +186,7 @@ def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = 
                    device=device)
 
 
-@lru_cache(_KEPT)
+@lru_cache(KEPT_REQUESTS)
 def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, size: int,
                       labels: tuple[str, ...] = (), device: str = DEVICE_CPU) -> Request:
     """A request to overwrite `tensors` with those of `root_rank`."""
@@ -197,9 +198,9 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
     return Request(CollectiveType.BROADCAST, name, tensors, root_rank=int(root_rank), device=device, labels=labels)
 
 
-@lru_cache(_KEPT)
+@lru_cache(KEPT_REQUESTS)
 def barrier_request(name: str) -> Request:
-    """A request without tensors: it is complete when all ranks have made it."""
+    """A request without tensors, which is complete when all ranks have submitted it."""
     return Request(CollectiveType.BARRIER, name)
 
 
@@ -209,7 +210,7 @@ def specs_of(arrays: Sequence[Any]) -> tuple[TensorSpec, ...]:
 
 
 def _check_bytes(name: str, dtype: str) -> None:
-    # A float8 or bfloat16 name is not known to numpy itself, but neither holds Python objects.
+    # Not np.dtype(dtype): numpy alone does not know the names of float8 and bfloat16.
     if dtype == "object" or dtype.lower().startswith(("str", "bytes", "void")):
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be sent. Use broadcast_object or allgather_object.")
 

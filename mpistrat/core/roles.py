@@ -1,4 +1,4 @@
-"""Roles of ranks in a TensorFlow cluster, and the content of TF_CONFIG for them."""
+"""Roles of ranks in a TensorFlow cluster, and the content of TF_CONFIG for them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -8,7 +8,7 @@ from .topology import Topology
 
 
 class Role(str, Enum):
-    """What a rank does in a cluster; the values are the task types of TF_CONFIG."""
+    """The role of a rank in a cluster. The values are the task types of TF_CONFIG."""
 
     CHIEF = "chief"
     WORKER = "worker"
@@ -17,17 +17,16 @@ class Role(str, Enum):
 
 
 def assign_roles(size: int, jobs: Mapping[str, int] | None = None) -> tuple[tuple[Role, int], ...]:
-    """The role and the index within that role of each rank.
+    """The (role, index within the role) of each rank.
 
     Args:
-        size: How many ranks there are.
-        jobs: How many ranks each role takes, in the order in which ranks are given out, for example
-            `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. The default is rank 0 as the chief and all others as
-            workers.
+        size: The number of ranks.
+        jobs: The number of ranks of each role, in the order of the ranks, for example
+            `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
 
     Raises:
-        ValueError: An unknown role, a negative count, no or several chiefs, a chief that is not rank 0, or counts that
-            do not add up to `size`.
+        ValueError: A role is unknown, a count is negative, there is not exactly one chief, the chief is not rank 0, or
+            the counts do not add up to `size`.
     """
     if jobs is None:
         jobs = {"chief": 1, "worker": size - 1}
@@ -50,8 +49,8 @@ def cluster_spec(topology: Topology, ports: Sequence[int],
                  jobs: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The content of TF_CONFIG for this rank: `{"cluster": {role: ["host:port", ...]}, "task": {...}}`.
 
-    As TensorFlow wants it, an evaluator is a task but not part of the cluster. When all ranks share one host its
-    address is `localhost`, which needs no name service.
+    As TensorFlow requires, an evaluator is a task but not part of the cluster. If all ranks are on one host, addresses
+    are `localhost`, which needs no name service.
 
     Args:
         topology: Where the ranks run.

@@ -1,7 +1,7 @@
-"""Settings: every knob of mpistrat, read once from MPISTRAT_* environment variables.
+"""All settings of mpistrat, read once by init() from MPISTRAT_* environment variables.
 
-This is the only module that reads MPISTRAT_*. Elsewhere a setting arrives as an argument. The names are Horovod's with
-another prefix where Horovod has the same knob, so that HOROVOD_X becomes MPISTRAT_X.
+This is the only module that reads MPISTRAT_*. Other modules get settings as arguments. Where Horovod has the same
+setting, HOROVOD_X becomes MPISTRAT_X.
 """
 
 import difflib
@@ -19,15 +19,15 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 def _setting(env: str, default: Any, doc: str, *, low: float | None = None, high: float | None = None,
              choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that carries its environment name (without prefix), its documentation and its range."""
+    """A dataclass field with its environment name (without prefix), its documentation and its range."""
     return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, with their defaults. Frozen: one object is made by init() and handed down.
+    """All settings, with their defaults. init() makes one object and passes it on.
 
-    `Settings.table()` yields the name, default and documentation of each. docs/settings.md has them as a table.
+    docs/settings.md has the rows of `Settings.table()`.
     """
 
     fusion_bytes: int = _setting(
@@ -36,8 +36,8 @@ class Settings:
         high=2**40)
     cache_capacity: int = _setting(
         "CACHE_CAPACITY", 16384,
-        "How many different operations are remembered, so that a repeated one is agreed on by a number instead of its "
-        "full description. 0: none.", low=0, high=2**24)
+        "Number of requests that ranks keep, so that they negotiate a repeated one by its number instead of its full "
+        "description. 0: none.", low=0, high=2**24)
     stall_check_disable: bool = _setting(
         "STALL_CHECK_DISABLE", False, "1: wait without a limit, and without a report, for tensors that other ranks "
         "never submit and for collectives that do not end, on CPUs and GPUs alike.")
@@ -49,28 +49,29 @@ class Settings:
         "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
-        "ended. By default it ends within seconds, with the processes that it has started.")
+        "ended. By default it ends within seconds, with the processes that it started.")
     cpu_operations: str = _setting(
-        "CPU_OPERATIONS", "auto", "What reduces CPU tensors: shared_memory among the ranks of a host, with mpi between "
-        "hosts; mpi throughout; or auto, the first of these that can.", choices=("auto", "shared_memory", "mpi"))
+        "CPU_OPERATIONS", "auto", "Backend for CPU tensors. auto: first available of shared_memory, mpi. "
+        "shared_memory: shared memory within hosts, MPI between hosts. mpi: MPI throughout.",
+        choices=("auto", "shared_memory", "mpi"))
     fast_path: bool = _setting(
-        "FAST_PATH", True, "0: ranks agree on every operation through rank 0, also where they wait for one operation "
-        "after the other and could agree among themselves. Slower, same results.")
+        "FAST_PATH", True, "0: ranks negotiate every operation through rank 0, also where they wait for one operation "
+        "after the other and could agree by a vote. Slower, same results.")
     gpu_operations: str = _setting(
-        "GPU_OPERATIONS", "auto", "What reduces GPU tensors: nccl; staged, by way of pinned host memory and what "
-        "reduces CPU tensors; auto, the first of these that can; or host, as CPU tensors, together with those of ranks "
-        "without a GPU.", choices=("auto", "nccl", "staged", "host"))
+        "GPU_OPERATIONS", "auto", "Backend for GPU tensors. auto: first available of nccl, staged. staged: copy "
+        "through pinned host memory to the backend for CPU tensors. host: treat as CPU tensors, together with those of "
+        "ranks without a GPU.", choices=("auto", "nccl", "staged", "host"))
     nccl_streams: int = _setting(
-        "NUM_NCCL_STREAMS", 1, "NCCL communicators, each with streams of its own, which take turns in reducing "
-        "buckets of GPU tensors.", low=1, high=16)
+        "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
+        "tensors in turn.", low=1, high=16)
     autotune: bool = _setting(
         "AUTOTUNE", False, "1: try backends, chunk sizes and fusion thresholds during the first steps, and keep the "
-        "quickest.")
+        "fastest.")
     autotune_log: str = _setting(
-        "AUTOTUNE_LOG", "", "File on rank 0's host to which autotune writes what it tried and chose. If it is there "
-        "already, its choice is used without a search.")
+        "AUTOTUNE_LOG", "", "File on rank 0's host for what autotune tried and chose. If it exists, its choice is used "
+        "without a search.")
     log_level: str = _setting(
-        "LOG_LEVEL", "warning", "Least severe messages that are shown: debug, info, warning or error.",
+        "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)
 
     @classmethod
@@ -78,15 +79,14 @@ class Settings:
         """Read the settings from `environ`.
 
         Raises:
-            SettingsError: An unknown MPISTRAT_ name, or a value that cannot be read or is out of range. All of them
-                are named at once.
+            SettingsError: Unknown MPISTRAT_ names, and values that are malformed or out of range; names all of them.
         """
         by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env:
-                # Without the prefix, which would make any two names alike.
+                # Compared without the prefix, which makes all names similar.
                 near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 1)
                 hint = f" Did you mean {PREFIX}{near[0]}?" if near else ""
                 problems.append(f"{name} is not a setting of mpistrat.{hint} Known: {', '.join(sorted(by_env))}.")
@@ -114,7 +114,7 @@ class Settings:
 
     @property
     def limit_s(self) -> float:
-        """How many seconds a rank waits for others at most; 0: for ever."""
+        """Seconds that a rank waits for others at most; 0: no limit."""
         return 0.0 if self.stall_check_disable else self.stall_abort_s
 
     @property
@@ -124,7 +124,7 @@ class Settings:
 
 
 def horovod_names(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each HOROVOD_ variable in `environ`, naming its twin here where there is one."""
+    """A sentence for each HOROVOD_ variable in `environ`, which names its counterpart, if any."""
     known = {f.metadata["env"] for f in fields(Settings)}
     sentences = []
     for name in sorted(n for n in environ if n.startswith(HOROVOD_PREFIX)):
@@ -135,7 +135,7 @@ def horovod_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def differing(by_rank: list[Settings]) -> list[str]:
-    """A sentence for each setting that is not the same on all ranks; `by_rank[r]` are rank r's settings."""
+    """A sentence for each setting that is not the same on all ranks. `by_rank[r]` are rank r's settings."""
     sentences = []
     for f in fields(Settings):
         ranks: dict[Any, list[int]] = {}

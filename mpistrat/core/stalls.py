@@ -1,20 +1,20 @@
-"""What is said of a wait for other ranks that takes too long: which ranks, on which hosts, and the likely causes."""
+"""Texts on a wait for other ranks that takes too long: which ranks, on which hosts, and the likely causes. Pure."""
 
 from collections.abc import Sequence
 
 from .topology import Topology, rank_list
 
-_LISTED = 6  # how many hosts a message lists before it says how many more there are
+_LISTED = 6  # hosts that a message lists by name; it gives the number of the others
 _NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
 
 
 def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
-    """The sentences on a wait of this rank.
+    """Sentences on a wait of this rank.
 
     Args:
         topology: Where the ranks are.
-        missing: The ranks that are waited for, or more, where it is not known which of them are late.
-        waited_s: For so many seconds.
+        missing: The ranks that this rank waits for. May have more ranks, if it is unknown which of them are late.
+        waited_s: Seconds since the wait began.
     """
     is_one_host = len(topology.hosts) == 1
     who = f"rank {topology.rank}" if is_one_host else f"rank {topology.rank} on {topology.host}"
@@ -29,14 +29,14 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
 
 
 def likely_causes(topology: Topology) -> str:
-    """A sentence on why a rank has waited too long, when it is not known for which one."""
+    """A sentence on why a rank has waited too long, if it is unknown for which rank."""
     if len(topology.hosts) == 1:
         return f"The engine of some rank does not run: {_NOT_RUNNING}."
     return f"Either {network_cause(topology, topology.hosts)}; or the engine of some rank does not run: {_NOT_RUNNING}."
 
 
 def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
-    """`ranks [0, 1]`, with the host of each where there are several hosts."""
+    """`ranks [0, 1]`, with their hosts if there are several hosts."""
     if len(topology.hosts) == 1:
         return f"ranks {rank_list(ranks)}"
     there: dict[str, list[int]] = {}
@@ -46,18 +46,18 @@ def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
 
 
 def hosts_of(topology: Topology, ranks: Sequence[int]) -> list[str]:
-    """The hosts of `ranks`, in their order."""
+    """The hosts of `ranks`, in the order of the ranks."""
     return list(dict.fromkeys(topology.host_of[rank] for rank in ranks))
 
 
 def hosts_without(topology: Topology, present: Sequence[int]) -> list[str]:
-    """The hosts of which no rank is `present`."""
+    """The hosts that have none of the ranks `present`."""
     reached = set(hosts_of(topology, present))
     return [host for host in topology.hosts if host not in reached]
 
 
 def network_cause(topology: Topology, hosts: Sequence[str]) -> str:
-    """The network between this host and `hosts` as a cause."""
+    """A clause that names the network between this host and `hosts` as the cause."""
     others = [host for host in hosts if host != topology.host]
     return f"the network between the hosts {topology.host} and {_listed(others)} is down or loses what is sent"
 

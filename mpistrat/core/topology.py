@@ -1,4 +1,4 @@
-"""Ranks, hosts and roles as plain data, made from the list of the ranks' hosts. Nothing here communicates."""
+"""Ranks and hosts as plain data, derived from the host of each rank. Pure: nothing here communicates."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ class Topology:
 
     Attributes:
         rank: This process, 0 to size - 1.
-        host_of: The host name of each rank, by rank. Ranks with the same name share memory.
+        host_of: The host name of each rank, by rank. Ranks share memory exactly if their host names are equal.
     """
 
     rank: int
@@ -24,12 +24,12 @@ class Topology:
 
     @cached_property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.host_of)
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """The different hosts, in the order of their lowest rank."""
+        """The hosts, in the order of their lowest rank."""
         return tuple(dict.fromkeys(self.host_of))
 
     @cached_property
@@ -53,30 +53,30 @@ class Topology:
 
     @cached_property
     def local_size(self) -> int:
-        """How many ranks this rank's host has."""
+        """The number of ranks on this rank's host."""
         return len(self.local_ranks)
 
     @cached_property
     def local_sizes(self) -> tuple[int, ...]:
-        """How many ranks each host has, in the order of `hosts`."""
+        """The number of ranks on each host, in the order of `hosts`."""
         counts = Counter(self.host_of)
         return tuple(counts[host] for host in self.hosts)
 
     @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
-        """The ranks that have the same local_rank on their hosts, in order. Short hosts are left out."""
+        """The ranks with this rank's local_rank on all hosts that have one, in order."""
         local_rank = self.local_rank
         per_host = (self.ranks_on(host) for host in self.hosts)
         return tuple(sorted(ranks[local_rank] for ranks in per_host if len(ranks) > local_rank))
 
     @cached_property
     def cross_rank(self) -> int:
-        """This rank's position among the ranks of the same local_rank on all hosts."""
+        """This rank's position in `cross_ranks`."""
         return self.cross_ranks.index(self.rank)
 
     @cached_property
     def cross_size(self) -> int:
-        """How many hosts have a rank of this local_rank."""
+        """The number of hosts that have a rank of this local_rank."""
         return len(self.cross_ranks)
 
     @cached_property
@@ -85,19 +85,15 @@ class Topology:
         return len(set(self.local_sizes)) == 1
 
 
-
-
-
-
 def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]:
     """Host names that are equal exactly for the ranks that share memory.
 
-    Args:
-        names: The host name of each rank, as its machine calls itself.
-        groups: For each rank, a number that is the same for ranks that share memory (their lowest rank).
+    If groups share a name (mostly containers), the number of the group is appended. So a machine whose ranks do not
+    share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
 
-    Two machines of the same name (containers, mostly) get the group's number appended; one machine whose ranks do not
-    share memory counts as several hosts, as MPI_COMM_TYPE_SHARED says.
+    Args:
+        names: The host name of each rank, from its operating system.
+        groups: For each rank the lowest rank that it shares memory with.
     """
     groups_of: dict[str, set[int]] = {}
     for name, group in zip(names, groups, strict=True):
@@ -107,7 +103,7 @@ def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """`[0, 1, 2]`, with runs of more than three written as `4-9`."""
+    """`[0, 1, 2]`. Runs of more than three ranks are written as `4-9`, and after 20 items the rest as `...`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-WARM_UP = 3  # rounds after a change that are not counted
-SAMPLES = 12  # rounds that are
-LEAST_BYTES = 64 * 1024  # smaller rounds say little about any knob
-MARGIN = 1.05  # a choice must be so much quicker than the best so far; less is within what runs differ by themselves
+from ..core.tuning import (
+    AUTOTUNE_LEAST_BYTES,
+    AUTOTUNE_LEAST_RATIO,
+    AUTOTUNE_SAMPLE_ROUNDS,
+    AUTOTUNE_WARM_UP_ROUNDS,
+)
 
 Choice = dict[str, Any]
 
@@ -43,18 +45,18 @@ class Autotuner:
 
     def record(self, nbytes: int, seconds: float) -> Choice | None:
         """Note a round of `nbytes` that took `seconds`; returns what to use from now on if that is to change."""
-        if self.is_done or nbytes < LEAST_BYTES:
+        if self.is_done or nbytes < AUTOTUNE_LEAST_BYTES:
             return None
         self._rounds += 1
-        if self._rounds <= WARM_UP:
+        if self._rounds <= AUTOTUNE_WARM_UP_ROUNDS:
             return None
         self._bytes += nbytes
         self._seconds += seconds
-        if self._rounds < WARM_UP + SAMPLES:
+        if self._rounds < AUTOTUNE_WARM_UP_ROUNDS + AUTOTUNE_SAMPLE_ROUNDS:
             return None
         choice, rate = self._to_try.pop(0), self._bytes / self._seconds
         self.tried.append((choice, rate))
-        if rate > MARGIN * self._best_rate or len(self.tried) == 1:
+        if rate > AUTOTUNE_LEAST_RATIO * self._best_rate or len(self.tried) == 1:
             self.best, self._best_rate = choice, rate
         self._rounds, self._bytes, self._seconds = 0, 0, 0.0
         return self._next()

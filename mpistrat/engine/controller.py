@@ -19,13 +19,14 @@ from ..core.interfaces import AgreementRound, ControlPlane
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
+from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.messages import Decision, EndReason
 from .autotune import Autotuner
 from .executor import Executor
 from .life_cycle import LifeCycle
-from .proposals import SPIN_S, Proposals
+from .proposals import Proposals
 from .queue import TensorQueue
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Controller:
             spins = timeout_s == 0.0
         else:
             timeout_s, spins = min(self._coordinator.next_check_s(now), self._fast_path.next_check_s()), is_awaited
-        self.control.wait(min(timeout_s, longest_s), SPIN_S if spins else 0.0, now - self._busy_at)
+        self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
         """Take submissions and messages, decide, execute. Returns whether anything happened."""

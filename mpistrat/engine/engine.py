@@ -25,11 +25,10 @@ import numpy as np
 
 from ..core.handle import Entry, Handle
 from ..core.request import Request
+from ..core.tuning import ENGINE_IDLE_POLL_S
 from .controller import Controller
 
 logger = logging.getLogger(__name__)
-
-_IDLE_LOOK_S = 0.05  # between two checks for messages on a rank that waits for nothing
 
 
 class Engine:
@@ -135,7 +134,7 @@ class Engine:
 
     def _run(self) -> None:
         while not self._life.ended.is_set():
-            is_called = self._attention.wait(_IDLE_LOOK_S if self.controller.topology.size > 1 else None)
+            is_called = self._attention.wait(ENGINE_IDLE_POLL_S if self.controller.topology.size > 1 else None)
             if not is_called and self._driving.locked():
                 continue
             self._attention.clear()

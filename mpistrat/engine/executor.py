@@ -16,8 +16,7 @@ from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import join, split
 from ..core.request import DEVICE_GPU, CollectiveType
-
-_FUSION_CHOICES = (32 * 2**20, 4 * 2**20)
+from ..core.tuning import AUTOTUNE_FUSION_BYTES
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class Executor:
 
     def knobs(self) -> dict[str, tuple[Any, ...]]:
         """What `choose` can choose among; see DataPlane.knobs."""
-        smaller = tuple(nbytes for nbytes in _FUSION_CHOICES if nbytes < self._fusion_bytes)
+        smaller = tuple(nbytes for nbytes in AUTOTUNE_FUSION_BYTES if nbytes < self._fusion_bytes)
         return {**self._data.knobs(), "fusion_bytes": (self._fusion_bytes, *smaller)}
 
     def choose(self, choice: Mapping[str, Any]) -> None:

@@ -7,12 +7,11 @@ that the ranks have not agreed on goes to the coordinator. Called by the control
 
 from ..core.handle import Entry
 from ..core.interfaces import ControlPlane, Outcome
+from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from .executor import Executor
 from .queue import TensorQueue
-
-SPIN_S = 300e-6  # a sleep and a wake-up take a third of that
 
 
 class Proposals:
@@ -68,7 +67,7 @@ class Proposals:
             self._executor.prepare_more()
             if not self.settle(now):
                 # Messages on other operations can wait for so long.
-                self._control.wait(SPIN_S, SPIN_S)
+                self._control.wait(ENGINE_SPIN_S, ENGINE_SPIN_S)
                 self.settle(now)
 
     def settle(self, now: float) -> bool:

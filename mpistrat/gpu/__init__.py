@@ -1,1 +1,1 @@
-"""Collectives on arrays that live on a GPU. `device` alone imports cupy; the rest runs, and is tested, without."""
+"""Collectives on GPU arrays. Only `device` imports cupy; the other modules run, and are tested, without it."""

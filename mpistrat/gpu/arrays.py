@@ -1,11 +1,18 @@
-"""Arrays on a GPU as the engine sees them: an address, a dtype, a shape, and who keeps the memory."""
+"""Arrays on a GPU as the engine sees them, and Protocols of the GPU, its streams and its events.
+
+device.Device implements the Protocols with cupy; tests have a stand-in.
+"""
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+from .copy.plan import CopyJob
+from .nccl.types import NcclCommunicator
 
 
 @dataclass(frozen=True, eq=False)
@@ -13,40 +20,86 @@ class GpuArray:
     """C-contiguous elements in the memory of this rank's GPU.
 
     Attributes:
-        address: Of the first element, as the GPU knows it.
-        owner: Keeps the memory; for a result it is what the caller gets.
+        address: The GPU's address of the first element.
+        owner: The foreign object that keeps the memory alive. Of a result it is what the caller gets.
     """
 
     address: int
     shape: tuple[int, ...]
     dtype: np.dtype
-    owner: Any = None
+    owner: Any
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """The bytes of all elements."""
         return self.size * self.dtype.itemsize
+
+
+class GpuStream(Protocol):
+    """A queue of work for the GPU. The GPU executes it in order."""
+
+    @property
+    def ptr(self) -> int:
+        """The address of the stream."""
+
+
+class GpuEvent(Protocol):
+    """A point in a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the GPU has reached it. Does not wait. Raises EngineError if the GPU has failed."""
+
+
+class GpuDevice(Protocol):
+    """This rank's GPU. For the methods see device.Device."""
+
+    identity: str
+
+    def current(self) -> AbstractContextManager[Any]: ...
+
+    def stream(self) -> GpuStream: ...
+
+    def record(self, stream: GpuStream) -> GpuEvent: ...
+
+    def wait(self, stream: GpuStream, event: GpuEvent) -> None: ...
+
+    def scratch(self, nbytes: int) -> GpuArray | None: ...
+
+    def pinned(self, nbytes: int) -> np.ndarray: ...
+
+    def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
+
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> object: ...
+
+    def nccl_version(self) -> int: ...
+
+    def unique_id(self) -> bytes | tuple[int, ...]: ...
+
+    def communicator(self, size: int, unique_id: bytes | tuple[int, ...], rank: int) -> NcclCommunicator: ...
+
+    def nccl_group(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class GpuInput(GpuArray):
-    """A tensor handed over for a collective, in place of a numpy array.
+    """A tensor submitted for a collective, in place of a numpy array.
 
-    Memory for the result comes from the library that the tensor is of, in the order of the caller's stream: so it may
-    be freed, and used again by work that the caller enqueues later, like any other memory of that library.
+    The library of the tensor allocates the result, in the order of the caller's stream. So the result may be freed, and
+    its memory reused by work that the caller enqueues later, like any memory of that library.
 
     Attributes:
-        device: This rank's GPU (`device.Device`, or what stands in for it).
-        ready: An event after everything that the contents wait for.
-        allocate: Makes an uninitialised array of the same library and dtype, and of a given shape. Also returns an
-            event after everything that still uses the memory.
+        device: This rank's GPU.
+        ready: An event after all work that the contents depend on.
+        allocate: Returns an uninitialised array of the given shape, of the same library and dtype, and an event after
+            all work that still uses its memory.
     """
 
-    device: Any = None
-    ready: Any = None
-    allocate: Callable[[tuple[int, ...]], tuple[GpuArray, Any]] | None = None
+    device: GpuDevice
+    ready: GpuEvent
+    allocate: Callable[[tuple[int, ...]], tuple[GpuArray, GpuEvent]]

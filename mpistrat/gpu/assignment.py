@@ -1,16 +1,16 @@
-"""Which GPU a rank uses, decided from the ranks of its host and the environment. Nothing here looks at a GPU."""
+"""Assigns GPUs to the ranks of a host. Pure: decides from numbers and the environment, without access to a GPU."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Pin:
-    """What a rank does with the GPUs it sees.
+    """The GPU of a rank.
 
     Attributes:
-        index: The one to use, among those that this process sees; None: there is none, or it is the only one.
-        sentence: What to tell the user, once for a host.
-        is_shared: Other ranks of the host use the same GPU.
+        index: The index of the GPU among those visible to this process; None: no GPU is visible.
+        sentence: The text for the user, to be logged once per host.
+        is_shared: Whether other ranks of the host use the same GPU.
     """
 
     index: int | None
@@ -19,13 +19,13 @@ class Pin:
 
 
 def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | None) -> Pin:
-    """One GPU for each rank of a host, in order, and from the first again when there are more ranks than GPUs.
+    """Assign one GPU to each rank of a host, in order; from the first again if there are more ranks than GPUs.
 
     Args:
-        local_rank: This rank among the ranks of its host.
-        local_size: How many ranks the host has.
-        gpus: How many GPUs this process sees: all of the host's, or those that CUDA_VISIBLE_DEVICES names.
-        visible_devices: CUDA_VISIBLE_DEVICES, or None where it is not set.
+        local_rank: This rank's position among the ranks of its host.
+        local_size: The number of ranks on the host.
+        gpus: The number of GPUs visible to this process: all of the host, or those in CUDA_VISIBLE_DEVICES.
+        visible_devices: CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     named = f" (CUDA_VISIBLE_DEVICES={visible_devices})" if visible_devices is not None else ""
     if gpus == 0:
@@ -35,7 +35,7 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
             return Pin(0, f"one rank, one GPU{named}")
         if visible_devices is None:
             return Pin(0, f"{local_size} ranks share the host's only GPU", is_shared=True)
-        # A launcher may have given each rank a GPU of its own; whether it did is told by the devices' UUIDs later.
+        # A launcher may have assigned each rank its own GPU. Later the devices' UUIDs show whether it has.
         return Pin(0, f"each rank uses the GPU that its CUDA_VISIBLE_DEVICES names ({_mig(visible_devices)})")
     index = local_rank % gpus
     if local_size == 1:
@@ -47,6 +47,6 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
 
 
 def _mig(visible_devices: str) -> str:
-    # CUDA shows a process at most one instance of a divided GPU, whichever others are named.
+    # CUDA makes at most one instance of a divided GPU visible to a process.
     is_instance = visible_devices.strip().upper().startswith("MIG-")
     return f"{visible_devices}, an instance of a divided GPU" if is_instance else visible_devices

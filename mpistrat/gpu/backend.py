@@ -1,29 +1,28 @@
-"""The interface of what moves GPU arrays among ranks: as collectives.base.DataPlane, but it enqueues and returns."""
+"""The interface of backends for GPU arrays. Like interfaces.DataPlane, but a call only enqueues work on the GPU."""
 
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..core.arithmetic import Reduction
 from ..core.errors import EngineError
 from ..core.request import ReduceOp
-from .arrays import GpuArray
+from .arrays import GpuArray, GpuEvent
 
 
 @dataclass
 class Completion:
-    """Work that was given to the GPU.
+    """Work enqueued on the GPU.
 
     Attributes:
-        events: Are all done when the work is.
-        kept: Memory that it uses until then.
+        events: The work is complete when all of them are done.
+        kept: Owners of memory that the work uses until then.
     """
 
-    events: list[Any] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
+    events: list[GpuEvent] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -31,24 +30,24 @@ class Completion:
         return all(event.done for event in self.events)
 
 
-def await_on_host(event: Any, limit_s: float) -> None:
-    """Wait until the GPU has come to `event`, giving way to other threads.
+def await_on_host(event: GpuEvent, limit_s: float) -> None:
+    """Wait until `event` is done, and yield the processor to other threads meanwhile.
 
     Raises:
-        EngineError: It has not, after `limit_s` (0: for ever).
+        EngineError: It is not done after `limit_s` seconds (0: no limit).
     """
-    until = time.monotonic() + limit_s if limit_s else float("inf")
+    deadline = time.monotonic() + limit_s if limit_s else float("inf")
     while not event.done:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise EngineError(f"a copy between GPU and host is not complete after {limit_s:g} s")
         os.sched_yield()
 
 
 class GpuBackend(ABC):
-    """Collectives on GPU arrays. Used by the thread that drives the engine, with this rank's GPU as the current one.
+    """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
-    Every method but `finish`, `check` and `abandon` is collective. What they enqueue runs in the order of the calls,
-    and is complete when the Completion of the next `finish` is done.
+    All methods but `finish`, `check` and `abandon` are collective. The GPU executes what they enqueue in the order of
+    the calls. It is complete when the Completion of the next `finish` is done.
     """
 
     @abstractmethod
@@ -57,23 +56,23 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
-        """Why it cannot reduce and scatter this array; "" if it can. The same on all ranks."""
+        """Why it cannot reduce-scatter this array; "" if it can. The same on all ranks."""
 
     @abstractmethod
-    def wait_for(self, events: Iterable[Any]) -> None:
-        """Let what is enqueued from now on begin after these events. The host does not wait."""
+    def wait_for(self, events: Iterable[GpuEvent]) -> None:
+        """Make all work enqueued from now on start after these events. The host does not wait."""
 
     @abstractmethod
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
                   wire: str = "") -> None:
-        """Reduce each of `sources` over all ranks into the one of `targets` of the same place. As DataPlane's.
+        """Reduce each of `sources` over all ranks into the target of the same index, as DataPlane.allreduce.
 
-        Wider floating-point tensors may travel, and be reduced, in the dtype `wire`.
+        Floating-point tensors wider than the dtype `wire` may be sent and reduced in that dtype.
         """
 
     @abstractmethod
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
-        """Concatenate the ranks' `source` in `target`; rank r brings `counts[r]` elements."""
+        """Concatenate the ranks' `source` in `target`. Rank r has `counts[r]` elements."""
 
     @abstractmethod
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
@@ -81,35 +80,34 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
-        """Reduce `source` over all ranks, and write this rank's part of it to `target`.
+        """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
 
-        The parts follow each other in the order of the ranks, and rank r's has `counts[r]` elements. The reduction as
-        in allreduce.
+        The parts are in the order of the ranks; rank r's has `counts[r]` elements.
         """
 
     @abstractmethod
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Send each rank r the next `sent[r]` elements of `source`, and put what comes into `target` in their order.
+        """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from it.
 
-        `received[r]` elements come from rank r, which are as many as it sends this one; dtypes are the same.
+        `target` gets the received elements in the order of the ranks. The dtype is the same on all ranks.
         """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Let what is enqueued until the next `finish` be complete only when all ranks have come so far."""
+        """Make the work enqueued until the next `finish` complete only after all ranks have called this."""
 
     @abstractmethod
     def finish(self) -> Completion:
-        """What tells when everything enqueued since the last call is complete."""
+        """Return the Completion of all work enqueued since the last call."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what has gone wrong since it was enqueued, if anything has. Does not wait."""
+        """Raise the error of enqueued work that has failed, if any. Does not wait."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Give up what is enqueued: a rank takes part no more. May be called twice."""
+        """Abort the enqueued work, because a rank has left. May be called twice."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds, when all that was enqueued is complete. May be called twice."""
+        """Release resources. All enqueued work is complete. May be called twice."""

@@ -1,115 +1,115 @@
-"""Which way GPU tensors go: settled by all ranks over MPI, from what each of them has found.
+"""Chooses the backend for GPU tensors, and connects NCCL. All ranks decide alike, over the data plane of the host.
 
-A rank that fails alone would leave the others waiting, so every rank says what it has found, also if that is an
-exception.
+A rank that fails alone would leave the others waiting. So every rank sends what it has found, even if that is an
+exception. Used by the engine's thread, before the first collective on GPU tensors.
 """
 
 import logging
 import os
 import pickle
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from ..core.interfaces import DataPlane
 from ..core.settings import Settings
-from .arrays import GpuArray
+from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
+from .arrays import GpuArray, GpuDevice
 from .nccl.communicators import Exchange, make_communicators
 from .nccl.data import NcclData
 from .pipeline import BUFFERS
 from .selection import GpuInfo, why_not_nccl
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# Alignment padding of a fusion buffer, for up to 4,096 tensors.
-_PADDING_BYTES = 64 * 1024
-_SMALLEST_BYTES = 2**20
+logger = logging.getLogger(__name__)
 
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
-    """What exchanges values among `size` ranks by way of `host`."""
-    def exchange(value: Any) -> list[Any]:
+    """Return an Exchange among `size` ranks over `host`."""
+    def exchange(value: T) -> list[T]:
         own = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = np.empty(size, np.int64)
         host.allgather(np.array([own.size], np.int64), sizes, [1] * size)
-        everybody = np.empty(int(sizes.sum()), np.uint8)
-        host.allgather(own, everybody, sizes.tolist())
+        gathered = np.empty(int(sizes.sum()), np.uint8)
+        host.allgather(own, gathered, sizes.tolist())
         ends = np.cumsum(sizes)
-        return [pickle.loads(everybody[end - n:end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+        return [pickle.loads(gathered[end - n:end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
     return exchange
 
 
-def connect(device: Any, rank: int, size: int, exchange: Exchange, host: DataPlane,
+def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: DataPlane,
             settings: Settings) -> tuple[NcclData | None, int]:
-    """Find out whether NCCL serves, and connect. Collective. Says which way tensors go, on rank 0.
+    """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
 
     Args:
         device: This rank's GPU.
         rank: This rank.
-        size: How many ranks there are.
-        exchange: Among the same ranks.
-        host: Reduces CPU tensors of the same ranks, and staged ones.
+        size: The number of ranks.
+        exchange: An exchange among these ranks.
+        host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
         settings: The same on all ranks.
 
     Returns:
-        NCCL's plane, or None where all tensors are staged; and how many bytes are fused.
+        The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
 
     Raises:
-        EngineError: On all ranks. What is wanted cannot serve, or NCCL fails to connect; names the ranks.
+        EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
     """
     found, buffers, own_ids = _probe(device, rank == 0, settings)
-    told = exchange((found, own_ids))
-    ranks = [other for other, _ in told]
+    gathered = exchange((found, own_ids))
+    ranks = [other for other, _ in gathered]
     reason = why_not_nccl(ranks, settings.gpu_operations)
     if reason:
         is_expected = not any(other.problem or (other.nccl and not other.buffer_bytes) for other in ranks)
-        _say(rank, logging.INFO if is_expected else logging.WARNING,
+        _log(rank, logging.INFO if is_expected else logging.WARNING,
              f"GPU tensors are staged through host memory and reduced by {host.in_use}: {reason}")
         return None, settings.fusion_bytes
     nbytes = min(other.buffer_bytes for other in ranks)
-    fusion_bytes = _fused(rank, nbytes, settings)
+    fusion_bytes = _fusion_bytes(rank, nbytes, settings)
     communicators = make_communicators(
-        lambda: [device.communicator(size, unique_id, rank) for unique_id in told[0][1]], device, exchange,
+        lambda: [device.communicator(size, unique_id, rank) for unique_id in gathered[0][1]], device, exchange,
         settings.limit_s)
-    of_lanes = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
-    _say(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
-    return NcclData(device, rank, communicators, of_lanes, nbytes), fusion_bytes
+    buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
+    _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
+    return NcclData(device, rank, communicators, buffers_of_streams, nbytes), fusion_bytes
 
 
-def _fused(rank: int, nbytes: int, settings: Settings) -> int:
-    """How many bytes of tensors are fused with buffers of `nbytes`."""
-    fusion_bytes = min(settings.fusion_bytes, nbytes - _PADDING_BYTES)
+def _fusion_bytes(rank: int, nbytes: int, settings: Settings) -> int:
+    """The fusion threshold for buffers of `nbytes`."""
+    fusion_bytes = min(settings.fusion_bytes, nbytes - GPU_FUSION_PADDING_BYTES)
     if fusion_bytes < settings.fusion_bytes:
-        _say(rank, logging.WARNING, f"GPU memory is short: tensors are fused up to {fusion_bytes} bytes instead of "
+        _log(rank, logging.WARNING, f"GPU memory is short: tensors are fused up to {fusion_bytes} bytes instead of "
                                     f"{settings.fusion_bytes}")
     return fusion_bytes
 
 
-def _say(rank: int, level: int, text: str) -> None:
+def _log(rank: int, level: int, text: str) -> None:
     if rank == 0:
         logger.log(level, "%s", text)
 
 
-def _probe(device: Any, makes_ids: bool, settings: Settings) -> tuple[GpuInfo, list[GpuArray], list[Any]]:
-    """What this rank has, its fusion buffers, and the ids of communicators if it makes them. Does not raise."""
-    lanes, may_share = settings.nccl_streams, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[
+        GpuInfo, list[GpuArray], list[bytes | tuple[int, ...]]]:
+    """This rank's GpuInfo, its fusion buffers, and ids of communicators if it makes them. Does not raise."""
+    streams, may_share = settings.nccl_streams, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if settings.gpu_operations == "staged":
         return GpuInfo(device.identity, 0, 0, may_share), [], []
     try:
         version = device.nccl_version()
-        buffers, nbytes = fusion_buffers(device, settings.fusion_bytes, BUFFERS * lanes) if version else ([], 0)
-        ids = [device.unique_id() for _ in range(lanes)] if version and makes_ids else []
-    except Exception as error:  # Told to the others, which wait for this rank's word; all ranks then act on it.
+        buffers, nbytes = fusion_buffers(device, settings.fusion_bytes, BUFFERS * streams) if version else ([], 0)
+        ids = [device.unique_id() for _ in range(streams)] if version and makes_ids else []
+    except Exception as error:  # Sent to the other ranks, which wait for this rank. All ranks then act on it.
         return GpuInfo(device.identity, 0, 0, may_share, f"{type(error).__name__}: {error}"), [], []
     return GpuInfo(device.identity, version, nbytes, may_share), buffers, ids
 
 
-def fusion_buffers(device: Any, fusion_bytes: int, count: int) -> tuple[list[GpuArray], int]:
-    """Buffers, and how large they are; half as large as long as there is no memory for all of them.
+def fusion_buffers(device: GpuDevice, fusion_bytes: int, count: int) -> tuple[list[GpuArray], int]:
+    """Allocate `count` buffers and return them with their size. Halves the size until there is enough memory.
 
-    No buffers, and 0, when there is no memory for small ones either.
+    Returns no buffers, and 0, if there is not enough memory for buffers of GPU_LEAST_FUSION_BYTES.
     """
-    nbytes = fusion_bytes + _PADDING_BYTES
+    nbytes = fusion_bytes + GPU_FUSION_PADDING_BYTES
     while True:
         made: list[GpuArray | None] = []
         while len(made) < count and None not in made:
@@ -117,9 +117,9 @@ def fusion_buffers(device: Any, fusion_bytes: int, count: int) -> tuple[list[Gpu
         fitting = [buffer for buffer in made if buffer is not None]
         if len(fitting) == count:
             return fitting, nbytes
-        # What there was memory for must not take the place of the smaller ones.
+        # Free the buffers that were allocated, to make room for the smaller ones.
         made.clear()
         fitting.clear()
-        if nbytes <= _SMALLEST_BYTES:
+        if nbytes <= GPU_LEAST_FUSION_BYTES:
             return [], 0
         nbytes //= 2

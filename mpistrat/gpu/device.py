@@ -1,4 +1,7 @@
-"""This rank's GPU, by cupy: all that the rest of the package needs of it. This is the only module that imports cupy."""
+"""This rank's GPU: memory, streams, events, the copy kernel and NCCL, by cupy. The only module that imports cupy.
+
+It implements the Protocols of `arrays` and `nccl.types`.
+"""
 
 import ctypes
 import platform
@@ -13,78 +16,80 @@ import numpy as np
 from cupy.cuda import nccl
 
 from ..core.errors import EngineError
-from .arrays import GpuArray
+from ..core.tuning import COPY_BLOCK_THREADS
+from .arrays import GpuArray, GpuStream
 from .copy.kernel import NAME, source, variant
-from .copy.plan import BLOCK_THREADS, CopyJob
+from .copy.plan import CopyJob
 
 _NOT_READY = 600  # cudaErrorNotReady
 
 
 class Device:
-    """A GPU, with streams, events, memory, the copy kernel and NCCL. Any thread may use it, within `current()`.
+    """A GPU. Any thread may use it, within `current()`.
 
     Args:
-        number: As CUDA counts the GPUs that this process sees.
+        number: CUDA's index of the GPU, among those visible to this process.
     """
 
     def __init__(self, number: int):
         self.number = number
-        # GPUs of different hosts may have the same bus. The instances of a divided GPU (MIG) have its bus in common:
-        # NCCL takes them for one GPU, and refuses ("Duplicate GPU detected").
+        # Host and PCI bus, since GPUs of different hosts may have the same bus id. All instances of a divided GPU (MIG)
+        # have one bus id, and NCCL refuses them as one GPU ("Duplicate GPU detected").
         self.identity = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(number)}"
         self._launch = cache(self._compile)
         with self.current():
-            # What tensors of other libraries wait for is waited for here, so that nothing else has to.
-            self._arrivals = self.stream()
+            # Tensors of other libraries are imported on this stream, which waits for their contents.
+            self._imports = cupy.cuda.Stream(non_blocking=True)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Makes this the GPU that CUDA uses in this thread."""
+        """A context in which CUDA uses this GPU in this thread."""
         device: AbstractContextManager[Any] = cupy.cuda.Device(self.number)
         return device
 
     # -- order --------------------------------------------------------------------------------------------------------
 
-    def stream(self) -> Any:
-        """A stream that waits for no other by itself; its address is `.ptr`."""
-        return cupy.cuda.Stream(non_blocking=True)
+    def stream(self) -> GpuStream:
+        """A new stream, which does not synchronise with the default stream."""
+        made: GpuStream = cupy.cuda.Stream(non_blocking=True)
+        return made
 
-    def record(self, stream: Any = None) -> "Event":
-        """An event after what `stream`, or cupy's current stream, has been given so far."""
+    def record(self, stream: GpuStream | None = None) -> "Event":
+        """An event after all work enqueued so far on `stream`, or on cupy's current stream."""
         return Event(cupy.cuda.get_current_stream() if stream is None else stream)
 
     def wait(self, stream: Any, event: "Event") -> None:
-        """Let what `stream` is given from now on begin after `event`. The host does not wait."""
-        stream.wait_event(event.of_cupy)
+        """Make all work enqueued on `stream` from now on start after `event`. The host does not wait."""
+        stream.wait_event(event.cupy_event)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def scratch(self, nbytes: int) -> GpuArray | None:
-        """Uninitialised bytes of this GPU, or None where there are not so many left."""
+        """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
         try:
-            # In the order of a stream of our own: work of the caller's may still be at what cupy's pool holds free.
-            with self._arrivals:
+            # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
+            with self._imports:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Uninitialised bytes of the host that the GPU reads and writes by itself."""
+        """Allocate uninitialised bytes of pinned host memory."""
         return np.asarray(cupyx.empty_pinned(nbytes, np.uint8))
 
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Enqueue a copy between addresses of the GPU or of pinned memory."""
+    def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None:
+        """Enqueue a copy between addresses of GPU memory or pinned memory."""
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> Any:
-        """Enqueue the copies of a table, see `copy_plan`. The result is to be kept until they are complete."""
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> object:
+        """Enqueue the copies of a table, see copy.plan. The caller keeps the result until they are complete."""
         staged = self.pinned(table.nbytes)
         staged[:] = table.view(np.uint8)
         with stream:
             on_gpu = cupy.cuda.alloc(table.nbytes)
             self.copy(on_gpu.ptr, staged.ctypes.data, table.nbytes, stream)
-            self._launch(variant(job))((blocks,), (BLOCK_THREADS,), (
+            self._launch(variant(job))((blocks,), (COPY_BLOCK_THREADS,), (
                 np.uint64(on_gpu.ptr), np.int32(len(table)), np.float64(job.factor), np.int64(job.divisor)))
         return staged, on_gpu
 
@@ -94,57 +99,58 @@ class Device:
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 
     def seen(self, array: Any) -> GpuArray:
-        """A cupy array as it is seen here. It must be C-contiguous."""
+        """Wrap a C-contiguous cupy array."""
         return GpuArray(array.data.ptr, array.shape, array.dtype, array)
 
     def contiguous(self, array: Any) -> Any:
-        """A cupy array in C order: itself, or a copy made on cupy's current stream."""
+        """Return a cupy array in C order: `array`, or a copy made on cupy's current stream."""
         return cupy.ascontiguousarray(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An uninitialised cupy array, of memory that is in order on cupy's current stream."""
+        """Allocate an uninitialised cupy array on cupy's current stream."""
         return cupy.empty(shape, dtype)
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> GpuStream:
         """cupy's current stream in this thread."""
-        return cupy.cuda.get_current_stream()
+        stream: GpuStream = cupy.cuda.get_current_stream()
+        return stream
 
-    def imported(self, tensor: Any) -> tuple[Any, Any]:
-        """A tensor of another library as a C-contiguous cupy array over its memory, and an event after its contents.
+    def imported(self, tensor: Any) -> tuple[Any, "Event"]:
+        """Import a tensor of another library as a C-contiguous cupy array, with an event after its contents.
 
-        The library makes the stream that it is told of wait for the tensor, as DLPack has it; the host does not wait.
+        By the DLPack protocol the library makes our stream wait for the tensor. The host does not wait.
         """
-        with self._arrivals:
+        with self._imports:
             array = cupy.ascontiguousarray(cupy.from_dlpack(tensor))
-            return array, self.record(self._arrivals)
+            return array, self.record(self._imports)
 
-    def empty_on_arrival(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, Any]:
-        """An uninitialised cupy array for a library with memory of its own, and an event after its former use."""
-        with self._arrivals:
-            return cupy.empty(shape, dtype), self.record(self._arrivals)
+    def empty_on_arrival(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, "Event"]:
+        """Allocate a cupy array for a library with its own memory, with an event after the former use of the memory."""
+        with self._imports:
+            return cupy.empty(shape, dtype), self.record(self._imports)
 
     # -- NCCL ---------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def nccl_version() -> int:
-        """NCCL's version code (22805 is 2.28.5), or 0 where cupy was built without it, or cannot load it."""
+        """NCCL's version code (22805 is 2.28.5); 0 if cupy was built without NCCL, or cannot load it."""
         return int(nccl.get_version()) if nccl.available else 0
 
     @staticmethod
     def unique_id() -> bytes | tuple[int, ...]:
-        """What the ranks of a new communicator have to know, made by one of them: a tuple before cupy 14."""
+        """A new id for a communicator, made by one rank for all: bytes, or a tuple before cupy 14."""
         made: bytes | tuple[int, ...] = nccl.get_unique_id()
         return made
 
     @staticmethod
     def communicator(size: int, unique_id: bytes | tuple[int, ...], rank: int) -> "Communicator":
-        """A communicator. Collective."""
+        """Connect the ranks that have `unique_id`. Collective; waits for all of them."""
         return Communicator(size, unique_id, rank)
 
     @staticmethod
     @contextmanager
     def nccl_group() -> Iterator[None]:
-        """Within it, operations of NCCL are enqueued as one."""
+        """A context in which NCCL's operations are enqueued as one."""
         with explained("a group"):
             nccl.groupStart()
             try:
@@ -154,27 +160,30 @@ class Device:
 
 
 class Communicator:
-    """cupy's NcclCommunicator with its methods, whose errors say what NCCL says of them."""
+    """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
+
+    Implements nccl.types.NcclCommunicator.
+    """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
         with explained(f"connecting rank {rank} of {size}"):
-            self._of_cupy = nccl.NcclCommunicator(size, unique_id, rank)
+            self._cupy_communicator = nccl.NcclCommunicator(size, unique_id, rank)
         self._rank = rank
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._of_cupy, name)
+        method = getattr(self._cupy_communicator, name)
 
         def call(*arguments: Any) -> Any:
             with explained(f"{name} on rank {self._rank}"):
                 return method(*arguments)
 
-        setattr(self, name, call)  # Found at once from the second time on.
+        setattr(self, name, call)  # so that later calls bypass __getattr__
         return call
 
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turns an error of NCCL's into an EngineError with what NCCL says about it."""
+    """A context that turns NCCL's errors into EngineErrors with NCCL's own message."""
     try:
         yield
     except nccl.NcclError as error:
@@ -185,20 +194,20 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, stream: Any):
-        self.of_cupy = cupy.cuda.Event(disable_timing=True)
-        self.of_cupy.record(stream)
+        self.cupy_event = cupy.cuda.Event(disable_timing=True)
+        self.cupy_event.record(stream)
 
     @property
     def done(self) -> bool:
-        """Whether the stream has come so far. Raises EngineError when the GPU has failed instead."""
-        status = cupy.cuda.runtime.eventQuery(self.of_cupy.ptr)
+        """Whether the stream has reached it. Raises EngineError if the GPU has failed."""
+        status = cupy.cuda.runtime.eventQuery(self.cupy_event.ptr)
         if status not in (0, _NOT_READY):
             raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
 
 
 def gpu_count() -> int:
-    """How many GPUs this process sees; 0 also where there is no driver."""
+    """The number of GPUs visible to this process; 0 without a driver, too."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -206,10 +215,10 @@ def gpu_count() -> int:
 
 
 def last_error() -> str:
-    """What NCCL says about its latest error in this process, or "" where it cannot be asked."""
+    """NCCL's message on its latest error in this process; "" if it is not available."""
     try:
-        ask = ctypes.CDLL("libnccl.so.2").ncclGetLastError
+        get_last_error = ctypes.CDLL("libnccl.so.2").ncclGetLastError
     except (OSError, AttributeError):
         return ""
-    ask.restype, ask.argtypes = ctypes.c_char_p, (ctypes.c_void_p,)
-    return (ask(None) or b"").decode(errors="replace")
+    get_last_error.restype, get_last_error.argtypes = ctypes.c_char_p, (ctypes.c_void_p,)
+    return (get_last_error(None) or b"").decode(errors="replace")

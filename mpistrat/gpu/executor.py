@@ -1,7 +1,6 @@
-"""Execution of what the ranks have agreed on for tensors on GPUs: enqueued here, completed when the GPU is done.
+"""Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles when the GPU is done.
 
-Which way the tensors go is settled by all ranks together before their first collective, when it is known which GPU each
-of them uses.
+The ranks choose the backend together before their first collective, when each of them knows its GPU.
 """
 
 import logging
@@ -10,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,8 @@ from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor
 from ..core.request import CollectiveType
 from ..core.settings import Settings
-from .arrays import GpuArray
+from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
+from .arrays import GpuArray, GpuDevice, GpuInput
 from .backend import Completion, GpuBackend
 from .connect import connect, exchange_over
 from .staged import StagedData
@@ -28,17 +27,10 @@ from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-# A GPU is asked again and again at first, 15 to 20 us a time, for a sleep takes 50 us more than one asks for (the timer
-# slack of Linux). That is a tenth of half a millisecond; from then on the engine sleeps for a sixteenth of the wait so
-# far, which makes none much longer than it must be, but for a millisecond at most: 1,000 looks a second, 2 % of a core.
-_AWAKE_S = 500e-6
-_PAUSES = 16
-_LONGEST_PAUSE_S = 1e-3
-
 
 @dataclass
 class _Batch:
-    """Entries whose work the GPU has been given, at `since`, with their results."""
+    """Entries with their results, whose work was enqueued at the time `since`."""
 
     works: list[tuple[Entry, list[GpuArray]]]
     completions: list[Completion]
@@ -46,12 +38,12 @@ class _Batch:
 
 
 class GpuExecutor(DeviceExecutor):
-    """Executes lists of entries of GPU tensors that are the same on all ranks. One thread at a time.
+    """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
 
     Args:
         rank: This rank.
-        size: How many ranks there are.
-        host: Reduces CPU tensors of the same ranks.
+        size: The number of ranks.
+        host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         clock: Seconds, from any origin.
     """
@@ -60,17 +52,17 @@ class GpuExecutor(DeviceExecutor):
                  clock: Callable[[], float] = time.monotonic):
         self._rank, self._size, self._host, self._settings, self._clock = rank, size, host, settings, clock
         self._limit_s = settings.limit_s
-        self._device: Any = None
-        # NCCL where it serves, and staging last, which can do everything; none before the first tensor.
-        self._planes: Sequence[GpuBackend] = ()
+        self._device: GpuDevice | None = None
+        # NCCL if it can be used, then staging, which can do everything. Empty before the first tensor.
+        self._backends: Sequence[GpuBackend] = ()
         self._plans = BucketPlans(size)
         self._fusion_bytes = 0
         self._batches: deque[_Batch] = deque()
         self._underway: list[tuple[Entry, list[GpuArray]]] = []
-        self._reasons: set[str] = set()
+        self._logged: set[str] = set()
         self._exchange = exchange_over(host, size)
         self._watchdog: Watchdog | None = None
-        self._progress = 0.0  # when the GPU was last given work while it had none, or last finished some
+        self._progress = 0.0  # when the GPU last got work while idle, or last finished some
 
     @property
     def is_busy(self) -> bool:
@@ -78,28 +70,28 @@ class GpuExecutor(DeviceExecutor):
 
     def patience(self, now: float) -> float:
         waited_s = now - self._progress
-        return 0.0 if waited_s < _AWAKE_S else min(waited_s / _PAUSES, _LONGEST_PAUSE_S)
+        return 0.0 if waited_s < GPU_SPIN_S else min(waited_s / GPU_SLEEP_DIVISOR, GPU_LONGEST_SLEEP_S)
 
     def execute(self, entries: Sequence[Entry]) -> None:
         device = next(entry.arrays[0] for entry in entries).device
         with device.current():
-            if not self._planes:
+            if not self._backends:
                 self._connect(device)
             with self._watchdog.guarding() if self._watchdog else nullcontext():
                 self._enqueue(entries)
 
     def _enqueue(self, entries: Sequence[Entry]) -> None:
-        # Kept here if what follows fails, since the GPU may be at some of it by then.
+        # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         events = {id(array.ready): array.ready for entry in entries for array in entry.arrays}
         for entry in entries:
-            # All memory is taken before the first collective, so that a rank short of it fails before the others
-            # wait for it there.
-            made = [array.allocate(array.shape) for array in entry.arrays] if entry.request.kind in FUSED else []
-            works.append((entry, [array for array, _ in made]))
-            events |= {id(event): event for _, event in made}
-        for plane in self._planes:
-            plane.wait_for(events.values())
+            # Allocate all results before the first collective. A rank that is short of memory then fails before the
+            # others wait for it in a collective.
+            allocated = [array.allocate(array.shape) for array in entry.arrays] if entry.request.kind in FUSED else []
+            works.append((entry, [array for array, _ in allocated]))
+            events |= {id(event): event for _, event in allocated}
+        for backend in self._backends:
+            backend.wait_for(events.values())
         for bucket in self._plans.plan(entries, self._fusion_bytes):
             self._run_bucket(bucket, works)
         for entry, results in works:
@@ -108,11 +100,12 @@ class GpuExecutor(DeviceExecutor):
         self._underway, now = [], self._clock()
         if not self._batches:
             self._progress = now
-        self._batches.append(_Batch(works, [plane.finish() for plane in self._planes], now))
+        self._batches.append(_Batch(works, [backend.finish() for backend in self._backends], now))
 
     def poll(self) -> bool:
         if not self._batches:
             return False
+        assert self._device is not None, "execute sets it"
         with self._device.current():
             finished = False
             while self._batches and all(completion.done for completion in self._batches[0].completions):
@@ -139,29 +132,29 @@ class GpuExecutor(DeviceExecutor):
             self._watchdog.close()
         try:
             with self._device.current():
-                for plane in self._planes:
-                    plane.abandon()
-        except Exception:  # The failure that led here is the one to report; a GPU may fail for good after one.
+                for backend in self._backends:
+                    backend.abandon()
+        except Exception:  # The first failure is reported. After it, every call to the GPU may fail.
             logger.debug("rank %d: the GPU's work could not be given up", self._rank, exc_info=True)
 
     def close(self) -> None:
-        if not self._planes:
+        if self._device is None or not self._backends:
             return
         if self._watchdog is not None:
             self._watchdog.close()
         with self._device.current():
-            self._exchange(None)  # No rank takes its communicator down while another one still uses it.
-            for plane in self._planes:
-                plane.close()
-        self._planes = ()
+            self._exchange(None)  # A barrier: no rank destroys its communicators while another one uses them.
+            for backend in self._backends:
+                backend.close()
+        self._backends = ()
 
-    # -- how it is done -----------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
-    def _connect(self, device: Any) -> None:
+    def _connect(self, device: GpuDevice) -> None:
         self._device = device
         nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings)
         staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._planes = (staged,) if nccl is None else (nccl, staged)
+        self._backends = (staged,) if nccl is None else (nccl, staged)
         if nccl is not None:
             self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._rank} waiting for "
                                       f"{self._limit_s:g} s; another rank may have died, or never begun")
@@ -169,32 +162,32 @@ class GpuExecutor(DeviceExecutor):
     def _run_bucket(self, bucket: Bucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
         sources = [works[place][0].arrays[i] for place, i in bucket.members]
         targets = [works[place][1][i] for place, i in bucket.members]
-        plane, request = self._planes[0], bucket.request
+        backend, request = self._backends[0], bucket.request
         if request.kind is CollectiveType.BROADCAST:
-            plane.broadcast(sources, targets, request.root_rank)
+            backend.broadcast(sources, targets, request.root_rank)
             return
-        reason = plane.why_not(sources, bucket.reduction.op, request.wire)
+        reason = backend.why_not(sources, bucket.reduction.op, request.wire)
         if reason:
-            plane = self._planes[-1]
-            self._say(f"some GPU tensors are staged through host memory: {reason}")
-        plane.allreduce(sources, targets, bucket.reduction, request.wire)
+            backend = self._backends[-1]
+            self._log_once(f"some GPU tensors are staged through host memory: {reason}")
+        backend.allreduce(sources, targets, bucket.reduction, request.wire)
 
-    def _allgather(self, arrays: Sequence[Any]) -> list[GpuArray]:
-        plane = self._planes[0]
+    def _allgather(self, arrays: Sequence[GpuInput]) -> list[GpuArray]:
+        backend = self._backends[0]
         rows = self._exchange([array.shape[0] for array in arrays])
         results = []
         for i, array in enumerate(arrays):
             counts = [of_rank[i] for of_rank in rows]
             row_size = int(np.prod(array.shape[1:], dtype=np.int64))
             result, event = array.allocate((sum(counts), *array.shape[1:]))
-            plane.wait_for([event])
-            plane.allgather(array, result, [count * row_size for count in counts])
+            backend.wait_for([event])
+            backend.allgather(array, result, [count * row_size for count in counts])
             results.append(result)
         return results
 
     def _check(self) -> None:
-        for plane in self._planes:
-            plane.check()
+        for backend in self._backends:
+            backend.check()
         batch = self._batches[0]
         waited_s = self._clock() - batch.since
         if self._limit_s and waited_s > self._limit_s:
@@ -202,8 +195,8 @@ class GpuExecutor(DeviceExecutor):
             raise EngineError(f"the GPU of rank {self._rank} has not done {names} in {waited_s:.0f} s; another rank "
                               "may have died, or never begun")
 
-    def _say(self, text: str) -> None:
-        """Log a line once, on rank 0."""
-        if self._rank == 0 and text not in self._reasons:
-            self._reasons.add(text)
+    def _log_once(self, text: str) -> None:
+        """Log a text once, on rank 0."""
+        if self._rank == 0 and text not in self._logged:
+            self._logged.add(text)
             logger.info("%s", text)

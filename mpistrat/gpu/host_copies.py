@@ -1,10 +1,8 @@
-"""GPU tensors as CPU tensors: for jobs in which some ranks have GPUs and some have none, and all reduce on the host."""
-
-from typing import Any
+"""Copies GPU tensors to the host and back, for jobs in which only some ranks have a GPU and all reduce on the host."""
 
 import numpy as np
 
-from .arrays import GpuArray, GpuInput
+from .arrays import GpuArray, GpuDevice, GpuInput
 from .backend import await_on_host
 
 
@@ -13,28 +11,27 @@ class HostCopies:
 
     Args:
         device: This rank's GPU.
-        limit_s: How long a copy may take; 0: for ever.
+        limit_s: Seconds after which a copy fails; 0: never.
     """
 
-    def __init__(self, device: Any, limit_s: float):
+    def __init__(self, device: GpuDevice, limit_s: float):
         self._device, self._limit_s = device, limit_s
         with device.current():
             self._stream = device.stream()
 
     def fetched(self, tensor: GpuInput) -> np.ndarray:
-        """The contents, in host memory. Waits for the GPU."""
+        """Return the contents in host memory. Waits for the GPU."""
         with self._device.current():
-            memory: np.ndarray = self._device.pinned(tensor.nbytes)
+            memory = self._device.pinned(tensor.nbytes)
             self._device.wait(self._stream, tensor.ready)
             self._copy(memory.ctypes.data, tensor.address, tensor.nbytes)
         return memory.view(tensor.dtype).reshape(tensor.shape)
 
     def returned(self, result: np.ndarray, tensor: GpuInput) -> GpuArray:
-        """The result in memory of the library that `tensor` is of. Waits for the GPU."""
-        assert tensor.allocate is not None
+        """Copy the result to memory of the library of `tensor`. Waits for the GPU."""
         with self._device.current():
             made, event = tensor.allocate(result.shape)
-            memory: np.ndarray = self._device.pinned(result.nbytes)
+            memory = self._device.pinned(result.nbytes)
             memory.view(result.dtype)[:] = result.reshape(-1)
             self._device.wait(self._stream, event)
             self._copy(made.address, memory.ctypes.data, result.nbytes)

@@ -1,4 +1,4 @@
-"""Whether NCCL serves this job, decided alike on all ranks from what each of them found."""
+"""Decides whether to use NCCL, from what each rank has found. Pure: all ranks decide alike."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,19 +6,19 @@ from typing import NamedTuple
 from ..core.errors import EngineError
 from ..core.topology import rank_list
 
-# The first NCCL that lets ranks share a GPU, when NCCL_MULTI_RANK_GPU_ENABLE=1.
+# The first version code of NCCL that allows ranks to share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 SHARES_GPUS = 23000
 
 
 class GpuInfo(NamedTuple):
-    """What a rank tells the others before the first collective on GPU tensors.
+    """What a rank sends to the others before the first collective on GPU tensors.
 
     Attributes:
-        gpu: What tells its GPU from all others, on all hosts.
-        nccl: NCCL's version code; 0: there is none.
-        buffer_bytes: How large the fusion buffers are that its GPU has memory for; 0: none.
-        may_share: Its environment lets ranks share a GPU.
-        problem: What went wrong while it looked.
+        gpu: An identifier of its GPU, unique among all hosts.
+        nccl: NCCL's version code; 0: NCCL is missing.
+        buffer_bytes: The size of the fusion buffers that it could allocate; 0: it could not.
+        may_share: Whether its environment allows ranks to share a GPU.
+        problem: The error while it gathered this; "" if none.
     """
 
     gpu: str
@@ -29,14 +29,14 @@ class GpuInfo(NamedTuple):
 
 
 def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
-    """Why GPU tensors are not reduced by NCCL; "" if they are.
+    """The reason not to use NCCL; "" to use it.
 
     Args:
-        ranks: What each rank found.
+        ranks: The GpuInfo of each rank.
         wanted: The setting gpu_operations.
 
     Raises:
-        EngineError: NCCL is wanted, and cannot serve.
+        EngineError: The setting demands NCCL, and it cannot be used.
     """
     if wanted == "staged":
         return f"MPISTRAT_GPU_OPERATIONS={wanted}"

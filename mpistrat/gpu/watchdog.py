@@ -1,6 +1,7 @@
-"""A limit on calls that may block for ever: NCCL connects ranks at their first collective, and waits for all of them.
+"""A time limit for calls that may block for ever.
 
-The thread that drives the engine is in such a call then, and hears of nothing. Another thread has to abort it.
+NCCL connects the ranks in their first collective, and waits there for all of them. The engine's thread is blocked in
+that call, so another thread has to abort it.
 """
 
 import logging
@@ -10,20 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..core.errors import EngineError
+from ..core.tuning import WATCHDOG_LONGEST_SLEEP_S, WATCHDOG_LOOKS
 
 logger = logging.getLogger(__name__)
-
-_LOOKS = 10  # while the limit lasts
-_LONGEST_PAUSE_S = 5.0
 
 
 class Watchdog:
     """Calls `abort`, once, from a thread of its own, when a guarded call takes too long.
 
     Args:
-        limit_s: How long; 0: for ever, and there is no thread.
-        abort: Makes the call return, in whatever way. Any thread may call it; it does not raise.
-        text: What to say then.
+        limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
+        abort: Makes the call return or raise. Any thread may call it; it does not raise.
+        text: The message of the error.
     """
 
     def __init__(self, limit_s: float, abort: Callable[[], None], text: str):
@@ -36,10 +35,10 @@ class Watchdog:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """What is done within it is limited. One thread at a time.
+        """A context with the time limit. One thread at a time.
 
         Raises:
-            EngineError: In place of whatever the abort has led to.
+            EngineError: The limit was exceeded. Replaces the exception that the abort caused.
         """
         self._since = time.monotonic()
         try:
@@ -54,11 +53,11 @@ class Watchdog:
             raise EngineError(self._text)
 
     def close(self) -> None:
-        """End the thread. May be called twice, by any thread."""
+        """End the watchdog's thread. May be called twice, by any thread."""
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S)):
+        while not self._closed.wait(min(self._limit_s / WATCHDOG_LOOKS, WATCHDOG_LONGEST_SLEEP_S)):
             since = self._since
             if since is not None and time.monotonic() - since > self._limit_s:
                 self._has_fired = True

@@ -28,12 +28,9 @@ from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, Outcome
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
+from ..core.tuning import MOST_SKIPPED_VOTES, VOTE_RECALL_S, VOTE_REPORT_POLL_S
 
 logger = logging.getLogger(__name__)
-
-_LATE_S = 0.04
-_CHECK_S = 1.0  # between two checks of a round that is late
-_MOST_SKIPPED = 64
 
 
 class _NoAgreement:
@@ -128,12 +125,12 @@ class FastPath:
             self._agreements += 1
         else:
             self.is_open = False
-            self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, _MOST_SKIPPED)
+            self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, MOST_SKIPPED_VOTES)
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
         """Whether this rank has waited so long that rank 0 should recall the vote. True once in a round."""
-        if not self._agreement.has_voted or self._was_late or now - self._since < _LATE_S:
+        if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_RECALL_S:
             return False
         self._was_late = True
         return True
@@ -142,7 +139,7 @@ class FastPath:
         """Seconds after which `is_late` and `check` must be called again."""
         if not self._agreement.has_voted:
             return 60.0
-        return _CHECK_S if self._was_late else _LATE_S
+        return VOTE_REPORT_POLL_S if self._was_late else VOTE_RECALL_S
 
     def check(self, now: float) -> None:
         """Report ranks that have not voted. Their engines do not run, or the network does not work.

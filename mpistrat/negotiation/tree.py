@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-FAN_OUT = 16
+from ..core.tuning import FAN_OUT
 
 
 def parent_of(rank: int) -> int | None:

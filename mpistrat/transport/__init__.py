@@ -1,1 +1,1 @@
-"""Bytes between the CPUs of ranks: in one process, over MPI, in shared memory, and between hosts."""
+"""Backends for host memory: within a process, over MPI, in shared memory, and both between hosts of several ranks."""

@@ -1,4 +1,8 @@
-"""What connects the ranks of one host: sockets from each to each, and a file in memory. None of it has a name."""
+"""Connects the ranks of one host: sockets between all pairs of them, and an anonymous file of shared memory.
+
+The first rank of the host makes both, and passes their descriptors to the others. Neither has a name, so other
+processes cannot open them. Used in init(), by one thread.
+"""
 
 from collections.abc import Sequence
 
@@ -8,11 +12,11 @@ from .unix_socket import ChannelSockets, UnixSocketChannel
 
 
 class HostLink:
-    """One rank's part. First construct it on all ranks, then call `connect`, and at last `close`.
+    """One rank's end of the connections. Construct it on all ranks of the host, then call `connect`, then `close`.
 
     Args:
         rank: This rank.
-        local_ranks: The ranks on this host; the first one makes what all have.
+        local_ranks: The ranks on this host. The first one makes the sockets and the file.
 
     Raises:
         OSError: This rank cannot listen.
@@ -26,17 +30,17 @@ class HostLink:
 
     @property
     def invitation(self) -> Invitation | None:
-        """For `connect` on the other ranks of the host; only the first one has it, if there are others."""
+        """The argument of `connect` for the other ranks; None on these, and if there are none."""
         return self._exchange.invitation
 
     def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
-        """This rank's mailbox. Collective within the host.
+        """Return this rank's channel. Collective within the host.
 
         Args:
-            invitation: Of the first rank of the host.
+            invitation: From the first rank of the host.
 
         Raises:
-            OSError: The ranks cannot be connected; on some of them, perhaps.
+            OSError: The ranks cannot be connected. It may be raised on only some of them.
         """
         sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
         return UnixSocketChannel(self._rank, sockets)
@@ -57,7 +61,7 @@ class HostLink:
             raise
         finally:
             self._exchange.close()
-            # What others have now. While this rank had it too, nobody could have noticed that they end.
+            # The other ranks have these now. With a copy open here, a rank's end would not close its inbox.
             for rank in self._ranks[1:]:
                 made[rank].inbox.close()
         return made[self._rank]
@@ -83,10 +87,10 @@ class HostLink:
         return sockets
 
     def share(self) -> HostFile:
-        """The file that all ranks of the host have; the caller closes it. Local, once, after `connect`.
+        """Return the file of shared memory, which the caller closes. Local. To be called once, after `connect`.
 
         Raises:
-            OSError: This rank has none; the others may have.
+            OSError: This rank has no file. Other ranks may have it.
         """
         if self._file is None:
             raise self._no_file
@@ -94,7 +98,7 @@ class HostLink:
         return file
 
     def close(self) -> None:
-        """Part with a file that was not asked for, and listen no more. May be called twice."""
+        """Stop listening, and close the file if `share` was not called. May be called twice."""
         self._exchange.close()
         if self._file is not None:
             self._file.close()

@@ -1,4 +1,7 @@
-"""Backends without MPI: one rank alone, and threads of one process as ranks, which tests drive the engine with."""
+"""Backends without MPI, whose ranks are threads of one process.
+
+They serve a single rank, and tests that run an engine per thread.
+"""
 
 import mmap
 import threading
@@ -23,29 +26,29 @@ class ThreadControl(ControlPlane):
 
     def send(self, rank: int, message: bytes) -> None:
         self._group.mailboxes[rank].append((self._rank, message))
-        self._group.bells[rank].set()
+        self._group.wake_events[rank].set()
 
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        """Messages are with the receiver at once."""
+        """Do nothing: `send` delivers messages at once."""
 
     def poll(self) -> list[tuple[int, bytes]]:
         mailbox = self._group.mailboxes[self._rank]
         return [mailbox.popleft() for _ in range(len(mailbox))]
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
-        bell = self._group.bells[self._rank]
-        bell.wait(timeout_s)
-        bell.clear()
+        event = self._group.wake_events[self._rank]
+        event.wait(timeout_s)
+        event.clear()
 
     def wake(self) -> None:
-        self._group.bells[self._rank].set()
+        self._group.wake_events[self._rank].set()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class ThreadData(DataPlane):
-    """Collectives among the threads of a ThreadGroup: every thread reads the others' arrays between two barriers."""
+    """Collectives among the threads of a ThreadGroup. Every thread reads the others' arrays between two barriers."""
 
     name = "local"
 
@@ -58,9 +61,9 @@ class ThreadData(DataPlane):
         group = self._group
         if group.size == 1:
             return [array]
-        group.shown[self._rank] = array
+        group.arrays[self._rank] = array
         group.barrier.wait()
-        arrays = [a.copy() for a in group.shown]
+        arrays = [a.copy() for a in group.arrays]
         group.barrier.wait()
         return arrays
 
@@ -77,34 +80,34 @@ class ThreadData(DataPlane):
         np.copyto(array, self._exchange(array)[root_rank])
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class ThreadGroup:
-    """`size` ranks in one process. Rank r uses `control(r)`, `data(r)` and `agreement(r)`, from a thread of its own.
+    """`size` ranks in one process. Rank r uses `control(r)`, `data(r)` and `agreement(r)`, each rank in its own thread.
 
     Args:
-        size: How many ranks.
-        timeout_s: After this long in a barrier a collective fails with BrokenBarrierError, so that no test hangs.
+        size: The number of ranks.
+        timeout_s: Seconds in a barrier after which a collective fails with BrokenBarrierError, so that no test hangs.
     """
 
     def __init__(self, size: int, timeout_s: float = 60.0):
         self.size = size
         self.mailboxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
-        self.bells = [threading.Event() for _ in range(size)]
-        self.shown = [np.empty(0)] * size
+        self.wake_events = [threading.Event() for _ in range(size)]
+        self.arrays = [np.empty(0)] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))
 
     def control(self, rank: int) -> ThreadControl:
-        """The messages of one rank."""
+        """The control plane of one rank."""
         return ThreadControl(self, rank)
 
     def data(self, rank: int) -> ThreadData:
-        """The collectives of one rank."""
+        """The data plane of one rank."""
         return ThreadData(self, rank)
 
     def agreement(self, rank: int) -> SharedMemoryAgreement:
-        """The votes of one rank."""
+        """The agreement rounds of one rank."""
         return SharedMemoryAgreement(HostMemory(self._block, rank, range(self.size)),
-                                     lambda other: self.bells[other].set())
+                                     lambda other: self.wake_events[other].set())

@@ -1,4 +1,7 @@
-"""Messages among the ranks of one host over datagram sockets, so that a rank sleeps in the kernel until one comes."""
+"""Messages among the ranks of one host over Unix datagram sockets. A receiver sleeps in the kernel until one arrives.
+
+Used by the engine's thread, except `UnixSocketChannel.wake`, which any thread may call.
+"""
 
 import errno
 import math
@@ -13,21 +16,21 @@ from dataclasses import dataclass
 
 from ..core.errors import MessageError
 
-_FRAGMENT_BYTES = 32 * 1024  # Well below the kernel's default for one datagram.
+_FRAGMENT_BYTES = 32 * 1024  # well below the kernel's default limit for a datagram
 _LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
-_HEADER_BYTES = 5  # one of these, and the sender
-_SELECT_LIMIT = 1024  # select() serves only lower descriptors, but to the microsecond; poll() knows milliseconds.
-# That process has ended; the launcher, or its last message, tells of that.
+_HEADER_BYTES = 5  # one of these bytes, and the sender
+_SELECT_LIMIT = 1024  # select() takes lower descriptors only, but has timeouts in microseconds; poll() in milliseconds
+# Errors when the receiver has ended. The launcher or its last message reports that.
 _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)
 
 
 @dataclass(frozen=True)
 class ChannelSockets:
-    """The sockets of one rank's mailbox.
+    """The sockets of one rank.
 
     Attributes:
-        inbox: Where messages to this rank come. No other rank has it.
-        outboxes: For each rank of the host, this one included, what all ranks write to its inbox with.
+        inbox: Receives the messages to this rank. No other rank has it.
+        outboxes: For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
     """
 
     inbox: socket.socket
@@ -35,13 +38,12 @@ class ChannelSockets:
 
     @staticmethod
     def make(ranks: Sequence[int]) -> "dict[int, ChannelSockets]":
-        """Those of all `ranks` of a host; the outboxes are the same sockets for all of them.
+        """Make the sockets of all `ranks` of a host. All ranks share the same outboxes.
 
-        They are pairs without a name: a message goes from an outbox to its inbox, and nobody can write to an inbox but
-        those who were given its outbox.
+        They are socket pairs without names, so only processes that are given an outbox can write to its inbox.
 
         Raises:
-            OSError: A process may not have so many.
+            OSError: The process has reached its limit of descriptors.
         """
         outboxes: dict[int, socket.socket] = {}
         inboxes: dict[int, socket.socket] = {}
@@ -58,10 +60,10 @@ class ChannelSockets:
 
     @staticmethod
     def over(descriptors: Sequence[int], ranks: Sequence[int]) -> "ChannelSockets":
-        """Those of a rank that has been given them: the inbox, and the outboxes in the order of `ranks`.
+        """Wrap received descriptors: the inbox, and the outboxes in the order of `ranks`.
 
         Raises:
-            OSError: They are no such sockets. None of them has been closed.
+            OSError: A descriptor is not such a socket. All descriptors are still open.
         """
         made: list[socket.socket] = []
         try:
@@ -77,17 +79,17 @@ class ChannelSockets:
         return ChannelSockets(made[0], dict(zip(ranks, made[1:], strict=True)))
 
     def close(self) -> None:
-        """Close all of them. May be called twice."""
+        """Close all sockets. May be called twice."""
         self.inbox.close()
         for outbox in self.outboxes.values():
             outbox.close()
 
 
 class UnixSocketChannel:
-    """One rank's mailbox. Nothing is left behind when its process ends.
+    """One rank's connection to the ranks of its host. The kernel removes it when the process ends.
 
-    Messages of one sender arrive in order and are not lost; when there is no room at a receiver they wait in the
-    sender, and go out with a later call.
+    Messages of one sender arrive in order and are not lost. If a receiver's queue is full, they wait in the sender, and
+    a later call sends them.
 
     Args:
         rank: This rank.
@@ -109,16 +111,16 @@ class UnixSocketChannel:
         self._has_other_news: Callable[[], bool] = bool
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """Let `ready`, and a wait while it is awake, also answer to `has_news()`."""
+        """Make `ready`, and `wait` while it spins, also return when `has_news()` is true."""
         self._has_other_news = has_news
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """Whether something waits for room in the queue of one of `ranks`."""
+        """Whether a message waits for room in the queue of one of `ranks`."""
         return any(self._outbox.get(rank) for rank in ranks)
 
     @property
     def is_sending(self) -> bool:
-        """Whether something waits for room in a receiver's queue."""
+        """Whether a message waits for room in a receiver's queue."""
         return any(self._outbox.values())
 
     def send(self, rank: int, message: bytes) -> None:
@@ -130,7 +132,7 @@ class UnixSocketChannel:
         self._flush_to(rank)
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Send the messages that wait, as far as there is room."""
         for rank in self._outbox:
             self._flush_to(rank)
 
@@ -147,10 +149,10 @@ class UnixSocketChannel:
             outbox.popleft()
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come, as (sender, message). Does not wait.
+        """The messages that have arrived, as (sender, message). Does not wait.
 
         Raises:
-            MessageError: Something else has come.
+            MessageError: A malformed datagram has arrived.
         """
         messages: list[tuple[int, bytes]] = []
         while True:
@@ -171,7 +173,7 @@ class UnixSocketChannel:
                 messages.append((sender, b"".join(self._partial.pop(sender))))
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""
+        """Wait for at most `timeout_s` until `ready`, spinning for the first `spin_s`. Returns whether it is ready."""
         if spin_s:
             until = time.monotonic() + min(spin_s, timeout_s)
             while time.monotonic() < until:
@@ -181,7 +183,7 @@ class UnixSocketChannel:
         return self._await(timeout_s)
 
     def ready(self) -> bool:
-        """Whether something has come. A system call, so that other threads may run meanwhile."""
+        """Whether a message has arrived. Makes a system call, during which other threads may run."""
         return self._await(0.0) or self._has_other_news()
 
     def _await(self, timeout_s: float) -> bool:
@@ -190,26 +192,26 @@ class UnixSocketChannel:
         return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
 
     def wake(self) -> None:
-        """Make this rank's own wait return. Any thread may call it."""
+        """Make this rank's `wait` return. Any thread may call it."""
         with self._wake_lock:
             if self._is_woken:
-                return  # One wake-up in the queue is enough; many would crowd out messages.
+                return  # One wake-up in the queue suffices. More would take the room of messages.
             self._is_woken = True
             try:
                 self._own.send(_WAKE)
             except BlockingIOError:
-                self._is_woken = False  # There is no room, so the wait returns anyway; but the next one may not.
+                self._is_woken = False  # The queue is full, so this wait returns. The next one may need it.
 
     def wake_rank(self, rank: int) -> None:
-        """Make the wait of another rank of this host return."""
+        """Make the `wait` of another rank of this host return."""
         try:
             self._outboxes[rank].send(_WAKE)
         except BlockingIOError:
-            pass  # Something has come there that is not read yet, so it does not sleep.
+            pass  # Its queue is full, so it does not sleep.
         except OSError as error:
             if error.errno not in _GONE:
                 raise
 
     def close(self) -> None:
-        """Release the sockets. May be called twice."""
+        """Close the sockets. May be called twice."""
         self._sockets.close()

@@ -13,12 +13,13 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.interfaces import Outcome
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
+from mpistrat.core.tuning import PIGGYBACK_MOST_HOSTS, VOTE_MESSAGE_BYTES
 from mpistrat.transport.hierarchical import leader_exchange
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.piggyback import Piggyback
 from mpistrat.transport.shm.segment import HostMemory
 
-EACH = 4 * leader_exchange._PIECE_BYTES  # bytes that may go with a vote
+EACH = 4 * VOTE_MESSAGE_BYTES  # bytes that may go with a vote
 LIMIT_S = 30.0  # only a failing test waits for so long
 
 
@@ -59,11 +60,11 @@ class Host:
         return list(found.values())
 
 
-def made_host(most: int, has_freight: bool, most_direct: int = leader_exchange.MOST_HOSTS) -> Iterator[Host]:
+def made_host(most: int, has_freight: bool, most_direct: int = PIGGYBACK_MOST_HOSTS) -> Iterator[Host]:
     """This process's host, of as many hosts as there are processes, which have one rank, two ... `most`, one ..."""
     sizes = [1 + h % most for h in range(MPI.COMM_WORLD.Get_size())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leader_exchange, "MOST_HOSTS", most_direct)
+        patch.setattr(leader_exchange, "PIGGYBACK_MOST_HOSTS", most_direct)
         made = Host(sizes, MPI.COMM_WORLD.Get_rank(), has_freight)
     yield made
     for agreement in made.agreements:
@@ -141,7 +142,7 @@ def test_the_first_rank_is_roused_by_votes_and_the_others_by_the_outcome(host: H
 
 # -- what goes with the votes -----------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 1000, leader_exchange._PIECE_BYTES // 4 - 16, leader_exchange._PIECE_BYTES // 4, EACH // 4]
+SIZES = [0, 1, 1000, VOTE_MESSAGE_BYTES // 4 - 16, VOTE_MESSAGE_BYTES // 4, EACH // 4]
 
 
 def values(rank: int, elements: int, step: int = 0, dtype: type[np.generic] = np.float32) -> np.ndarray:

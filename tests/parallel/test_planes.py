@@ -15,13 +15,14 @@ from mpistrat.core.errors import StallError
 from mpistrat.core.interfaces import DataPlane, Outcome
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
+from mpistrat.core.tuning import MPI_CHUNK_BYTES
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.allreduce import HierarchicalData
 from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
 from mpistrat.transport.hierarchical.piggyback import Piggyback
 from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
-from mpistrat.transport.mpi.data import CHUNK_BYTES, MpiData
+from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 
 from ..support.shared_memory_of_threads import host_memories
@@ -29,7 +30,7 @@ from ..support.shared_memory_of_threads import host_memories
 CHUNK = 64 * 1024
 # In float32: nothing, less than an element per host, one exchange of whole slices, a scatter and a gather in one chunk,
 # as many chunks as there is memory for, more, and more than a piece of MpiData.
-SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7, CHUNK_BYTES // 2 + 7]
+SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7, MPI_CHUNK_BYTES // 2 + 7]
 
 
 def waits(limit_s: float = 60.0) -> PeerWait:
@@ -129,7 +130,7 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
 def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     plane = MpiData(MPI.COMM_WORLD.Dup())
-    monkeypatch.setattr(mpi, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(mpi, "MPI_PIECE_BYTES", 1000)
     counts = [0, 7, 3000, 126, 125][:size]
     for large_bytes in (mpi.LARGE_BYTES, 2000):
         monkeypatch.setattr(mpi, "LARGE_BYTES", large_bytes)

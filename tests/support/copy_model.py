@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.core.arithmetic import Scale
-from mpistrat.gpu.copy.plan import BLOCK_ELEMENTS, CopyJob, block_count
+from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
+from mpistrat.gpu.copy.plan import CopyJob, block_count
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -25,8 +26,8 @@ def batched_copy(table: np.ndarray, job: CopyJob) -> None:
     source_dtype, target_dtype = dtype_of(job.source), dtype_of(job.target)
     for block in range(block_count(table)):
         piece = table[np.searchsorted(table["first_block"], block, side="right") - 1]
-        start = (block - int(piece["first_block"])) * BLOCK_ELEMENTS
-        count = min(int(piece["count"]) - start, BLOCK_ELEMENTS)
+        start = (block - int(piece["first_block"])) * COPY_BLOCK_ELEMENTS
+        count = min(int(piece["count"]) - start, COPY_BLOCK_ELEMENTS)
         source = memory_at(int(piece["source"]) + start * source_dtype.itemsize, count, source_dtype)
         target = memory_at(int(piece["target"]) + start * target_dtype.itemsize, count, target_dtype)
         if job.source == job.target:

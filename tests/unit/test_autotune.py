@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from mpistrat.engine.autotune import LEAST_BYTES, SAMPLES, WARM_UP, Autotuner, read_report
+from mpistrat.core.tuning import AUTOTUNE_LEAST_BYTES as LEAST_BYTES
+from mpistrat.core.tuning import AUTOTUNE_SAMPLE_ROUNDS as SAMPLES
+from mpistrat.core.tuning import AUTOTUNE_WARM_UP_ROUNDS as WARM_UP
+from mpistrat.engine.autotune import Autotuner, read_report
 
 KNOBS = {"backend": ("shared_memory", "mpi"), "chunk": (512, 64, 128)}
 

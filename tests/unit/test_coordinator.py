@@ -10,10 +10,11 @@ import pytest
 from mpistrat.core.errors import MessageError, StallError
 from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec
 from mpistrat.core.topology import Topology
+from mpistrat.core.tuning import FAN_OUT
 from mpistrat.negotiation.coordinator import Coordinator
 from mpistrat.negotiation.messages import Announcement, Decision, EndReason
 from mpistrat.negotiation.reports import describe_half_done, describe_mismatch
-from mpistrat.negotiation.tree import FAN_OUT, neighbours_of, subtree, subtree_size
+from mpistrat.negotiation.tree import neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
 WARNING_S, ABORT_S = 60.0, 600.0

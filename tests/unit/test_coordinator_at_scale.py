@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mpistrat.negotiation.tree import FAN_OUT
+from mpistrat.core.tuning import FAN_OUT
 
 from .test_coordinator import Job, allreduce
 

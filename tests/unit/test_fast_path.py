@@ -86,7 +86,7 @@ def test_a_rank_that_is_ahead_does_not_change_the_outcome_for_the_others() -> No
 def test_ranks_that_may_sleep_are_called() -> None:
     group = ThreadGroup(3)
     group.agreement(1).cast(4)
-    assert [bell.is_set() for bell in group.bells] == [True, False, True]
+    assert [event.is_set() for event in group.wake_events] == [True, False, True]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mpistrat.core.arithmetic import Scale
+from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
 from mpistrat.gpu.copy.kernel import HALVES, TYPES, source, variant
-from mpistrat.gpu.copy.plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob, block_count, copy_table, fused_offsets
+from mpistrat.gpu.copy.plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
 from tests.support import copy_model
 
 JOBS = [
@@ -23,7 +24,7 @@ JOBS = [
     CopyJob("uint32", "uint16", 1.0, 2), CopyJob("float32", "float16", 0.5), CopyJob("float16", "float32", 1.0, 3),
     CopyJob("float32", "bfloat16"), CopyJob("bfloat16", "float32", 3.0),
 ]
-COUNTS = (1, 3, 0, BLOCK_ELEMENTS, 17, BLOCK_ELEMENTS + 5)
+COUNTS = (1, 3, 0, COPY_BLOCK_ELEMENTS, 17, COPY_BLOCK_ELEMENTS + 5)
 each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.source}-{job.target}-{job.factor}-{job.divisor}")
 
 
@@ -56,7 +57,7 @@ def copied(job: CopyJob, run: Callable[[np.ndarray, CopyJob], None], shift: int 
 
 
 def test_blocks_are_given_out_in_the_order_of_the_pieces() -> None:
-    table = copy_table([0] * 4, [0] * 4, [1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 5])
+    table = copy_table([0] * 4, [0] * 4, [1, COPY_BLOCK_ELEMENTS, COPY_BLOCK_ELEMENTS + 1, 5])
     assert table["first_block"].tolist() == [0, 1, 2, 4]
     assert block_count(table) == 5
 

@@ -49,7 +49,7 @@ def test_any_part_of_a_line_is_found() -> None:
     for start in range(14):
         for count in range(14 - start):
             found = np.full(count, -1.0)
-            for array, part, here in line.pieces(start, count):
+            for array, part, here in line.segments(start, count):
                 assert part.start < part.stop
                 found[here] = flat[array][part]
             assert found.tolist() == list(range(start, start + count))

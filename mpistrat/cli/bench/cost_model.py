@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...negotiation.tree import FAN_OUT
+from ...core.tuning import FAN_OUT
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Packing and unpacking many GPU arrays with one launch of a kernel."""
+"""Packs and unpacks many GPU arrays with one kernel launch."""

@@ -1,15 +1,16 @@
-"""The source of the batched copy kernel, for each pair of dtypes and each way to scale. See `copy_plan`."""
+"""The CUDA source of the batched copy kernel, for each pair of dtypes and each kind of scale. See copy.plan."""
 
 from dataclasses import dataclass
 
-from .plan import ALIGNMENT, BLOCK_ELEMENTS, CopyJob
+from ...core.tuning import COPY_BLOCK_ELEMENTS
+from .plan import ALIGNMENT, CopyJob
 
 NAME = "batched_copy"
 
 
 @dataclass(frozen=True)
 class CType:
-    """A dtype in C: what it is stored as, what it is computed in, and the functions between the two."""
+    """A dtype in C: the type in memory, the type for arithmetic, and the functions that convert between them."""
 
     stored: str
     computed: str
@@ -28,7 +29,7 @@ TYPES = {
     "float32": CType("float", "float"), "float64": CType("double", "double"),
 }
 
-# Halves are converted by the GPU's own instructions, so that no header of CUDA is needed to compile this.
+# Inline assembly, so that compiling needs no CUDA header.
 HALVES = r"""
 __device__ float half_to_float(unsigned short bits) {
     float value;
@@ -94,10 +95,10 @@ extern "C" __global__ void batched_copy(const Piece* pieces, int piece_count, do
 
 
 def source(job: CopyJob) -> str:
-    """The kernel for `job`; its factor and divisor are arguments of the launch, and may differ.
+    """The source of the kernel for `job`.
 
-    Arguments of `batched_copy`, for `block_count` blocks: the address of the table, its number of rows (int32), the
-    factor (float64) and the divisor (int64).
+    The arguments of `batched_copy` are the address of the table, its number of rows (int32), the factor (float64) and
+    the divisor (int64). A launch needs `block_count` blocks.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:
@@ -111,10 +112,10 @@ def source(job: CopyJob) -> str:
     defines = {
         "SOURCE": out_of.stored, "TARGET": into.stored, "COMPUTED": out_of.computed, "LOAD(x)": f"{out_of.load}(x)",
         "STORE(x)": f"{into.store}(({into.computed}) (x))", "SCALED": scaled, "IS_PLAIN": int(job.is_plain),
-        "ALIGNMENT": ALIGNMENT, "BLOCK_ELEMENTS": f"{BLOCK_ELEMENTS}ull"}
+        "ALIGNMENT": ALIGNMENT, "BLOCK_ELEMENTS": f"{COPY_BLOCK_ELEMENTS}ull"}
     return "".join(f"#define {name} {text}\n" for name, text in defines.items()) + HALVES + _BODY
 
 
 def variant(job: CopyJob) -> CopyJob:
-    """The job whose `source` is the same text, to compile and keep it once."""
+    """A job with the same `source` for all factors and divisors, as a key for compiled kernels."""
     return CopyJob(job.source, job.target, 1.0 if job.factor == 1.0 else 2.0, 1 if job.divisor == 1 else 2)

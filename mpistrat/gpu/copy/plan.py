@@ -1,7 +1,7 @@
-"""What one launch of the batched copy kernel does, as plain data: which pieces, which scale, which block copies what.
+"""The plan of a launch of the batched copy kernel, as plain data: pieces, scale, and the blocks of each piece. Pure.
 
-One launch packs a bucket of tensors into a fusion buffer, or unpacks it, with the change of dtype and the scale on the
-way. The table of pieces is read by `copy_kernel.source`; tests read the same table with numpy.
+One launch packs a bucket of tensors into a fusion buffer, or unpacks it, and converts and scales the elements. The
+kernel (copy.kernel) reads the table of pieces; tests execute the same table with numpy.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,23 @@ import numpy as np
 
 from ...core.arithmetic import IDENTITY, Scale
 from ...core.memory import rounded_up
+from ...core.tuning import COPY_BLOCK_ELEMENTS
 
-# The row of one piece. `count` is in elements; blocks from `first_block` up to that of the next row work on it.
+# The row of one piece: addresses, elements, and the first of its blocks, which end before those of the next row.
 PIECE = np.dtype([("source", np.uint64), ("target", np.uint64), ("count", np.uint64), ("first_block", np.uint64)])
-BLOCK_ELEMENTS = 16384
-BLOCK_THREADS = 256
-# A processor of the GPU reads and writes 16 bytes at once where both sides begin at a multiple of that.
+# A GPU thread can load and store 16 bytes at a time, if both addresses are multiples of that.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class CopyJob:
-    """How every element is copied: `target = (target's dtype) (source * factor / divisor)`.
+    """How elements are copied: `target = (target's dtype) (source * factor / divisor)`.
 
-    As in `scale`: halves are scaled in float32; integers are divided exactly and truncated when there is no factor, and
-    scaled in float64 otherwise.
+    As in arithmetic.Scale: half precision is scaled in float32. Integers are divided exactly and truncated if the
+    factor is 1, and scaled in float64 otherwise.
 
     Attributes:
-        source, target: Names of dtypes that the kernel knows, see `copy_kernel.TYPES`.
+        source, target: Names of dtypes in copy.kernel.TYPES.
     """
 
     source: str
@@ -38,19 +37,19 @@ class CopyJob:
 
     @classmethod
     def between(cls, source: str, target: str, scale: Scale = IDENTITY) -> "CopyJob":
-        """The job with a Scale."""
+        """Return the job that applies `scale`."""
         return cls(source, target, scale.factor, scale.divisor)
 
     @property
     def is_plain(self) -> bool:
-        """Whether bytes are copied as they are."""
+        """Whether bytes are copied unchanged."""
         return self.source == self.target and self.factor == 1.0 and self.divisor == 1
 
 
 def copy_table(sources: Sequence[int], targets: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The rows, of dtype PIECE, that copy `counts[i]` elements from address `sources[i]` to `targets[i]`.
+    """Return the rows, of dtype PIECE, to copy `counts[i]` elements from address `sources[i]` to `targets[i]`.
 
-    Pieces without elements are left out.
+    Omits pieces without elements.
     """
     table = np.zeros(len(counts), PIECE)
     table["source"], table["target"], table["count"] = sources, targets, counts
@@ -61,12 +60,12 @@ def copy_table(sources: Sequence[int], targets: Sequence[int], counts: Sequence[
 
 
 def block_count(table: np.ndarray) -> int:
-    """How many blocks of threads a launch over the table needs."""
+    """The number of blocks of threads for a launch over the table."""
     return int(_blocks(table).sum())
 
 
 def fused_offsets(counts: Sequence[int], itemsize: int) -> tuple[list[int], int]:
-    """Where in a fusion buffer tensors of `counts` elements begin, aligned, and how many elements it then has."""
+    """The aligned offsets, in elements, of tensors of `counts` elements in a fusion buffer, and its length."""
     step = max(ALIGNMENT // itemsize, 1)
     offsets, end = [], 0
     for count in counts:
@@ -76,4 +75,4 @@ def fused_offsets(counts: Sequence[int], itemsize: int) -> tuple[list[int], int]
 
 
 def _blocks(table: np.ndarray) -> np.ndarray:
-    return -(-table["count"].astype(np.int64) // BLOCK_ELEMENTS)
+    return -(-table["count"].astype(np.int64) // COPY_BLOCK_ELEMENTS)

@@ -1,78 +1,87 @@
-"""NCCL's communicators, made on all ranks or on none.
+"""Makes NCCL's communicators on all ranks, or on none.
 
-A rank that fails alone would leave the others in ncclCommInitRank, which waits for all ranks without a limit. So every
-rank connects in a thread of its own, and meanwhile keeps asking the others how far they are.
+ncclCommInitRank waits for all ranks without a limit, so a rank that fails alone would leave the others blocked in it.
+Therefore each rank connects in a separate thread, and meanwhile exchanges its state with the other ranks.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol, TypeVar
 
 from ...core.errors import EngineError
+from ...core.tuning import NCCL_CONNECT_FIRST_SLEEP_S, NCCL_CONNECT_LONGEST_SLEEP_S
+from ..arrays import GpuDevice
+from .types import NcclCommunicator
 
 logger = logging.getLogger(__name__)
 
-Exchange = Callable[[Any], list[Any]]  # of this rank's value for everybody's; collective
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1  # between two questions of how far the others are
+T = TypeVar("T")
 
 
-def make_communicators(make: Callable[[], list[Any]], device: Any, exchange: Exchange, limit_s: float,
-                       clock: Callable[[], float] = time.monotonic) -> list[Any]:
-    """What `make` returns, when it has returned on all ranks. Collective.
+class Exchange(Protocol):
+    """An allgather of pickled values. Collective."""
+
+    def __call__(self, value: T) -> list[T]:
+        """The values of all ranks, by rank."""
+
+
+
+def make_communicators(make: Callable[[], list[NcclCommunicator]], device: GpuDevice, exchange: Exchange,
+                       limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
+    """Call `make`, and return its result when it has returned on all ranks. Collective.
 
     Args:
-        make: Makes this rank's communicators; waits for the other ranks as it likes. Called in another thread.
+        make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
         device: This rank's GPU.
-        exchange: Among the same ranks; it must not need what `make` waits for.
-        limit_s: How long it may take; 0: for ever.
+        exchange: An exchange among the same ranks, which must not depend on `make`.
+        limit_s: Seconds after which it fails; 0: never.
         clock: Seconds, from any origin.
 
     Raises:
-        EngineError: On all ranks, soon after it has failed on one of them; names the ranks and their errors. What the
-            others have made is aborted; a thread of theirs may stay behind in NCCL until the process ends.
+        EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their errors.
+            The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
     """
-    attempt, began, pause_s = _Attempt(make, device), clock(), _FIRST_PAUSE_S
+    attempt, began, pause_s = _Attempt(make, device), clock(), NCCL_CONNECT_FIRST_SLEEP_S
     while True:
         state = attempt.state
         if state is None and 0 < limit_s < clock() - began:
             state = f"not connected after {limit_s:g} s"
-        told = exchange(state)
-        failed = {rank: text for rank, text in enumerate(told) if text}
+        states = exchange(state)
+        failed = {rank: text for rank, text in enumerate(states) if text}
         if failed:
             attempt.give_up()
             raise EngineError("NCCL cannot connect the ranks: " + "; ".join(
                 f"rank {rank}: {text}" for rank, text in failed.items()) +
                 ". MPISTRAT_GPU_OPERATIONS=staged does without NCCL.")
-        if None not in told:
+        if None not in states:
             return attempt.made
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, NCCL_CONNECT_LONGEST_SLEEP_S)
 
 
 class _Attempt:
-    """Communicators in the making, in a thread that may wait for ever.
+    """An attempt to make communicators, in a thread that may block for ever.
 
     Attributes:
         made: The communicators.
-        state: None as long as they are being made, then "", or what has gone wrong.
+        state: None while they are being made, then "", or the error.
     """
 
-    def __init__(self, make: Callable[[], list[Any]], device: Any):
-        self.made: list[Any] = []
+    def __init__(self, make: Callable[[], list[NcclCommunicator]], device: GpuDevice):
+        self.made: list[NcclCommunicator] = []
         self.state: str | None = None
         self._is_given_up = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, args=(make, device), name="mpistrat-nccl-connect", daemon=True).start()
 
-    def _run(self, make: Callable[[], list[Any]], device: Any) -> None:
+    def _run(self, make: Callable[[], list[NcclCommunicator]], device: GpuDevice) -> None:
         state = ""
         try:
             with device.current():
                 self.made = make()
-        except Exception as error:  # Told to all ranks, this one included.
+        except Exception as error:  # Sent to all ranks, including this one.
             state = str(error) or repr(error)
         with self._lock:
             self.state = state
@@ -80,16 +89,16 @@ class _Attempt:
                 _abort(self.made)
 
     def give_up(self) -> None:
-        """Abort what has been made, now or when it is."""
+        """Abort the communicators, now or when they have been made."""
         with self._lock:
             self._is_given_up = True
             if self.state is not None:
                 _abort(self.made)
 
 
-def _abort(communicators: Sequence[Any]) -> None:
+def _abort(communicators: Sequence[NcclCommunicator]) -> None:
     for communicator in communicators:
         try:
             communicator.abort()
-        except Exception:  # The failure that led here is the one to report.
+        except Exception:  # The first failure is reported.
             logger.debug("a communicator could not be aborted", exc_info=True)

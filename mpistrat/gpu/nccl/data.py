@@ -1,48 +1,49 @@
-"""Collectives on GPU arrays by NCCL, on streams of their own; nothing here waits on the host.
+"""Backend for GPU arrays over NCCL. The host never waits.
 
-What a dtype travels as is decided here, and which communicator's turn it is; `nccl_lane` enqueues it.
+NcclData chooses the wire format and the communicator of each collective; nccl.stream enqueues it. Used by the engine's
+thread.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from ...core.arithmetic import Reduction
 from ...core.request import ReduceOp
-from ..arrays import GpuArray
+from ..arrays import GpuArray, GpuDevice, GpuEvent
 from ..backend import Completion, GpuBackend
 from ..copy.plan import fused_offsets
-from ..pipeline import pieces
+from ..pipeline import split_to_fit
 from .stream import NcclStream
-from .types import WireFormat, narrowest, storage, wire_format
+from .types import NcclCommunicator, WireFormat, narrowest, storage, wire_format
 
 
 class NcclData(GpuBackend):
-    """Collectives over communicators that nobody else uses.
+    """Collectives over communicators that are reserved for this object.
 
-    Halves are summed in halves, as NCCL has it: there is one rounding per rank. The order of a sum is NCCL's, the same
-    on all ranks.
+    NCCL sums half precision in half precision, with one rounding per rank. It chooses the order of a sum, the same on
+    all ranks.
 
     Args:
         device: This rank's GPU.
         rank: This rank in the communicators.
-        communicators: One for each lane, with the methods of cupy's NcclCommunicator.
-        buffers: For each lane two fusion buffers of `buffer_bytes` each.
+        communicators: One for each NcclStream. `close` destroys them.
+        buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
+        buffer_bytes: Bytes of a fusion buffer.
     """
 
-    def __init__(self, device: Any, rank: int, communicators: Sequence[Any], buffers: Sequence[Sequence[Any]],
-                 buffer_bytes: int):
+    def __init__(self, device: GpuDevice, rank: int, communicators: Sequence[NcclCommunicator],
+                 buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int):
         self._rank, self._buffer_bytes = rank, buffer_bytes
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
         self._turn = 0
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
-        how = wire_format(arrays[0].dtype.name, op, wire)
-        if how is None:
+        format_ = wire_format(arrays[0].dtype.name, op, wire)
+        if format_ is None:
             return f"NCCL has no {op.name.lower()} of {arrays[0].dtype.name}"
-        # A single one goes without a buffer, or is cut into pieces that fit.
-        return "" if len(arrays) == 1 else self._why_no_room(arrays, how)
+        # A single array needs no buffer, or is split into pieces that fit.
+        return "" if len(arrays) == 1 else self._why_no_room(arrays, format_)
 
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
         wire = wire_format(source.dtype.name, reduction.op)
@@ -50,22 +51,22 @@ class NcclData(GpuBackend):
             return f"NCCL has no {reduction.op.name.lower()} of {source.dtype.name}"
         return "" if reduction.prescale == 1.0 and not wire.is_converted else self._why_no_room([source], wire)
 
-    def wait_for(self, events: Iterable[Any]) -> None:
+    def wait_for(self, events: Iterable[GpuEvent]) -> None:
         for event in events:
             for stream in self._streams:
                 stream.wait_for(event)
 
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
                   wire: str = "") -> None:
-        how = wire_format(sources[0].dtype.name, reduction.op, wire)
-        assert how is not None, "why_not was not asked"
+        format_ = wire_format(sources[0].dtype.name, reduction.op, wire)
+        assert format_ is not None, "why_not was not called"
         if len(sources) > 1:
-            self._next_stream().reduce_packed(sources, targets, how, reduction)
-        elif not how.is_converted:
-            self._next_stream().reduce_directly(sources[0], targets[0], how, reduction)
+            self._next_stream().reduce_packed(sources, targets, format_, reduction)
+        elif not format_.is_converted:
+            self._next_stream().reduce_directly(sources[0], targets[0], format_, reduction)
         else:
-            for source, target in pieces(sources[0], targets[0], how, self._buffer_bytes):
-                self._next_stream().reduce_packed([source], [target], how, reduction)
+            for source, target in split_to_fit(sources[0], targets[0], format_, self._buffer_bytes):
+                self._next_stream().reduce_packed([source], [target], format_, reduction)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         sizes = [count * source.dtype.itemsize for count in counts]
@@ -76,17 +77,17 @@ class NcclData(GpuBackend):
 
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
         wire = wire_format(source.dtype.name, reduction.op)
-        assert wire is not None, "why_not_scatter was not asked"
+        assert wire is not None, "why_not_scatter was not called"
         self._next_stream().reduce_scatter(self._rank, source, target, counts, wire, reduction)
 
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
         itemsize = source.dtype.itemsize
         self._next_stream().exchange(source.address, target.address, [count * itemsize for count in sent],
-                                   [count * itemsize for count in received])
+                                     [count * itemsize for count in received])
 
     def barrier(self) -> None:
         for stream in self._streams:
-            stream.meet()
+            stream.barrier()
 
     def finish(self) -> Completion:
         completions = [stream.finish() for stream in self._streams]
@@ -101,7 +102,7 @@ class NcclData(GpuBackend):
             try:
                 self._streams.pop().communicator.abort()
             except Exception:
-                self.abandon()  # One that cannot be aborted keeps no other from it.
+                self.abandon()  # Abort the others, even if one cannot be aborted.
                 raise
 
     def close(self) -> None:

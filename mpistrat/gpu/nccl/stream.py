@@ -1,54 +1,53 @@
-"""One communicator of NCCL with its pipeline: which of NCCL's calls a collective is, between which copies."""
+"""One NCCL communicator with its pipeline: the NCCL calls of each collective, and the copies before and after them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ...core.arithmetic import Reduction, Scale
 from ...core.request import ReduceOp
-from ..arrays import GpuArray
+from ..arrays import GpuArray, GpuDevice
 from ..copy.plan import CopyJob
 from ..pipeline import Pipeline
-from .types import DTYPES, OPERATIONS, UINT8, WireFormat, storage
+from .types import DTYPES, OPERATIONS, UINT8, NcclCommunicator, WireFormat, storage
 
 
 class NcclStream(Pipeline):
-    """A communicator, and a pipeline that nobody else uses."""
+    """A communicator and its pipeline, reserved for this object."""
 
-    def __init__(self, device: Any, communicator: Any, buffers: Sequence[GpuArray]):
+    def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
         super().__init__(device, buffers)
         self.communicator = communicator
 
     def reduce_directly(self, source: GpuArray, target: GpuArray, wire: WireFormat, reduction: Reduction) -> None:
-        """Reduce one tensor whose memory NCCL can work on."""
+        """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory."""
         count = source.size * wire.parts
-        came_from = source.address if reduction.prescale == 1.0 else target.address
+        input_address = source.address if reduction.prescale == 1.0 else target.address
 
-        def prepare() -> None:
+        def pack() -> None:
             if reduction.prescale != 1.0:
                 self._copy([source.address], [target.address], [count],
                            CopyJob.between(wire.memory, wire.memory, Scale(reduction.prescale)))
 
-        def deliver() -> None:
+        def unpack() -> None:
             if not reduction.scale.is_identity:
                 self._copy([target.address], [target.address], [count],
                            CopyJob.between(wire.memory, wire.memory, reduction.scale))
 
         if count:
-            self._run(prepare, lambda: self.communicator.allReduce(
-                came_from, target.address, count, DTYPES[wire.dtype], OPERATIONS[reduction.op],
-                self._reductions.ptr), deliver)
+            self._run(pack, lambda: self.communicator.allReduce(
+                input_address, target.address, count, DTYPES[wire.dtype], OPERATIONS[reduction.op],
+                self._reductions.ptr), unpack)
 
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: WireFormat,
                       reduction: Reduction) -> None:
-        """Reduce tensors by way of a fusion buffer."""
+        """Reduce tensors in a fusion buffer."""
         self._run_packed(sources, targets, wire, reduction, lambda buffer, total: self.communicator.allReduce(
             buffer, buffer, total, DTYPES[wire.dtype], OPERATIONS[reduction.op], self._reductions.ptr))
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
-        """Concatenate `sizes[r]` bytes of each rank r at `target`."""
-        def together() -> None:
+        """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
+        def enqueue() -> None:
             if len(set(sizes)) == 1:
                 self.communicator.allGather(source, target, sizes[0], UINT8, self._reductions.ptr)
                 return
@@ -61,75 +60,75 @@ class NcclStream(Pipeline):
                     start += size
 
         if any(sizes):
-            self._run(_nothing, together, _nothing)
+            self._run(_nothing, enqueue, _nothing)
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
-        """Write the root's `sources` to `targets`, as one operation of NCCL."""
-        def together() -> None:
+        """Write the root's `sources` to `targets`, as one NCCL operation."""
+        def enqueue() -> None:
             with self._device.nccl_group():
                 for source, target in zip(sources, targets, strict=True):
                     if source.nbytes:
                         self.communicator.broadcast(source.address, target.address, source.nbytes, UINT8, root_rank,
                                                     self._reductions.ptr)
 
-        self._run(_nothing, together, _nothing)
+        self._run(_nothing, enqueue, _nothing)
 
     def reduce_scatter(self, rank: int, source: GpuArray, target: GpuArray, counts: Sequence[int], wire: WireFormat,
                        reduction: Reduction) -> None:
-        """Reduce `source` and keep the part of this rank; rank r's has `counts[r]` elements."""
+        """Reduce `source` and keep this rank's part. Rank r's part has `counts[r]` elements."""
         parts = [count * wire.parts for count in counts]
         is_direct = reduction.prescale == 1.0 and not wire.is_converted
-        came_from = source.address if is_direct else self._next_buffer()
+        input_address = source.address if is_direct else self._next_buffer()
         itemsize = np.dtype(storage(wire.dtype)).itemsize
-        goes_to = target.address if is_direct else came_from + sum(parts[:rank]) * itemsize
+        output_address = target.address if is_direct else input_address + sum(parts[:rank]) * itemsize
 
-        def prepare() -> None:
+        def pack() -> None:
             if not is_direct:
-                self._copy([source.address], [came_from], [sum(parts)],
+                self._copy([source.address], [input_address], [sum(parts)],
                            CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale)))
 
-        def together() -> None:
+        def enqueue() -> None:
             number, operation, stream = DTYPES[wire.dtype], OPERATIONS[reduction.op], self._reductions.ptr
             if len(set(parts)) == 1:
-                self.communicator.reduceScatter(came_from, goes_to, parts[0], number, operation, stream)
+                self.communicator.reduceScatter(input_address, output_address, parts[0], number, operation, stream)
                 return
             with self._device.nccl_group():
-                start = came_from
+                start = input_address
                 for root, count in enumerate(parts):
                     if count:
-                        self.communicator.reduce(start, goes_to if root == rank else start, count, number, operation,
-                                                 root, stream)
+                        output = output_address if root == rank else start
+                        self.communicator.reduce(start, output, count, number, operation, root, stream)
                     start += count * itemsize
 
-        def deliver() -> None:
+        def unpack() -> None:
             if not is_direct or not reduction.scale.is_identity:
-                self._copy([goes_to], [target.address], [parts[rank]],
+                self._copy([output_address], [target.address], [parts[rank]],
                            CopyJob.between(wire.dtype, wire.memory, reduction.scale))
 
         if any(parts):
-            self._run(prepare, together, deliver)
+            self._run(pack, enqueue, unpack)
 
     def exchange(self, source: int, target: int, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Send `sent[r]` bytes, one after the other at `source`, to each rank r; `received[r]` come from it."""
-        def together() -> None:
-            out, into = source, target
+        """Send rank r the next `sent[r]` bytes at `source`, and receive `received[r]` bytes from it at `target`."""
+        def enqueue() -> None:
+            sending, receiving = source, target
             with self._device.nccl_group():
-                for peer, (there, back) in enumerate(zip(sent, received, strict=True)):
-                    if there:
-                        self.communicator.send(out, there, UINT8, peer, self._reductions.ptr)
-                    if back:
-                        self.communicator.recv(into, back, UINT8, peer, self._reductions.ptr)
-                    out, into = out + there, into + back
+                for peer, (to_peer, from_peer) in enumerate(zip(sent, received, strict=True)):
+                    if to_peer:
+                        self.communicator.send(sending, to_peer, UINT8, peer, self._reductions.ptr)
+                    if from_peer:
+                        self.communicator.recv(receiving, from_peer, UINT8, peer, self._reductions.ptr)
+                    sending, receiving = sending + to_peer, receiving + from_peer
 
         if any(sent) or any(received):
-            self._run(_nothing, together, _nothing)
+            self._run(_nothing, enqueue, _nothing)
 
-    def meet(self) -> None:
-        """Go on when all ranks have come here: NCCL has no barrier, so a byte is reduced."""
+    def barrier(self) -> None:
+        """Wait on the GPU for all ranks. NCCL has no barrier, so this reduces a byte."""
         buffer = self._next_buffer()
         self._run(_nothing, lambda: self.communicator.allReduce(
             buffer, buffer, 1, UINT8, OPERATIONS[ReduceOp.MAX], self._reductions.ptr), _nothing)
 
 
 def _nothing() -> None:
-    """For a collective without copies before or after it."""
+    """The pack or unpack of a collective without copies."""

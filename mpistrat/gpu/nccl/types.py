@@ -1,6 +1,6 @@
-"""NCCL's numbers for dtypes and operations, and what a dtype that NCCL lacks travels as. From nccl.h."""
+"""NCCL's numbers for dtypes and operations (from nccl.h), wire formats of other dtypes, and NcclCommunicator."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,14 +11,39 @@ DTYPES = {"int8": INT8, "uint8": UINT8, "int32": INT32, "uint32": UINT32, "int64
           "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64, "bfloat16": BFLOAT16}
 OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 
-# Sums and products of the wider type, cut off, are those of the narrow one.
+# Truncated sums and products of the wider integers equal those of the narrow ones.
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _WIDE = ("float32", "float64")
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
+class NcclCommunicator(Protocol):
+    """The methods of cupy's NcclCommunicator. Arguments are addresses, counts, and the numbers of this module."""
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...  # noqa: N802
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,  # noqa: N802
+                      stream: int) -> None: ...
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None: ...  # noqa: N802
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None: ...
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+
+    def check_async_error(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
 class WireFormat(NamedTuple):
-    """How elements travel: each as `parts` numbers that memory holds as `memory`, converted to `dtype`."""
+    """How elements are sent: each is `parts` numbers of dtype `memory`, which are converted to `dtype`."""
 
     memory: str
     dtype: str
@@ -26,12 +51,12 @@ class WireFormat(NamedTuple):
 
     @property
     def is_converted(self) -> bool:
-        """Whether the numbers are other bytes on the way than in memory."""
+        """Whether the numbers are converted before they are sent."""
         return self.memory != self.dtype
 
 
 def wire_format(dtype: str, op: ReduceOp, wire: str = "") -> WireFormat | None:
-    """How NCCL can reduce `dtype`, or None where it cannot. Floating-point numbers wider than `wire` travel as that."""
+    """The format in which NCCL can reduce `dtype`; None if it cannot. Floats wider than `wire` are sent as `wire`."""
     if wire and dtype in _WIDE:
         return WireFormat(dtype, wire)
     if dtype in DTYPES:
@@ -39,7 +64,7 @@ def wire_format(dtype: str, op: ReduceOp, wire: str = "") -> WireFormat | None:
     if dtype in _WIDER:
         return WireFormat(dtype, _WIDER[dtype])
     if dtype == "bool":
-        # 0 and 1, of which the least, the greatest and the product are 0 and 1 again.
+        # Minimum, maximum and product of zeros and ones are zeros and ones.
         return WireFormat("uint8", "uint8")
     if dtype in _PARTS and op is ReduceOp.SUM:
         return WireFormat(_PARTS[dtype], _PARTS[dtype], 2)
@@ -47,10 +72,10 @@ def wire_format(dtype: str, op: ReduceOp, wire: str = "") -> WireFormat | None:
 
 
 def storage(dtype: str) -> str:
-    """A dtype that numpy knows by itself, of the same size."""
+    """A dtype of the same size that numpy knows without ml_dtypes."""
     return "uint16" if dtype == "bfloat16" else dtype
 
 
 def narrowest(wire: WireFormat) -> int:
-    """The bytes of a number where it is narrower, which decides how many of them make an aligned lump."""
+    """The bytes of a number in memory or on the wire, the smaller of the two, which decides on alignment."""
     return min(np.dtype(storage(name)).itemsize for name in (wire.memory, wire.dtype))

@@ -10,15 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
+from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from . import cpu, gpu_graph
 from .cpu import Wait
-
-# Handing over one more tensor costs about 10 us, joining and splitting 64 KiB in the graph about as much.
-SMALL_BYTES = 64 * 1024
-# A bucket is reduced while backprop makes the next; below this its two callbacks cost more than the overlap gains.
-BUCKET_BYTES = 16 * 1024 * 1024
-# Waiting in the submit pays while a reduction is quicker than a change of threads or two.
-PATIENT_BYTES = 1024 * 1024
 
 
 @dataclass
@@ -42,7 +36,7 @@ class Bucket:
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
-         small_bytes: int = SMALL_BYTES) -> list[Bucket]:
+         small_bytes: int = JOINED_TENSOR_BYTES) -> list[Bucket]:
     """Distribute tensors over buckets, from last to first: backprop makes the last layer's gradients first.
 
     A tensor whose static shape is not known is handed over singly and counts as `small_bytes`.
@@ -86,7 +80,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         return []
     device = gpu_graph.device_of(tensors)
     # On a GPU to join is a copy at the speed of its memory, and each tensor handed over is a wait for it.
-    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, bucket_bytes if device else SMALL_BYTES)
+    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, bucket_bytes if device else JOINED_TENSOR_BYTES)
     if tf.executing_eagerly():
         # Nothing overlaps with an eager call, and joining is done by the engine's fusion buffer.
         buckets = [Bucket(single=list(range(len(tensors))))]
@@ -95,7 +89,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
         wait = Wait.NEVER
-        if number == len(buckets) - 1 and bucket.nbytes <= PATIENT_BYTES:
+        if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if patient else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name)
         with nullcontext() if device is None else tf.device(device):

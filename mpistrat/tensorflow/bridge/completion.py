@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
+from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
 from .own_executor import at_once
 
 # A ticket: the number of the execution and that of the queue, packed; how many elements to read from the queue (one);
@@ -33,8 +34,6 @@ TICKET = (tf.int64, tf.int32, tf.string)
 _QUEUES = 2**20  # no more than these
 
 _instances = itertools.count()
-_GROUP = 16  # so many queues are made at a time
-_TOGETHER = (64, 8)  # so many queues can be written to by one operation
 
 
 class _Wait:
@@ -111,7 +110,7 @@ class CompletionQueues:
                 return
             with tf.init_scope(), tf.device("CPU:0"):
                 self._element = tf.constant(0, tf.int64)
-                self._enqueues = {count: _enqueue_to(count) for count in _TOGETHER}
+                self._enqueues = {count: _enqueue_to(count) for count in COMPLETION_QUEUES_WRITTEN}
             self._grow()
             self._done = [np.array(0, np.int32), self._slots[0].serialized]
 
@@ -124,11 +123,11 @@ class CompletionQueues:
             stack.enter_context(tf.init_scope())
             stack.enter_context(at_once())
             stack.enter_context(tf.device("CPU:0"))
-            for number in range(len(self._slots), len(self._slots) + _GROUP):
+            for number in range(len(self._slots), len(self._slots) + COMPLETION_QUEUES_MADE):
                 queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
                                                shared_name=f"{self._name}_{number}")
                 self._slots.append(_Slot(number, queue))
-        self._free += self._slots[-_GROUP:]
+        self._free += self._slots[-COMPLETION_QUEUES_MADE:]
 
     def ticket_for(self, handle: Handle, execution: int = 0) -> list[np.ndarray]:
         """A ticket for the result of a collective. TensorFlow must get these very arrays.
@@ -190,7 +189,7 @@ class CompletionQueues:
     def _wake(self, waits: list[_Wait]) -> None:
         queues = [wait.queue for wait in waits]
         with at_once():
-            for count in _TOGETHER:
+            for count in COMPLETION_QUEUES_WRITTEN:
                 while len(queues) >= count:
                     _run_here(self._enqueues[count], [self._element, *queues[:count]])
                     del queues[:count]

@@ -35,14 +35,12 @@ from ...core.errors import (
     NotInitializedError,
 )
 from ...core.request import Request
+from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
 from . import executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .program_order import calls_in_order
 from .python_op import host_call, keep_thread_state
-
-_PATIENCE_S = 10e-3
-_MOST_BRANCHES = 8  # of collectives in one graph that wait if they are the last; each takes 10 ms when it is traced
 
 # Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit; the same for the same shapes.
 MakeRequest = Callable[[list[Any]], Request]
@@ -109,7 +107,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return shaped(host_call(site.fetch, [awaited(ticket, queue)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
-        if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > _MOST_BRANCHES):
+        if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > SUBMIT_WAIT_BRANCHES):
             ticket = scalars(host_call(site.submit, [*tensors, *past], TICKET, stateful=True))
             results = fetched(ticket, queue_of(ticket))
         else:
@@ -181,7 +179,7 @@ class _CallSite:
         keep_thread_state()
         engine, (request, arrays, number) = runtime.current().engine, self._prepared(inputs)
         if self._wait is Wait.ALWAYS or self._position == self._line.length:
-            handle = engine.run(request, arrays, _PATIENCE_S)
+            handle = engine.run(request, arrays, SUBMIT_WAIT_S)
             if handle.done():
                 return [*COMPLETIONS.done_ticket(number), *handle.wait()]
         else:

@@ -18,8 +18,9 @@ import tensorflow as tf
 from ...api import runtime
 from ...core.errors import MismatchError
 from ...core.request import Average, ReduceOp, Sum
+from ...core.tuning import BUCKET_BYTES
 from .._private import FuncGraph
-from ..bridge.buckets import BUCKET_BYTES, reduce_list
+from ..bridge.buckets import reduce_list
 from ..bridge.program_order import token
 from ..ops import broadcast_list, gather_list, reduce_slices
 from . import threads

@@ -1,6 +1,6 @@
 """tf.distribute.experimental.CommunicationOptions: what each of its fields means here.
 
-bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: buckets.BUCKET_BYTES.
+bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: core.tuning.BUCKET_BYTES.
 timeout_seconds: after how long a collective that only some ranks have called ends the job, in place of
     MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. It is the engine's, and so holds for all that follows, whoever calls it.
 implementation: NCCL is warned of where it is not there. RING and AUTO: shared memory or MPI, as the settings say.
@@ -14,7 +14,7 @@ import tensorflow as tf
 from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError
-from ..bridge.buckets import BUCKET_BYTES
+from ...core.tuning import BUCKET_BYTES
 from .threads import wire_name
 
 logger = logging.getLogger(__name__)

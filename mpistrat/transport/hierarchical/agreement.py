@@ -1,4 +1,4 @@
-"""Votes of the ranks of several hosts: within a host in shared memory, between hosts over MPI."""
+"""Agreement rounds among several hosts: votes in shared memory within a host, over MPI between hosts."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,19 +7,19 @@ from ..shm.agreement import TAG, SharedMemoryAgreement
 from ..shm.segment import VERDICT, HostMemory
 from .leader_exchange import LeaderExchange
 
-_OUTCOME = 4  # the place of the outcome in a verdict, above the round's tag
+_OUTCOME = 4  # a verdict is the outcome times this, plus the round modulo 4
 
 
 class HierarchicalAgreement(SharedMemoryAgreement):
-    """One rank's part in the rounds of collectives.base.AgreementRound.
+    """One rank's part in the rounds of interfaces.AgreementRound. Used by the engine's thread.
 
-    The first rank of each host waits for the votes of its host, and puts what they come to together with what the
-    other hosts have come to. The outcome it writes into its host's shared memory.
+    The first rank of each host (the leader) waits for the votes of its host, combines their outcome with those of the
+    other hosts, and writes the overall outcome into the shared memory of its host.
 
     Args:
-        memory: Of the ranks of this host. Its counters EVEN_VOTE, ODD_VOTE and VERDICT are used.
-        wake_rank: Makes another rank of this host look, if it sleeps.
-        hosts: As leader_exchange gives it. Closed by `close`.
+        memory: The memory of this host. Uses its counters EVEN_VOTE, ODD_VOTE and VERDICT.
+        wake_rank: Wakes another rank of this host, if it sleeps.
+        hosts: The result of leader_exchange. `close` closes it.
         elsewhere: The ranks of the other hosts.
     """
 
@@ -28,20 +28,20 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         super().__init__(memory, wake_rank)
         self._elsewhere = list(elsewhere)
         self._hosts, self._leader = hosts, memory.ranks[0]
-        self._listeners = [] if hosts is not None else [self._leader]
+        self._ranks_to_wake = [] if hosts is not None else [self._leader]
 
     def outcome(self) -> Outcome | None:
         """See AgreementRound."""
         if not self.has_voted:
             return None
-        result = self._heard() if self._hosts is None else self._between_hosts(self._hosts)
+        result = self._read_verdict() if self._hosts is None else self._between_hosts(self._hosts)
         if result is not None:
             self._next_round()
         return result
 
     def _between_hosts(self, hosts: LeaderExchange) -> Outcome | None:
         if not hosts.is_under_way:
-            votes = self._of_host()
+            votes = self._host_outcome()
             if votes is None:
                 return None
             hosts.begin(*votes)
@@ -49,10 +49,10 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         if result is None:
             return None
         self._memory.post(result * _OUTCOME | (self._round & TAG), VERDICT)
-        self._rouse_all(self._others)
+        self._wake_all(self._others)
         return result
 
-    def _heard(self) -> Outcome | None:
+    def _read_verdict(self) -> Outcome | None:
         verdict = self._memory.counter_of(self._leader, VERDICT)
         if (verdict ^ self._round) & TAG:
             return None
@@ -64,8 +64,8 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         if not self.has_voted:
             return False
         if self._hosts is None:
-            return self._heard() is not None
-        return self._hosts.has_news() if self._hosts.is_under_way else self._all_here_have_voted()
+            return self._read_verdict() is not None
+        return self._hosts.has_news() if self._hosts.is_under_way else self._host_has_voted()
 
     def missing(self) -> list[int]:
         """See AgreementRound."""

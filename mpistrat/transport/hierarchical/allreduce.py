@@ -1,4 +1,7 @@
-"""Backend for hosts of several ranks: shared memory within a host and MPI between hosts, at the same time."""
+"""Data plane of hosts with several ranks: shared memory within hosts and MPI between them, at the same time.
+
+Used by the engine's thread.
+"""
 
 from collections.abc import Sequence
 
@@ -9,21 +12,22 @@ from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.topology import Topology
+from ...core.tuning import (
+    HIERARCHICAL_ALLGATHER_BYTES,
+    HIERARCHICAL_CHUNK_BYTES,
+    HIERARCHICAL_CHUNKS_UNDER_WAY,
+    HIERARCHICAL_SLICE_BYTES,
+)
 from ..mpi.peer_wait import PeerWait
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.two_shot import SharedMemoryData, Stage, Work
 from .piggyback import Piggyback, PiggybackedReduce
 
-# One exchange of whole slices is quicker than a scatter and a gather up to about this many bytes from all hosts.
-_SMALL_BYTES = 32 * 1024
-# Slices smaller than this would cost more messages than the wire gains by having several senders.
-_SLICE_BYTES = 16 * 1024
-
 
 def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
-    """The ranks that have this rank's local_rank, in the order of their hosts. Collective over `comm`.
+    """The communicator of the ranks with this rank's local_rank, ordered by host. Collective over `comm`.
 
-    COMM_NULL if not all hosts have such a rank; the others send on its behalf.
+    COMM_NULL if a host has no such rank. The data of such ranks go over the other communicators.
     """
     is_sender = topology.local_rank < min(topology.local_sizes)
     return comm.Split(topology.local_rank if is_sender else MPI.UNDEFINED, topology.hosts.index(topology.host))
@@ -32,30 +36,27 @@ def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
 class HierarchicalData(SharedMemoryData):
     """Collectives among hosts of ranks.
 
-    A chunk is packed into shared memory by all ranks of a host; each of the first ranks reduces a slice of it, and
-    all-reduces that slice with its cross_comm on the other hosts, all of them at the same time; all ranks unpack the
-    slices. The slice between the hosts is exchanged as in MpiData, or by two hosts as a whole: 2 (H-1)/H of the host's
-    bytes cross the wire, for H hosts. Chunks are at different stages at the same time, so that the wire and the memory
-    are busy together.
+    All ranks of a host pack a chunk into shared memory. Each of the first ranks reduces a slice of it, and all-reduces
+    the slice over its cross_comm, all of them at the same time. All ranks unpack all slices. The exchange of a slice is
+    that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
+    Several chunks are at different stages at a time, so that the wire and the memory work in parallel.
 
     An element is summed over the ranks of each host in their order, and then over the hosts in theirs. Half precision
-    is summed in float32 both times, and rounded for the wire.
+    is summed in float32 both times, and rounded before it is sent.
 
     Args:
         memory: As for SharedMemoryData.
-        chunk: Likewise; the same on all hosts.
-        others: Likewise.
-        cross: As `cross_comm` gives it; nobody else uses it.
-        senders: How many ranks every host has at least.
-        wait: For the ranks of `cross`.
-        piggyback: Takes small all-reduces along with votes; None: nothing travels with them.
+        chunk: Bytes of a chunk, as for SharedMemoryData; the same on all hosts.
+        others: As for SharedMemoryData.
+        cross: The result of `cross_comm`, reserved for this object. `close` frees it.
+        senders: The least number of ranks that a host has.
+        wait: Waits for the ranks of `cross`.
+        piggyback: Sends small all-reduces together with votes; None: votes are sent alone.
     """
 
     name = "hierarchical"
-    slots = 6
-    # Exchanges between hosts cost more than missing the cache (16 MB on 2 hosts of 2 ranks, with two exchanges a chunk:
-    # 51 ms with chunks of half a megabyte, 43 with 1 MiB, 38 with 2, 35 with 4); but the wire waits for large ones.
-    chunk_bytes = 2 * 1024 * 1024
+    slots = HIERARCHICAL_CHUNKS_UNDER_WAY
+    chunk_bytes = HIERARCHICAL_CHUNK_BYTES
     one_shot_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
@@ -87,10 +88,10 @@ class HierarchicalData(SharedMemoryData):
         return self._pack, self._send, self._combine, self._receive, self._unpack
 
     def _reducers(self, nbytes: int) -> int:
-        return max(1, min(self._senders, nbytes // _SLICE_BYTES))
+        return max(1, min(self._senders, nbytes // HIERARCHICAL_SLICE_BYTES))
 
     def _send(self, work: Work, k: int) -> None:
-        """Reduce this rank's slice over the host, and send each other host its part of that."""
+        """Reduce this rank's slice over the host, and start to send it to the other hosts."""
         chunk, number = work.chunks[k], work.first + k
         if chunk.mine is not None:
             self._memory.await_all(PACKED, number)
@@ -101,19 +102,20 @@ class HierarchicalData(SharedMemoryData):
         self._memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
-        """Begin to send what the other hosts need of `partial`, and to receive for `buffer` what this one needs.
+        """Start to exchange `partial` with the other hosts, with `buffer` for what is received.
 
-        Returns what to wait for, and what is there then: for each host, its values of all elements of the slice or of
-        those that this host is to reduce.
+        Returns:
+            The requests, and for each host the array that holds its values when they are complete: of all elements of
+            the slice, or of those that this host has to reduce.
         """
         hosts, host, sent = self._hosts, self._cross.Get_rank(), partial.view(np.uint8)
         if hosts == 2:
-            # Two hosts send as many bytes if both reduce all of it, and need no second exchange.
+            # If both hosts reduce the whole slice, they send as many bytes, and need no second exchange.
             theirs = buffer.view(partial.size, partial.dtype)
             requests = [self._cross.Irecv([theirs.view(np.uint8), MPI.BYTE], 1 - host),
                         self._cross.Isend([sent, MPI.BYTE], 1 - host)]
             return requests, [partial, theirs] if host == 0 else [theirs, partial]
-        if sent.nbytes * hosts <= _SMALL_BYTES:
+        if sent.nbytes * hosts <= HIERARCHICAL_ALLGATHER_BYTES:
             rows = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
             return [self._cross.Iallgather([sent, MPI.BYTE], [rows.view(np.uint8), MPI.BYTE])], list(rows)
         counts, starts = self._parts_of(partial)
@@ -123,12 +125,12 @@ class HierarchicalData(SharedMemoryData):
         return [self._cross.Ialltoallv([sent, counts, starts, MPI.BYTE], received)], list(rows)
 
     def _parts_of(self, array: np.ndarray) -> tuple[list[int], list[int]]:
-        """Bytes and first byte of each host's part of a slice."""
+        """(bytes, first byte) of each host's part of a slice, as two lists."""
         bounds = [array.size * h // self._hosts * array.itemsize for h in range(self._hosts + 1)]
         return [bounds[h + 1] - bounds[h] for h in range(self._hosts)], bounds[:-1]
 
     def _combine(self, work: Work, k: int) -> None:
-        """Reduce what the hosts have sent, and send them the result."""
+        """Reduce what the hosts have sent, and start to send them the result."""
         number, result = work.first + k, work.chunks[k].result
         if number not in self._underway:
             return
@@ -145,7 +147,7 @@ class HierarchicalData(SharedMemoryData):
         self._underway[number] = [self._cross.Iallgatherv(MPI.IN_PLACE, gathered)], []
 
     def _receive(self, work: Work, k: int) -> None:
-        """Await what the other hosts have reduced."""
+        """Wait for what the other hosts have reduced."""
         number = work.first + k
         if number in self._underway:
             self._wait.complete(self._underway.pop(number)[0])

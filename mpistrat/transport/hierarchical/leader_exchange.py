@@ -1,4 +1,4 @@
-"""How the first ranks of the hosts put the votes of their hosts together, over MPI."""
+"""Exchange of the hosts' votes over MPI, by the first rank of each host (the leader). Used by the engine's thread."""
 
 from typing import Protocol
 
@@ -8,55 +8,53 @@ from mpi4py import MPI
 from ...core.interfaces import Outcome
 from ...core.memory import aligned_empty
 from ...core.topology import Topology
-from .piggyback import MOST_HOSTS, Piggyback
+from ...core.tuning import PIGGYBACK_MOST_HOSTS, VOTE_MESSAGE_BYTES
+from .piggyback import Piggyback
 
-# A message begins with a vote, behind which data are aligned.
+# A message begins with a vote. The data behind it are aligned.
 _HEAD_BYTES, _VOTE_AT = 64, 40
-# MPI sends messages of a certain size at once, and asks the receiver before larger ones, which takes another round
-# trip. Over TCP that is 64 KiB in Open MPI, its own header among it.
-_PIECE_BYTES = 48 * 1024
 
 
 class LeaderExchange(Protocol):
-    """One round after the other among hosts. Used by the first rank of each host."""
+    """Rounds of votes among hosts, one after the other. The first rank of each host uses it."""
 
     is_under_way: bool
 
     def begin(self, number: int, outcome: Outcome) -> None:
-        """Say what the ranks of this host have voted for, and with which outcome."""
+        """Start to send the number for which this host has voted, and its outcome."""
 
     def has_news(self) -> bool:
-        """Whether `poll` gets further."""
+        """Whether to call `poll`."""
 
     def poll(self) -> Outcome | None:
-        """The outcome over all hosts, once all have said theirs; None before."""
+        """The outcome over all hosts, once all votes have arrived; None before. Does not wait."""
 
     def close(self) -> None:
-        """Release the communicator. No round is under way."""
+        """Free the communicator. No round is under way."""
 
 
 def leader_exchange(comm: MPI.Comm, topology: Topology, piggyback: Piggyback | None) -> LeaderExchange | None:
-    """This rank's part in the votes among hosts; None if it is not the first of its host. Collective over `comm`.
+    """Return this rank's part in the exchange; None if it is not the first rank of its host. Collective over `comm`.
 
     Args:
-        comm: Of all ranks.
+        comm: The communicator of all ranks.
         topology: Where they are.
-        piggyback: What goes with the votes of this rank's host; None, on all ranks: nothing does.
+        piggyback: The data to send with this host's votes; None on all ranks: votes are sent alone.
     """
-    leads = topology.local_rank == 0
-    hosts = comm.Split(0 if leads else MPI.UNDEFINED, topology.hosts.index(topology.host))
-    if not leads:
+    is_leader = topology.local_rank == 0
+    hosts = comm.Split(0 if is_leader else MPI.UNDEFINED, topology.hosts.index(topology.host))
+    if not is_leader:
         return None
-    if piggyback is not None or len(topology.local_sizes) <= MOST_HOSTS:
+    if piggyback is not None or len(topology.local_sizes) <= PIGGYBACK_MOST_HOSTS:
         return DirectExchange(hosts, piggyback)
     return ReducedExchange(hosts)
 
 
 class DirectExchange:
-    """Among a few hosts: each sends all others its vote, and right behind it its data, if all its ranks are ready.
+    """For few hosts: each sends its vote to all others, followed by its data, if all its ranks are ready.
 
     Args:
-        hosts: One rank of each host; nobody else uses it.
+        hosts: The communicator of the leaders, reserved for this object.
         piggyback: As for leader_exchange.
     """
 
@@ -65,7 +63,7 @@ class DirectExchange:
         self._others = [h for h in range(hosts.Get_size()) if h != self._host]
         nbytes = _HEAD_BYTES + (piggyback.slot_bytes if piggyback is not None else 0)
         self._messages = [aligned_empty(nbytes) for _ in range(hosts.Get_size())]
-        self._first = min(nbytes, _PIECE_BYTES)
+        self._first = min(nbytes, VOTE_MESSAGE_BYTES)
         self._sending: list[MPI.Request] = []
         self._receiving: list[MPI.Request] = []
         self._have_votes = False
@@ -79,13 +77,14 @@ class DirectExchange:
         _vote_in(message)[:] = number, outcome, end
         self._receiving = [self._hosts.Irecv([self._messages[h][_VOTE_AT:self._first], MPI.BYTE], h)
                            for h in self._others]
-        pieces = [message[_VOTE_AT:min(end, self._first)], *self._more(message, end)]
+        pieces = [message[_VOTE_AT:min(end, self._first)], *self._further_pieces(message, end)]
         self._sending = [self._hosts.Isend([piece, MPI.BYTE], h) for piece in pieces for h in self._others]
         self._have_votes, self.is_under_way = False, True
 
-    def _more(self, message: np.ndarray, end: int) -> list[np.ndarray]:
-        """What of a message does not go in the first piece of it."""
-        return [message[start:min(start + _PIECE_BYTES, end)] for start in range(self._first, end, _PIECE_BYTES)]
+    def _further_pieces(self, message: np.ndarray, end: int) -> list[np.ndarray]:
+        """The pieces of a message of `end` bytes, without the first piece."""
+        return [message[start:min(start + VOTE_MESSAGE_BYTES, end)]
+                for start in range(self._first, end, VOTE_MESSAGE_BYTES)]
 
     def has_news(self) -> bool:
         """See LeaderExchange."""
@@ -98,12 +97,12 @@ class DirectExchange:
         votes = [_vote_in(message).tolist() for message in self._messages]
         if not self._have_votes:
             self._have_votes = True
-            # It was sent before anybody knew the outcome, and must be received whatever that is.
+            # The data were sent before the outcome was known, and must be received whatever the outcome is.
             self._receiving = [self._hosts.Irecv([piece, MPI.BYTE], h) for h in self._others
-                               for piece in self._more(self._messages[h], votes[h][2])]
+                               for piece in self._further_pieces(self._messages[h], votes[h][2])]
             if not MPI.Request.Testall(self._receiving):
                 return None
-        # Once there is an outcome this rank may not ask MPI for a while, and others wait for what it still has to send.
+        # After the outcome this rank may make no MPI call for a while, but MPI needs calls to finish sending.
         if not MPI.Request.Testall(self._sending):
             return None
         self.is_under_way = False
@@ -121,12 +120,12 @@ class DirectExchange:
 
 
 def _vote_in(message: np.ndarray) -> np.ndarray:
-    """The number, the outcome, and where the message ends."""
+    """The vote in a message: the number, the outcome, and the bytes of the message."""
     return message[_VOTE_AT:_HEAD_BYTES].view(np.int64)
 
 
 class ReducedExchange:
-    """Among many hosts: an all-reduce of the votes, their minimum and that of their negatives. Nothing goes with it."""
+    """For many hosts: an all-reduce of the minimum of the votes and of their negatives. No data go with them."""
 
     def __init__(self, hosts: MPI.Comm):
         self._hosts = hosts

@@ -1,4 +1,7 @@
-"""Control messages over MPI."""
+"""Control plane: messages to ranks of this host over a local channel, to ranks of other hosts over MPI.
+
+Used by the engine's thread, except `wake`, which any thread may call.
+"""
 
 import os
 import time
@@ -7,30 +10,33 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from ...core.interfaces import ControlPlane, LocalChannel
+from ...core.tuning import (
+    MPI_POLL_CALLER_SPIN_S,
+    MPI_POLL_LONGEST_SLEEP_S,
+    MPI_POLL_SLEEP_DIVISOR,
+    MPI_POLL_SPIN_S,
+    MPI_SHORTEST_SLEEP_S,
+)
 from .peer_wait import PeerWait, peer_wait_without_end
 
 
 class MpiControl(ControlPlane):
-    """Messages to ranks of this host by mail, to other hosts over MPI point to point.
+    """Sends to ranks of this host over the channel, and to ranks of other hosts with MPI point-to-point messages.
 
-    With all its peers on this host a rank sleeps until a message comes. A rank with peers on other hosts must poll MPI
-    for them: first without a pause, giving way to others at each look (for a millisecond where a caller waits, and 50
-    microseconds in the background), and then at growing intervals up to 3 ms.
+    If all its peers are on this host, a rank sleeps until a message arrives. A rank with peers on other hosts polls
+    MPI: first without pauses, yielding the processor at each poll, and then at growing intervals. core.tuning has the
+    times (MPI_POLL_*).
 
     Args:
-        comm: Nobody else uses it.
-        mail: The mailbox of this rank.
+        comm: Reserved for this object.
+        channel: This rank's channel. `close` closes it.
         local_ranks: The ranks on this host.
-        peers: The ranks that will ever send to this one.
-        polls: Whether MPI must be polled for something else, too, of which the mail knows.
-        wait: For any rank; None: without a limit.
+        peers: All ranks that may send to this one.
+        polls: Whether to poll MPI in any case, since the channel watches for something that arrives over MPI.
+        wait: Waits for other ranks; None: without a limit.
     """
 
     _TAG = 1
-    _SPIN_S = 50e-6
-    _CALLERS_SPIN_S = 1e-3  # a pause and a poll cost more than a message between hosts takes
-    _SHORTEST_S = 50e-6
-    _LONGEST_S = 3e-3
 
     def __init__(self, comm: MPI.Comm, channel: LocalChannel, local_ranks: Sequence[int], peers: Sequence[int],
                  polls: bool = False, wait: PeerWait | None = None):
@@ -38,7 +44,7 @@ class MpiControl(ControlPlane):
         self._local = frozenset(local_ranks)
         self._polls = polls or any(peer not in self._local for peer in peers)
         self._status = MPI.Status()
-        self._sending: list[tuple[int, MPI.Request, bytes]] = []  # to which rank, and what
+        self._sending: list[tuple[int, MPI.Request, bytes]] = []  # (receiver, request, message)
 
     def send(self, rank: int, message: bytes) -> None:
         if rank in self._local:
@@ -47,19 +53,19 @@ class MpiControl(ControlPlane):
             self._sending.append((rank, self._comm.Isend([message, MPI.BYTE], dest=rank, tag=self._TAG), message))
 
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        # Messages between hosts, too: MPI asks the receiver of a large one first, and sends it only while this rank is
-        # in a call of MPI. In the collective that follows, this rank may wait in shared memory alone.
+        # Messages between hosts, too: MPI sends a large message only after a reply of the receiver (rendezvous), and
+        # only while this rank is in an MPI call. In the next collective this rank may wait in shared memory alone.
         if self._missing(ranks):
-            self._wait.until(lambda: self._is_flushed(ranks), lambda: self._missing(ranks), limit_s=limit_s)
+            self._wait.until(lambda: self._has_flushed(ranks), lambda: self._missing(ranks), limit_s=limit_s)
 
-    def _is_flushed(self, ranks: Sequence[int]) -> bool:
+    def _has_flushed(self, ranks: Sequence[int]) -> bool:
         self._channel.flush()
-        self._comm.Iprobe()  # A receiver that is still in an earlier collective may need MPI to move on here too.
+        self._comm.Iprobe()  # Lets MPI make progress here, which a receiver in an earlier collective may depend on.
         self._forget_sent()
         return not self._missing(ranks)
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` to which something is still on its way."""
+        """Those of `ranks` to which a message is still on its way."""
         underway = {rank for rank, _, _ in self._sending}
         return [rank for rank in ranks if rank in underway or self._channel.is_sending_to([rank])]
 
@@ -82,20 +88,21 @@ class MpiControl(ControlPlane):
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         if not self._polls:
-            self._channel.wait(min(timeout_s, self._LONGEST_S) if self._channel.is_sending else timeout_s, spin_s)
+            longest_s = MPI_POLL_LONGEST_SLEEP_S if self._channel.is_sending else timeout_s
+            self._channel.wait(min(timeout_s, longest_s), spin_s)
             return
-        spin_s = (self._CALLERS_SPIN_S if spin_s else self._SPIN_S) - quiet_s
+        spin_s = (MPI_POLL_CALLER_SPIN_S if spin_s else MPI_POLL_SPIN_S) - quiet_s
         if spin_s > 0:
-            # What waits for room in the mail is for the caller to send on.
-            until = time.monotonic() + (0.0 if self._channel.is_sending else min(spin_s, timeout_s))
+            # One poll only, if messages wait for room in the channel: the caller must send them.
+            deadline = time.monotonic() + (0.0 if self._channel.is_sending else min(spin_s, timeout_s))
             while True:
                 os.sched_yield()
-                # Far less than a round of the engine: what a rank does while it looks, another on its processor waits
-                # for.
-                if self._channel.ready() or self._comm.Iprobe(tag=self._TAG) or time.monotonic() >= until:
+                # Checks these two only, since a cycle of the engine takes the processor from other ranks for longer.
+                if self._channel.ready() or self._comm.Iprobe(tag=self._TAG) or time.monotonic() >= deadline:
                     return
-        # A pause in proportion to the wait so far makes no wait much longer than it must be.
-        self._channel.wait(min(timeout_s, max(quiet_s / 8, self._SHORTEST_S), self._LONGEST_S))
+        # Pauses in proportion to the wait so far, which makes no wait much longer than necessary.
+        pause_s = max(quiet_s / MPI_POLL_SLEEP_DIVISOR, MPI_SHORTEST_SLEEP_S)
+        self._channel.wait(min(timeout_s, pause_s, MPI_POLL_LONGEST_SLEEP_S))
 
     def wake(self) -> None:
         self._channel.wake()

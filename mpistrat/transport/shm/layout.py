@@ -1,7 +1,7 @@
-"""Which elements of a list of arrays go through which part of the shared memory, chunk by chunk.
+"""Layout of an all-reduce in shared memory: which elements of which arrays use which memory, chunk by chunk.
 
-That is the same whenever arrays of those sizes are reduced, so it is worked out once: with chunks of half a megabyte it
-would take longer than to reduce some of them.
+A layout depends on the sizes of the arrays only, so it is computed once and kept. Otherwise it would take longer than
+the reduction of some chunks of 512 KiB. Pure, but for the views of the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,33 +13,33 @@ from ...core.packing import FlatLayout
 
 
 class Move(NamedTuple):
-    """Elements of an array, and the shared memory that they are copied to or from."""
+    """A copy between elements of an array and shared memory."""
 
-    array: int  # its number in the list
-    part: slice  # of the array
-    place: np.ndarray
+    array: int  # its index in the list
+    part: slice  # the elements of the array
+    memory: np.ndarray  # as many elements of shared memory
 
 
 class Read(NamedTuple):
-    """Elements of an array that are reduced from there."""
+    """Elements of an array that this rank reduces without packing its own part."""
 
     array: int
     part: slice
-    parts: list[np.ndarray]  # what each rank has packed of the same elements; this one has not
-    here: slice  # which elements of the slice they are
+    parts: list[np.ndarray]  # the same elements in each rank's memory; this rank's is not written
+    here: slice  # the same elements, counted in the slice that this rank reduces
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements, of which each of some ranks reduces a slice.
+    """Consecutive elements of the arrays. Each of some ranks reduces a slice of them.
 
     Attributes:
-        packs: What this rank packs.
-        mine: Which of the elements this rank reduces, if any.
-        parts: Those, as each rank of the host packs them.
-        reads: Those, if this rank does not pack them.
-        result: Those, reduced.
-        outs: What becomes of the result on this rank.
-        others: What becomes, on this rank, of what others have reduced.
+        packs: The copies to shared memory that this rank makes.
+        mine: The slice of the chunk that this rank reduces; None: it reduces none.
+        parts: That slice in the memory of each rank of the host.
+        reads: That slice in this rank's arrays, if this rank does not pack it.
+        result: That slice in the memory of the results.
+        outs: The copies of that slice from the results to this rank's targets.
+        others: The copies of the other slices from the results to this rank's targets.
     """
 
     packs: list[Move]
@@ -52,34 +52,35 @@ class Chunk(NamedTuple):
 
     @property
     def views(self) -> int:
-        """How many there are in it."""
+        """The number of numpy views that the chunk holds."""
         return len(self.packs) + len(self.outs) + len(self.others) + len(self.parts) * (1 + len(self.reads))
 
 
 def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]], index: int,
             share: Callable[[int], tuple[slice | None, list[slice]]], packs_own: bool) -> list[Chunk]:
-    """The chunks of arrays of those sizes.
+    """Return the chunks for arrays of these sizes.
 
     Args:
-        sizes: In elements.
-        per_chunk: Elements of a chunk.
-        slots: Which chunks use in turn: memory for each rank of the host, and for the result.
+        sizes: The elements of each array.
+        per_chunk: The elements of a chunk.
+        slots: The memory that the chunks use in turn: in each slot that of each rank of the host, then that of the
+            results.
         index: This rank's position among the ranks of the host.
-        share: Of so many elements of a chunk, what this rank reduces and what others do.
-        packs_own: Whether this rank packs what it reduces itself.
+        share: Returns, for the number of elements of a chunk, the slice that this rank reduces and the other slices.
+        packs_own: Whether this rank also packs the slice that it reduces.
     """
-    line, chunks = FlatLayout(sizes), []
-    for k, start in enumerate(range(0, line.length, per_chunk)):
-        size, slot = min(per_chunk, line.length - start), slots[k % len(slots)]
+    layout, chunks = FlatLayout(sizes), []
+    for k, start in enumerate(range(0, layout.length, per_chunk)):
+        size, slot = min(per_chunk, layout.length - start), slots[k % len(slots)]
         mine, rest = share(size)
         packed, reduced = slot[index], slot[-1]
-        packs = _moves(line, start, [slice(0, size)] if packs_own else rest, packed)
-        others = _moves(line, start, rest, reduced)
+        packs = _moves(layout, start, [slice(0, size)] if packs_own else rest, packed)
+        others = _moves(layout, start, rest, reduced)
         if mine is None:
             chunks.append(Chunk(packs, None, [], [], reduced[:0], [], others))
             continue
         parts, result = [part[mine] for part in slot[:-1]], reduced[mine]
-        own = line.pieces(start + mine.start, mine.stop - mine.start)
+        own = layout.segments(start + mine.start, mine.stop - mine.start)
         reads = [] if packs_own else [
             Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own]
         outs = [Move(array, part, result[here]) for array, part, here in own]
@@ -87,7 +88,7 @@ def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.nd
     return chunks
 
 
-def _moves(line: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
-    """For the elements `parts` of a chunk that begins with element `start`, and is in `memory`."""
+def _moves(layout: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
+    """The copies for the slices `parts` of a chunk that starts at element `start` and uses `memory`."""
     return [Move(array, part, memory[elements][here]) for elements in parts
-            for array, part, here in line.pieces(start + elements.start, elements.stop - elements.start)]
+            for array, part, here in layout.segments(start + elements.start, elements.stop - elements.start)]

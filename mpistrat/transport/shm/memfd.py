@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: an anonymous file.
+"""Shared memory of the ranks of one host: an anonymous file (memfd).
 
-The file (memfd) is made by one rank and passed to the others; see host_link. An MPI-3 shared window would do the same,
-but is a file in /dev/shm: containers often have 64 MB of that, and it may be left behind when all ranks are killed.
-This memory has no name, no limit of its own, and is gone with the last process.
+One rank makes the file and passes it to the others; see host_link. An MPI-3 shared window would be a file in /dev/shm,
+of which containers often have only 64 MB, and it may stay behind when all ranks are killed. This memory has no name and
+no limit of its own, and the kernel frees it with the last process. Used in init(), by one thread.
 """
 
 import fcntl
@@ -11,15 +11,15 @@ import os
 
 from ...core.memory import rounded_up
 
-# The file grows while it is used. If it became shorter, ranks would be killed when they touch what is no longer there.
+# The file may grow, but not shrink: a rank that touches memory beyond the end is killed (SIGBUS).
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class HostFile:
-    """The file. What is asked of it in the same order is the same memory on all ranks of the host.
+    """The file. Calls of `take` in the same order return the same memory on all ranks of the host.
 
     Args:
-        descriptor: Of the file; closed by `close`.
+        descriptor: The descriptor of the file. `close` closes it.
     """
 
     def __init__(self, descriptor: int):
@@ -27,14 +27,14 @@ class HostFile:
 
     @classmethod
     def make(cls) -> "HostFile":
-        """A new one, which can grow, but not shrink. Only processes that this one gives it to can open it.
+        """Make a file that can grow, but not shrink. Other processes get it only if this process passes it on.
 
         Raises:
-            OSError: There is none to be had.
+            OSError: The kernel refuses it.
         """
         descriptor = os.memfd_create("mpistrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.fchmod(descriptor, 0o600)  # else those who may look into /proc could open it
+            os.fchmod(descriptor, 0o600)  # else other users could open it by way of /proc
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(descriptor)
@@ -43,10 +43,10 @@ class HostFile:
 
     @classmethod
     def over(cls, descriptor: int) -> "HostFile":
-        """That of another rank, which `make` has made there.
+        """Wrap a file that another rank made with `make`.
 
         Raises:
-            OSError: It is something else, and has been closed.
+            OSError: It is not such a file. The descriptor is closed.
         """
         try:
             seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
@@ -58,31 +58,32 @@ class HostFile:
         return cls(descriptor)
 
     def fileno(self) -> int:
-        """The descriptor; -1 when it is closed."""
+        """The descriptor; -1 after `close`."""
         return self._descriptor
 
     def take(self, nbytes: int, part: tuple[int, int] = (0, 1)) -> mmap.mmap:
-        """The next `nbytes`, zeroed at first. Local.
+        """Map the next `nbytes` of the file, which are zero at first. Local.
 
         Args:
             nbytes: At least one.
-            part: (k, n): Of n parts of it, this rank makes sure that the one with number k is there, and other ranks do
-                so for the rest: part by part, it is near to their processors then. Nobody may use it before all have.
+            part: (k, n): This rank allocates part k of n, and other ranks allocate the other parts. Each part is then
+                near to the processor of its rank (NUMA). All ranks must have returned before any of them uses the
+                memory.
 
         Raises:
-            OSError: There is none; what comes after it may be there.
+            OSError: There is not enough memory. A later, smaller `take` may succeed.
         """
         (k, n), start = part, self._end
         self._end += rounded_up(nbytes, mmap.ALLOCATIONGRANULARITY)
         first, last = (min(rounded_up(nbytes * i // n, mmap.ALLOCATIONGRANULARITY), nbytes) for i in (k, k + 1))
-        # Without this, memory that is not there would be found missing in the middle of a reduction.
+        # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
         if first < last:
             os.posix_fallocate(self._descriptor, start + first, last - first)
-        os.posix_fallocate(self._descriptor, start + nbytes - 1, 1)  # What lies beyond the end cannot be mapped.
+        os.posix_fallocate(self._descriptor, start + nbytes - 1, 1)  # Sets the end: no mapping beyond it works.
         return mmap.mmap(self._descriptor, nbytes, offset=start)
 
     def close(self) -> None:
-        """Nothing more will be asked for. What was taken stays for as long as somebody uses it."""
+        """Close the descriptor. Memory that was taken stays mapped."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,8 +1,8 @@
-"""An all-reduce through shared memory that is small enough to be done at once, and of which every rank reduces all.
+"""One-shot all-reduce for small messages in shared memory: every rank reads all parts, and reduces all elements.
 
-It does what SharedMemoryData does in chunks, in as few steps as it takes: the time of a small all-reduce is that of
-Python's calls, 0.8 us each when the processor has last run something else. Where all ranks have packed before they
-agreed on it, nobody waits for anybody once they have.
+Small messages are dominated by Python call overhead (about 0.8 us per call with cold caches), so this takes as few
+calls as possible. If all ranks have packed before they agree on the all-reduce, no rank waits for another afterwards.
+Used by the engine's thread.
 """
 
 from collections.abc import Sequence, Sized
@@ -12,23 +12,21 @@ import numpy as np
 from ...core.arithmetic import Reduction, combine
 from ...core.interfaces import Prepared
 from ...core.memory import FusionBuffer
-from ...core.packing import join, pieces, split
+from ...core.packing import join, segments, split
+from ...core.tuning import SHM_LARGE_TENSOR_BYTES
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
-
-# Tensors of this size on average are reduced one by one to where the result goes; smaller ones as one, and then copied.
-_PIECE_BYTES = 32 * 1024
 
 
 class OneShot(Prepared):
-    """One such all-reduce. To the counters it is a chunk like any other.
+    """One such all-reduce. It counts as one chunk of SharedMemoryData.
 
     Args:
-        memory: Has the counters.
-        parts: For each rank of the host, the memory that it packs into.
-        free_at: How many chunks must be consumed before that may be written to.
+        memory: The memory of the host, for its counters.
+        parts: The memory into which each rank of the host packs.
+        free_at: How many chunks all ranks must have consumed before that memory may be overwritten.
         number: How many chunks there were before.
         sources, targets, reduction: As in DataPlane.allreduce.
-        elements: Of all sources.
+        elements: The elements of all sources.
     """
 
     __slots__ = ("_free_at", "_memory", "_number", "_parts")
@@ -40,7 +38,7 @@ class OneShot(Prepared):
         self._parts = [part[:elements] for part in parts]
 
     def pack_ahead(self) -> None:
-        """Pack, if there is room. Local."""
+        """Pack, if the memory is free. Local, never waits."""
         if self._memory.have_all(CONSUMED, self._free_at):
             self._pack()
 
@@ -49,7 +47,7 @@ class OneShot(Prepared):
         self.is_packed = True
 
     def finish(self, all_packed: bool, scratch: FusionBuffer) -> None:
-        """Do the rest. Collective; `all_packed` as in DataPlane.finish."""
+        """Do the rest of the all-reduce. Collective. For `all_packed` see DataPlane.finish."""
         memory, targets, op, scale = self._memory, self.targets, self.reduction.op, self.reduction.scale
         if not all_packed:
             if not self.is_packed:
@@ -60,8 +58,8 @@ class OneShot(Prepared):
         if len(targets) == 1:
             combine(self._parts, op, targets[0].reshape(-1), scale)
         elif are_large(self._parts[0].nbytes, targets):
-            for here, piece in pieces(targets):
-                combine([part[here] for part in self._parts], op, piece, scale)
+            for elements, target in segments(targets):
+                combine([part[elements] for part in self._parts], op, target, scale)
         else:
             result = scratch.view(self._parts[0].size, self._parts[0].dtype)
             combine(self._parts, op, result, scale)
@@ -70,5 +68,5 @@ class OneShot(Prepared):
 
 
 def are_large(nbytes: int, tensors: Sized) -> bool:
-    """Whether tensors of `nbytes` together are better reduced one by one than as one."""
-    return nbytes >= len(tensors) * _PIECE_BYTES
+    """Whether to reduce tensors of `nbytes` together one by one, and not as one packed array."""
+    return nbytes >= len(tensors) * SHM_LARGE_TENSOR_BYTES

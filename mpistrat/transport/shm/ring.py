@@ -1,95 +1,97 @@
-"""Messages among the ranks of one host through shared memory: no system call, unless the receiver is asleep."""
+"""Messages among the ranks of one host in shared memory rings: no system call, unless the receiver sleeps.
+
+Used by the engine's thread, except `ShmRing.wake`, which any thread may call.
+"""
 
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from ...core.tuning import SHM_RING_BYTES, SHM_RING_LOOKS
 from ..unix_socket import UnixSocketChannel
 from .segment import ASLEEP, HostMemory
 
-_RING_BYTES = 8 * 1024
 _HEADER_BYTES = 256  # two counters, each with two cache lines of its own
-_READ = 16  # words from the first counter, of bytes written, to the second, of bytes read
-CHANNEL_BYTES = _HEADER_BYTES + _RING_BYTES
+_READ = 16  # index of the counter of bytes read, in words; that of bytes written is at 0
+_RING_AND_HEADER_BYTES = _HEADER_BYTES + SHM_RING_BYTES
 _LENGTH_BYTES = 4
-_LOOKS = 16  # between two system calls that let other threads and processes run
 
 
-class _Channel:
-    """A stream of bytes from one rank to one other, in a ring. Each end uses the methods of its side only."""
+class _Ring:
+    """A ring of bytes from one rank to another. The sender calls write and publish, the receiver the other methods."""
 
     def __init__(self, memory: memoryview):
         self._words = memory[:_HEADER_BYTES].cast("Q")
-        self._ring = memory[_HEADER_BYTES:CHANNEL_BYTES]
-        self._moved = 0  # bytes that this end has written or read
+        self._ring = memory[_HEADER_BYTES:_RING_AND_HEADER_BYTES]
+        self._position = 0  # bytes that this end has written or read
 
     def write(self, data: memoryview) -> int:
-        """Put as much of `data` into the ring as there is room for; returns how much that is. `publish` shows it."""
-        count = min(len(data), _RING_BYTES - (self._moved - self._words[_READ]))
-        place = self._moved % _RING_BYTES
-        first = min(count, _RING_BYTES - place)
-        self._ring[place:place + first] = data[:first]
+        """Write as much of `data` as fits, and return its length. The receiver sees it after `publish`."""
+        count = min(len(data), SHM_RING_BYTES - (self._position - self._words[_READ]))
+        offset = self._position % SHM_RING_BYTES
+        first = min(count, SHM_RING_BYTES - offset)
+        self._ring[offset:offset + first] = data[:first]
         self._ring[:count - first] = data[first:count]
-        self._moved += count
+        self._position += count
         return count
 
     def publish(self) -> None:
-        """Let the other end see what has been written. After a fence."""
-        self._words[0] = self._moved
+        """Make what was written visible to the receiver. To be called after a fence."""
+        self._words[0] = self._position
 
     def unread(self) -> int:
-        """How many bytes there are to read."""
-        return self._words[0] - self._moved
+        """The number of bytes to read."""
+        return self._words[0] - self._position
 
     def read(self, count: int) -> bytes:
-        """So many bytes. After the `unread` that gave the number and a fence: later bytes may not be visible yet."""
-        place = self._moved % _RING_BYTES
-        first = min(count, _RING_BYTES - place)
-        data = bytes(self._ring[place:place + first])
+        """Read `count` bytes, at most the result of `unread`. To be called after that and a fence."""
+        offset = self._position % SHM_RING_BYTES
+        first = min(count, SHM_RING_BYTES - offset)
+        data = bytes(self._ring[offset:offset + first])
         if first < count:
             data += bytes(self._ring[:count - first])
-        self._moved += count
+        self._position += count
         return data
 
     def release(self) -> None:
-        """Let the other end use the room of what has been read. After a fence."""
-        self._words[_READ] = self._moved
+        """Let the sender overwrite what was read. To be called after a fence."""
+        self._words[_READ] = self._position
 
 
 class ShmRing:
-    """One rank's mailbox, with the methods of UnixSocketChannel; that one serves for waking ranks that sleep.
+    """One rank's channel (interfaces.LocalChannel) over rings. A UnixSocketChannel wakes ranks that sleep.
 
     Args:
-        memory: Its counter ASLEEP is used.
-        start: Where in the memory's data the channels are; `ring_bytes` of them.
-        edges: Pairs of ranks of this host that exchange messages, the same list on all of them.
-        mail: The mailbox to sleep at.
+        memory: The memory of the host. Uses its counter ASLEEP.
+        start: The offset of the rings in the memory's data. They take `ring_bytes(edges)`.
+        edges: The pairs of ranks of this host that exchange messages, the same list on all of them.
+        channel: The channel to sleep at. `close` closes it.
     """
 
     def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):
         self._memory, self._channel = memory, channel
         self._rank = memory.ranks[memory.index]
-        self._out: dict[int, _Channel] = {}
-        self._in: dict[int, _Channel] = {}
+        self._out: dict[int, _Ring] = {}
+        self._in: dict[int, _Ring] = {}
         for number, (a, b) in enumerate(edges):
             for sender, receiver, place in ((a, b, 2 * number), (b, a, 2 * number + 1)):
-                offset = start + place * CHANNEL_BYTES
+                offset = start + place * _RING_AND_HEADER_BYTES
                 if sender == self._rank:
-                    self._out[receiver] = _Channel(memory.data[offset:offset + CHANNEL_BYTES])
+                    self._out[receiver] = _Ring(memory.data[offset:offset + _RING_AND_HEADER_BYTES])
                 elif receiver == self._rank:
-                    self._in[sender] = _Channel(memory.data[offset:offset + CHANNEL_BYTES])
+                    self._in[sender] = _Ring(memory.data[offset:offset + _RING_AND_HEADER_BYTES])
         self._unsent: dict[int, bytes] = {}
         self._partial: dict[int, bytes] = {}
-        self._is_called = False
+        self._is_woken = False
         self._has_other_news: Callable[[], bool] = bool
 
     @property
     def is_sending(self) -> bool:
-        """Whether something waits for room."""
+        """Whether a message waits for room."""
         return bool(self._unsent)
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """Whether something waits for room in the ring towards one of `ranks`."""
+        """Whether a message waits for room in the ring to one of `ranks`."""
         return bool(self._unsent) and any(rank in self._unsent for rank in ranks)
 
     def send(self, rank: int, message: bytes) -> None:
@@ -97,7 +99,7 @@ class ShmRing:
         self._push(rank, self._unsent.pop(rank, b"") + len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Send the messages that wait, as far as there is room."""
         for rank in list(self._unsent):
             self._push(rank, self._unsent.pop(rank))
 
@@ -109,21 +111,21 @@ class ShmRing:
         if written:
             self._memory.fence()
             channel.publish()
-            # The receiver says that it sleeps, and then looks again; so one of the two sees what the other has written.
+            # A receiver posts ASLEEP, then checks its rings, then sleeps: it sees the data, or this rank sees ASLEEP.
             self._memory.fence()
             self.wake_rank(rank)
 
     def wake_rank(self, rank: int) -> None:
-        """End the wait of another rank of this host, if it sleeps. After a fence."""
+        """Wake another rank of this host, if it sleeps. To be called after a fence."""
         if self._memory.counter_of(rank, ASLEEP):
             self._channel.wake_rank(rank)
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """Let this rank's wait also end when `has_news()`; whoever brings that about calls `wake_rank`."""
+        """Make `ready` and `wait` also return when `has_news()` is true. The rank that causes it calls `wake_rank`."""
         self._has_other_news = has_news
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have come, as (sender, message). Does not wait."""
+        """The messages that have arrived, as (sender, message). Does not wait."""
         messages: list[tuple[int, bytes]] = []
         for sender, channel in self._in.items():
             count = channel.unread()
@@ -148,14 +150,14 @@ class ShmRing:
             self._partial[sender] = data[start:]
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait until something has come, for at most `timeout_s`, awake for the first `spin_s`. Returns whether."""
+        """Wait for at most `timeout_s` until `ready`, spinning for the first `spin_s`. Returns whether it is ready."""
         if spin_s:
-            until = time.monotonic() + min(spin_s, timeout_s)
+            deadline = time.monotonic() + min(spin_s, timeout_s)
             while True:
-                for _ in range(_LOOKS):
+                for _ in range(SHM_RING_LOOKS):
                     if self.ready():
                         return True
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     break
                 self._channel.ready()
                 os.sched_yield()
@@ -164,17 +166,17 @@ class ShmRing:
         try:
             if self.ready():
                 return True
-            is_called = self._channel.wait(timeout_s)
+            is_woken = self._channel.wait(timeout_s)
         finally:
             self._memory.post(0, ASLEEP)
-        if is_called:
-            self._channel.receive()  # which takes the call away
-        return is_called or self.ready()
+        if is_woken:
+            self._channel.receive()  # removes the wake-up
+        return is_woken or self.ready()
 
     def ready(self) -> bool:
-        """Whether something has come. No system call."""
-        if self._is_called:
-            self._is_called = False
+        """Whether a message has arrived, `wake` was called (reported once), or `has_news()`. Makes no system call."""
+        if self._is_woken:
+            self._is_woken = False
             return True
         if self._has_other_news():
             return True
@@ -184,16 +186,16 @@ class ShmRing:
         return False
 
     def wake(self) -> None:
-        """Make this rank's own wait return. Any thread may call it."""
-        self._is_called = True
+        """Make this rank's `wait` return. Any thread may call it."""
+        self._is_woken = True
         if self._memory.counter_of(self._rank, ASLEEP):
             self._channel.wake()
 
     def close(self) -> None:
-        """Release the sockets."""
+        """Close the channel."""
         self._channel.close()
 
 
 def ring_bytes(edges: Sequence[tuple[int, int]]) -> int:
-    """How much shared memory the channels between these pairs of ranks need."""
-    return 2 * len(edges) * CHANNEL_BYTES
+    """Bytes of shared memory for the rings between these pairs of ranks."""
+    return 2 * len(edges) * _RING_AND_HEADER_BYTES

@@ -1,4 +1,7 @@
-"""Counters in memory that the ranks of one host share, by which they wait for each other."""
+"""Shared memory of the ranks of one host, with counters on which they wait for each other.
+
+Used by the engine's thread.
+"""
 
 import mmap
 import os
@@ -11,32 +14,28 @@ from ...core.errors import EngineError, StallError
 from ...core.memory import rounded_up
 from ...core.stalls import describe_wait, likely_causes
 from ...core.topology import Topology
+from ...core.tuning import SHM_SLEEP_S, SHM_SPIN_LOOKS, SHM_YIELD_S
 
-# The counters of a rank, each used by one class only.
-PACKED, CONSUMED, READY, UNPACKED = range(4)  # chunks; SharedMemoryData
+# The indices of the counters of a rank, each used by one class only.
+PACKED, CONSUMED, READY, UNPACKED = range(4)  # numbers of chunks; SharedMemoryData
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedMemoryAgreement
 ASLEEP = 6  # ShmRing
 VERDICT = 7  # HierarchicalAgreement
 
-_LINE = 16  # eight-byte words of counters per rank: two cache lines, for processors fetch pairs of them
-_ABANDONED = _LINE - 1
-_HAS_LEFT, _HAS_STALLED = 1, 2  # what is there then
-_SPINS = 50
-# How long a rank that waits stays awake. All ranks have come to the collective by then, and one that is late copies its
-# chunk; a sleep takes 150 us at least (102 MB on 2 ranks: 72 ms with 0.1 ms of it, 39 with 1 ms, 39 with 3 ms).
-_YIELD_S = 1e-3
-_SLEEP_S = 100e-6
+_WORDS_PER_RANK = 16  # of 8 bytes, for counters: two cache lines, since processors prefetch pairs of lines
+_ABANDONED = _WORDS_PER_RANK - 1  # index of a counter that is 0, or one of these
+_HAS_LEFT, _HAS_STALLED = 1, 2
 
 
 class Regions:
-    """Named parts of a block of memory, one after the other.
+    """Named regions of a block of memory, one after the other.
 
     Args:
-        sizes: The bytes of each.
+        sizes: The bytes of each region.
 
     Attributes:
-        start_of: The offset of each in the block.
-        nbytes: The bytes of all.
+        start_of: The offset of each region in the block.
+        nbytes: The bytes of all regions.
     """
 
     def __init__(self, **sizes: int):
@@ -51,8 +50,12 @@ class HostMemory:
         memory: The block.
         index: This rank's position among the ranks of the host.
         ranks: The ranks of the host.
-        limit_s: How long a wait for another rank may take; 0: for ever.
-        topology: Where all ranks are; None: there are no others than these.
+        limit_s: Seconds after which a wait for another rank fails; 0: never.
+        topology: Where all ranks are; None: all ranks are on this host.
+
+    Attributes:
+        index, ranks: As above.
+        data: The memory behind the counters.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
@@ -63,90 +66,90 @@ class HostMemory:
         header = self.size_for(len(ranks), 0)
         view = memoryview(memory)
         self._words = view[:header].cast("Q")
-        self._mine = index * _LINE
-        self._line_of = {rank: i * _LINE for i, rank in enumerate(ranks)}
+        self._first = index * _WORDS_PER_RANK
+        self._first_of = {rank: i * _WORDS_PER_RANK for i, rank in enumerate(ranks)}
         self.data = view[header:]
         self._others = [i for i in range(len(ranks)) if i != index]
         fence = threading.Lock()
         fence.acquire()
-        # A release of a lock followed by its acquisition is what Python has for a full memory barrier. It takes 0.1 us.
-        # Methods that are called for each small all-reduce have it in their own lines: a call takes longer than that.
+        # Releasing and acquiring a lock is the only full memory barrier in Python. It takes 0.1 us. Methods that every
+        # small all-reduce calls have it inline instead of calling `fence`, since a call takes longer than that.
         self._release, self._acquire = fence.release, fence.acquire
 
     @staticmethod
     def size_for(count: int, data_bytes: int) -> int:
-        """Bytes to ask for when `count` ranks shall have `data_bytes` of data."""
-        return rounded_up(count * _LINE * 8, mmap.PAGESIZE) + data_bytes
+        """Bytes of a block for `count` ranks and `data_bytes` of data."""
+        return rounded_up(count * _WORDS_PER_RANK * 8, mmap.PAGESIZE) + data_bytes
 
     def post(self, value: int, *counters: int) -> None:
-        """Set some of this rank's counters (0 to 14), after all that this rank has read and written before."""
+        """Set `counters` (0 to 14) of this rank to `value`, after all its earlier reads and writes (release)."""
         self._release()
         self._acquire()
         for counter in counters:
-            self._words[self._mine + counter] = value
+            self._words[self._first + counter] = value
 
     def await_all(self, counter: int, value: int) -> None:
-        """Return when that counter of every rank is at least `value`; what they wrote before can then be read.
+        """Wait until `counter` of every rank is at least `value`. What they wrote before is then visible (acquire).
 
         Raises:
-            StallError: A rank has not come within the limit, or has abandoned the memory since another has not.
-            EngineError: A rank has abandoned the memory.
+            StallError: A rank is late by more than the limit, or has abandoned the memory because another rank is.
+            EngineError: A rank has abandoned the memory for another reason.
         """
         words = self._words
         for other in self._others:
-            if words[other * _LINE + counter] < value:
+            if words[other * _WORDS_PER_RANK + counter] < value:
                 self._await(other, counter, value)
         self._release()
         self._acquire()
 
     def have_all(self, counter: int, value: int) -> bool:
-        """Whether `await_all` would return at once; if so, it has."""
+        """Whether `await_all` would return at once. If so, the same holds as after it. Never waits."""
         for other in self._others:
-            if self._words[other * _LINE + counter] < value:
+            if self._words[other * _WORDS_PER_RANK + counter] < value:
                 return False
         self._release()
         self._acquire()
         return True
 
     def counter_of(self, rank: int, counter: int) -> int:
-        """The value of a counter of `rank`, as far as this rank can see it."""
-        return self._words[self._line_of[rank] + counter]
+        """The value of a counter of `rank` that is visible to this rank."""
+        return self._words[self._first_of[rank] + counter]
 
     def abandon(self, is_stalled: bool = False) -> None:
-        """Tell ranks that wait for this one, now or later, that it will not come. The first call counts.
+        """Make waits of other ranks for this one fail, now and later. Only the first call has an effect.
 
         Args:
-            is_stalled: Because it has itself waited too long for others.
+            is_stalled: This rank leaves because it has waited too long for others.
         """
-        self._acquire(False)  # If Ctrl-C came between the two halves of a fence; the engine fails then.
-        if not self._words[self._mine + _ABANDONED]:
-            self._words[self._mine + _ABANDONED] = _HAS_STALLED if is_stalled else _HAS_LEFT
+        self._acquire(False)  # A Ctrl-C inside of a fence may have left the lock released.
+        if not self._words[self._first + _ABANDONED]:
+            self._words[self._first + _ABANDONED] = _HAS_STALLED if is_stalled else _HAS_LEFT
 
     def _await(self, other: int, counter: int, value: int) -> None:
-        words, place = self._words, other * _LINE + counter
-        for _ in range(_SPINS):
-            if words[place] >= value:
+        words, at = self._words, other * _WORDS_PER_RANK + counter
+        for _ in range(SHM_SPIN_LOOKS):
+            if words[at] >= value:
                 return
         began = time.monotonic()
-        while words[place] < value:
+        while words[at] < value:
             waited_s = time.monotonic() - began
-            if words[other * _LINE + _ABANDONED]:
+            if words[other * _WORDS_PER_RANK + _ABANDONED]:
                 raise self._error_of(other)
             if 0 < self._limit_s < waited_s:
                 raise StallError(describe_wait(self._topology, [self.ranks[other]], waited_s))
-            if waited_s < _YIELD_S:
+            if waited_s < SHM_YIELD_S:
                 os.sched_yield()
             else:
-                time.sleep(_SLEEP_S)
+                time.sleep(SHM_SLEEP_S)
 
     def _error_of(self, other: int) -> EngineError:
-        """What to raise when a rank has abandoned the memory."""
+        """The error for waits for a rank that has abandoned the memory."""
         left = f"rank {self.ranks[other]} has left in the middle of a collective"
-        if self._words[other * _LINE + _ABANDONED] == _HAS_LEFT:
+        if self._words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
             return EngineError(f"{left}.")
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:
-        """All that this thread has read and written before comes before all that it reads and writes after."""
+        """A full memory barrier: orders all earlier reads and writes of this thread before all later ones."""
         self._release()
         self._acquire()

@@ -1,4 +1,7 @@
-"""Backend for the ranks of one host: an all-reduce through shared memory, in chunks that stay in the cache."""
+"""Data plane of the ranks of one host: two-shot all-reduce in shared memory, in chunks that fit into the cache.
+
+Used by the engine's thread. Small all-reduces are one-shot, see one_shot.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,22 +11,20 @@ import numpy as np
 from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
+from ...core.tuning import SHM_CHUNK_BYTES, SHM_CHUNKS_UNDER_WAY, SHM_KEPT_VIEWS, SHM_ONE_SHOT_BYTES
 from .layout import Chunk, lay_out
 from .one_shot import OneShot, are_large
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
-# So many views are remembered, of some ten megabytes; they are enough for a few gigabytes of large tensors.
-_KEPT_VIEWS = 2**15
-
 
 class Work(Prepared):
-    """One all-reduce under way.
+    """A two-shot all-reduce under way.
 
     Attributes:
-        chunks: Its parts.
-        first: The number of its first chunk: the counters count the chunks of all all-reduces, from 1.
-        inputs, outputs: The sources and the targets, flat.
-        packed: So many chunks, the first ones, are packed ahead, and the other ranks do not know it yet.
+        chunks: Its chunks.
+        first: The number of its first chunk. The counters number the chunks of all all-reduces, from 1.
+        inputs, outputs: The sources and the targets, 1-D.
+        packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
     """
 
     __slots__ = ("chunks", "first", "inputs", "outputs", "packed")
@@ -36,49 +37,44 @@ class Work(Prepared):
         self.first, self.packed = first, 0
 
 
-Stage = Callable[[Work, int], None]  # what is done to chunk k
+Stage = Callable[[Work, int], None]  # a step on chunk k
 
 
 class _Views(NamedTuple):
     """The shared memory as arrays of one dtype."""
 
-    parts: list[np.ndarray]  # what each rank of the host packs into
-    slots: list[list[np.ndarray]]  # which chunks use in turn: memory for each rank of the host, and for the result
+    parts: list[np.ndarray]  # all memory of each rank of the host
+    slots: list[list[np.ndarray]]  # used by chunks in turn: the memory of each rank of the host, then of the results
 
 
 class SharedMemoryData(DataPlane):
     """Collectives among the ranks of one host.
 
-    An all-reduce goes chunk by chunk. Each rank reduces one slice of a chunk, from the parts of all ranks in the order
-    of the ranks. It packs the other slices into its part of the shared memory, and reads its own from the tensors; it
-    puts the reduced slice into the shared memory, and copies it to the result, where it then copies the slices that the
-    others have reduced. While one chunk is packed the one before is reduced and the one before that unpacked, so that a
-    rank that is a little late holds up nobody; and the chunks under way are so few that everything but the tensors
-    themselves stays in the processor's cache.
+    An all-reduce has three steps per chunk. Each rank packs its part of the slices that other ranks reduce into its
+    shared memory. It then reduces its own slice, in the order of the ranks, from the others' memory and from its own
+    tensors, writes the result to shared memory, and copies it to its targets. Last, it copies the slices that the other
+    ranks have reduced to its targets. While one chunk is packed, the one before is reduced, and the one before that is
+    unpacked, so that a rank that is a little late delays no other. The chunks under way are so few that all memory but
+    the tensors stays in the processor's cache.
 
     The results are private to each rank. Results in memory that all ranks of the host read would save the last copy
-    (gradients of ResNet-50, 2 ranks: 15 ms instead of 16), but TensorFlow writes in place to slices of the tensors that
-    it is given, which changed the results of the other ranks.
+    (gradients of ResNet-50, 2 ranks: 15 ms instead of 16). But TensorFlow writes in place to slices of tensors that it
+    is given, which changed the results of the other ranks.
 
-    A sum goes to the result by way of the shared memory also on the rank that has computed it: a copy writes large
-    memory without reading it first, which an addition does not (102 MB on 2 ranks: 37 ms, and 38 without that; 46 with
-    every rank reducing all of it).
+    A reduced slice goes to the targets by way of shared memory on its own rank, too: a copy writes large memory without
+    reading it first, an addition does not. 102 MB on 2 ranks: 37 ms; 38 ms without that copy; 46 ms if every rank
+    reduces all slices.
 
     Args:
-        memory: Has `memory_bytes` of data at least; nobody else uses those.
+        memory: Has at least `memory_bytes` of data, reserved for this object.
         chunk: Bytes of a chunk, a power of two.
-        others: Serves what is not an all-reduce.
+        others: Serves the other collectives. `close` closes it.
     """
 
     name = "shared_memory"
-    # How many chunks may be under way: one is packed, one reduced, one unpacked, and a rank may be ahead of the others.
-    slots = 4
-    # Chunks of half a megabyte are quickest: 102 MB on 2 ranks take 45 ms, with 128 KiB 67 ms, with 1 MiB 42 to 45 ms,
-    # with 4 MiB twice as long where the cache is smaller. On more ranks a slice is smaller, and Python's time for a
-    # chunk longer (90 ms of 102 MB on 64 ranks, and 135 with 256 KiB), while a host for them has more cache.
-    chunk_bytes = 512 * 1024
-    # Up to so many bytes of all ranks together, each rank reduces everything instead of its slice: one wait less.
-    one_shot_bytes = 512 * 1024
+    slots = SHM_CHUNKS_UNDER_WAY
+    chunk_bytes = SHM_CHUNK_BYTES
+    one_shot_bytes = SHM_ONE_SHOT_BYTES
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
         self._memory, self._others = memory, others
@@ -87,8 +83,8 @@ class SharedMemoryData(DataPlane):
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, bool, tuple[int, ...]], list[Chunk]] = {}
-        self._kept = 0  # so many views in them
-        self._chunks = 0  # so far; the same on all ranks
+        self._kept_views = 0  # in these layouts
+        self._chunks = 0  # number of the last chunk; the same on all ranks
         self._free_at = [0] * self.slots
         self._scratch = FusionBuffer()
         self._used_bytes = chunk
@@ -97,7 +93,7 @@ class SharedMemoryData(DataPlane):
 
     @classmethod
     def memory_bytes(cls, count: int, chunk: int) -> int:
-        """How much shared memory `count` ranks on a host need for chunks of `chunk` bytes."""
+        """Bytes of shared memory for `count` ranks on a host and chunks of `chunk` bytes."""
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
@@ -121,14 +117,14 @@ class SharedMemoryData(DataPlane):
         nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
         if nbytes <= self._one_shot_bytes:
             return OneShot(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements,
-                          divided_before(reduction, dtype))
+                           divided_before(reduction, dtype))
         work = Work(sources, targets, reduction, self._chunks + 1)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
     def _chunks_of(self, work: Work, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         sizes, itemsize = tuple([source.size for source in work.inputs]), work.inputs[0].itemsize
-        # A copy is quicker than one reduction per tensor where those are small, and is needed to scale them.
+        # Small tensors: one copy each is faster than one reduction each. A prescale needs the copy, too.
         packs_own = work.reduction.prescale != 1.0 or not are_large(nbytes, sizes)
         key = work.inputs[0].dtype, packs_own, sizes
         chunks = self._layouts.get(key)
@@ -136,18 +132,18 @@ class SharedMemoryData(DataPlane):
             chunks = lay_out(sizes, self._used_bytes // itemsize, slots, self._index,
                              lambda size: self._share(size, itemsize), packs_own)
             views = sum([chunk.views for chunk in chunks])
-            if self._kept + views > _KEPT_VIEWS:
+            if self._kept_views + views > SHM_KEPT_VIEWS:
                 self._forget_layouts()
             self._layouts[key] = chunks
-            self._kept += views
+            self._kept_views += views
         return chunks
 
     def _forget_layouts(self) -> None:
         self._layouts.clear()
-        self._kept = 0
+        self._kept_views = 0
 
     def _share(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
-        """Of `size` elements of a chunk, what this rank reduces and what others do."""
+        """For a chunk of `size` elements: the slice that this rank reduces, and the other slices."""
         reducers = self._reducers(size * itemsize)
         if self._index >= reducers:
             return None, [slice(0, size)]
@@ -155,7 +151,7 @@ class SharedMemoryData(DataPlane):
         return mine, [part for part in (slice(0, mine.start), slice(mine.stop, size)) if part.start < part.stop]
 
     def _reducers(self, nbytes: int) -> int:
-        """How many ranks, the first ones of the host, reduce a slice of a chunk of so many bytes."""
+        """How many ranks, from the first of the host on, reduce a slice of a chunk of `nbytes`."""
         return self._count
 
     def pack_ahead(self, prepared: Prepared) -> None:
@@ -181,16 +177,16 @@ class SharedMemoryData(DataPlane):
         if not count:
             return
         stages = self._stages
-        for turn in range(count + len(stages) - 1):
+        for tick in range(count + len(stages) - 1):
             for lag, stage in enumerate(stages):
-                if 0 <= turn - lag < count:
-                    stage(work, turn - lag)
+                if 0 <= tick - lag < count:
+                    stage(work, tick - lag)
         self._chunks += count
         for k in range(max(count - self.slots, 0), count):
             self._free_at[k % self.slots] = work.first + k
 
     def _room_for(self, work: Work, k: int) -> int:
-        """How many chunks must be consumed, and unpacked, before what chunk k uses may be written to."""
+        """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
         return self._free_at[k] if k < self.slots else work.first + k - self.slots
 
     @property
@@ -209,7 +205,7 @@ class SharedMemoryData(DataPlane):
 
     @property
     def _stages(self) -> Sequence[Stage]:
-        """What is done to a chunk, one turn after the other."""
+        """The steps on a chunk, in order."""
         return self._pack, self._reduce, self._unpack
 
     def _pack(self, work: Work, k: int) -> None:
@@ -219,37 +215,37 @@ class SharedMemoryData(DataPlane):
         self._memory.post(work.first + k, PACKED)
 
     def _copy_in(self, work: Work, chunk: Chunk) -> None:
-        for array, part, place in chunk.packs:
-            scaled_copy(work.inputs[array][part], work.reduction.prescale, place)
+        for array, part, memory in chunk.packs:
+            scaled_copy(work.inputs[array][part], work.reduction.prescale, memory)
 
     def _reduce(self, work: Work, k: int) -> None:
         chunk = work.chunks[k]
         self._memory.await_all(PACKED, work.first + k)
         self._memory.await_all(UNPACKED, self._room_for(work, k))
         self._reduce_slice(work, chunk, chunk.result, work.reduction.scale)
-        # Before the others do, for they take it from this processor's cache (102 MB on 2 ranks: 4% quicker).
+        # Before the others read it, which takes it from this processor's cache (102 MB on 2 ranks: 4 % less time).
         self._take_own(work, k)
         self._memory.post(work.first + k, READY, CONSUMED)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
-        """Reduce this rank's slice of a chunk over the host."""
+        """Reduce this rank's slice of a chunk over the ranks of the host."""
         if not chunk.reads:
             combine(chunk.parts, work.reduction.op, result, scale)
         for array, part, parts, here in chunk.reads:
-            pieces = parts[:]
-            pieces[self._index] = work.inputs[array][part]
-            combine(pieces, work.reduction.op, result[here], scale)
+            all_parts = parts[:]
+            all_parts[self._index] = work.inputs[array][part]
+            combine(all_parts, work.reduction.op, result[here], scale)
 
     def _take_own(self, work: Work, k: int) -> None:
-        """Copy this rank's slice to its own result."""
-        for array, part, place in work.chunks[k].outs:
-            work.outputs[array][part] = place
+        """Copy this rank's slice to its targets."""
+        for array, part, memory in work.chunks[k].outs:
+            work.outputs[array][part] = memory
 
     def _unpack(self, work: Work, k: int) -> None:
-        """Copy the slices of the others; this rank's own has been copied when it was reduced."""
+        """Copy the slices that other ranks have reduced to this rank's targets."""
         self._memory.await_all(READY, work.first + k)
-        for array, part, place in work.chunks[k].others:
-            work.outputs[array][part] = place
+        for array, part, memory in work.chunks[k].others:
+            work.outputs[array][part] = memory
         self._memory.post(work.first + k, UNPACKED)
 
     def _make_views(self, dtype: np.dtype) -> _Views:

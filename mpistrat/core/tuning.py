@@ -1,0 +1,272 @@
+"""Every tuning constant of mpistrat, with what it decides and the measurement behind it.
+
+A constant belongs here if another value would change only how fast a job runs, or how much memory and processor time
+it takes. Time limits after which something counts as failed, sizes that a protocol or a library fixes, and settings
+(core.settings) stand beside the code that uses them.
+
+The first line on a constant says what it decides, the second one what was measured, or "not measured" and the reason
+for the value. Figures are from the two machines of two cores in docs/speed.md, where no other is named. Shared by all
+packages; nothing here is changed at run time.
+"""
+
+# -- core: what is kept from one step to the next ---------------------------------------------------------------------
+
+# How many Request objects of each type are kept, to be found again by their arguments and in tables by identity.
+# Not measured: more than the operations of any training step that was run.
+KEPT_REQUESTS = 4096
+
+# How many fusion plans are kept. The same lists of requests come back at every step.
+# Not measured: with hundreds of tensors, making a plan takes longer than a small reduction.
+KEPT_FUSION_PLANS = 1024
+
+# Bytes of free blocks that a ResultPool always keeps.
+# Not measured: one bound on bytes replaced one on sizes, which kept 1.2 GB of 10 MB results of changing sizes.
+SPARE_RESULT_BYTES = 32 * 2**20
+
+# Rounds of the engine after which a result block that was not taken is freed.
+# Not measured: fresh memory costs 0.25 ms of page faults per MB, so blocks must outlive several steps.
+IDLE_RESULT_ROUNDS = 64
+
+# -- negotiation ------------------------------------------------------------------------------------------------------
+
+# How many children a rank has in the tree of negotiation.
+# Not measured (no cluster was at hand): 16,384 ranks make 4 levels, and no rank receives more than 16 messages a step.
+FAN_OUT = 16
+
+# Seconds without an outcome after which a rank has its fast-path vote recalled, and negotiates in full.
+# Not measured: under ENGINE_IDLE_POLL_S, so that an idle engine recalls the vote at its second look.
+VOTE_RECALL_S = 0.04
+
+# Seconds between two looks at whether an unanswered vote is to be reported.
+# Not measured: reports are due after a minute or more.
+VOTE_REPORT_POLL_S = 1.0
+
+# How many chances rank 0 lets pass at most before it calls the next vote, after votes that ended in the first round.
+# Not measured: such votes become rare, and a job that turns regular still finds the fast path again.
+MOST_SKIPPED_VOTES = 64
+
+# -- engine -----------------------------------------------------------------------------------------------------------
+
+# Seconds for which a waiting engine stays awake before it sleeps.
+# A sleep and a wake-up take a third of it; 64 KB on 2 ranks: 20 to 40 us less than without.
+ENGINE_SPIN_S = 300e-6
+
+# Seconds between two looks of an idle engine at its messages.
+# Not measured: 20 looks a second; a rank that waits takes 0.04 % of a core in one host.
+ENGINE_IDLE_POLL_S = 0.05
+
+# Fusion thresholds in bytes that autotune tries, where they are below the setting.
+# Not measured: what autotune chooses is the measurement.
+AUTOTUNE_FUSION_BYTES = (32 * 2**20, 4 * 2**20)
+
+# Rounds after a change that autotune does not count, and rounds that it does.
+# Not measured: a few for buffers and caches to settle, and enough to average over.
+AUTOTUNE_WARM_UP_ROUNDS = 3
+AUTOTUNE_SAMPLE_ROUNDS = 12
+
+# Bytes of a round below which autotune does not count it.
+# Not measured: the time of smaller rounds is latency, which says little about any knob.
+AUTOTUNE_LEAST_BYTES = 64 * 1024
+
+# Ratio of speeds from which autotune takes a choice for better than the best so far.
+# Not measured: smaller gains are within what runs differ by themselves.
+AUTOTUNE_LEAST_RATIO = 1.05
+
+# -- api --------------------------------------------------------------------------------------------------------------
+
+# Seconds between two looks of a rank at whether its launcher is alive.
+# A look takes 30 us.
+LAUNCHER_POLL_S = 1.0
+
+# -- transport.shm: ranks of one host ---------------------------------------------------------------------------------
+
+# Bytes of a chunk of a two-shot all-reduce.
+# 102 MB on 2 ranks: 45 ms; with 128 KiB 67, with 1 MiB 42 to 45, with 4 MiB twice as long where the cache is smaller.
+# On 64 ranks, where Python takes longer per chunk, 90 ms and with 256 KiB 135.
+SHM_CHUNK_BYTES = 512 * 1024
+
+# How many chunks of a two-shot all-reduce may be under way.
+# Not measured: one is packed, one reduced, one unpacked, and a rank may be one ahead of the others.
+SHM_CHUNKS_UNDER_WAY = 4
+
+# Bytes of all ranks together up to which every rank reduces everything (one-shot) instead of its slice.
+# Not measured at this value: one wait less; 1 MB on 2 ranks took 40 us less in one go than in two chunks.
+SHM_ONE_SHOT_BYTES = 512 * 1024
+
+# Average bytes of a tensor from which tensors are reduced one by one; smaller ones are packed, reduced and unpacked.
+# Not measured on its own: came with a change that took 10 to 15 % off ResNet-50's gradients on 2 ranks.
+SHM_LARGE_TENSOR_BYTES = 32 * 1024
+
+# How many numpy views the kept layouts of all-reduces may hold.
+# Some ten MB, enough for a few GB of large tensors. Kept layouts halve Python's time per chunk, 21 us without them.
+SHM_KEPT_VIEWS = 2**15
+
+# How many looks a rank takes at a counter before it yields the processor.
+# Not measured here: as MPI_SPIN_TESTS, which was.
+SHM_SPIN_LOOKS = 50
+
+# Seconds for which a rank that waits for a counter yields the processor instead of sleeping.
+# 102 MB on 2 ranks: 72 ms with 0.1 ms, 39 with 1 ms, 39 with 3 ms. A late rank copies its chunk within that time.
+SHM_YIELD_S = 1e-3
+
+# Seconds of a sleep after that.
+# Not measured: Linux makes it 150 us at least.
+SHM_SLEEP_S = 100e-6
+
+# Bytes of the ring from one rank to one other. Longer messages pass in parts.
+# Not measured: messages of a repeated step have 8 + 8 bytes per bucket, those of the first step 60 per tensor.
+SHM_RING_BYTES = 8 * 1024
+
+# How many looks a rank takes at its rings between two system calls, which let other threads and processes run.
+# Not measured: a system call takes as long as several looks.
+SHM_RING_LOOKS = 16
+
+# -- transport.mpi ----------------------------------------------------------------------------------------------------
+
+# Bytes of all ranks together up to which an all-reduce is one MPI_Allgather, instead of a scatter and a gather.
+# Not measured: no figure is on record; one exchange less outweighs the additional bytes of small arrays.
+MPI_ALLGATHER_BYTES = 32 * 1024
+
+# Bytes of a piece of an all-reduce, which stays in the cache while it is received, combined and sent.
+# 102 MB on 2 ranks: 26 ms with 1 MiB on an idle machine, and 32 in one piece. A busy machine pays more for each wait
+# between pieces, hence the larger value.
+MPI_CHUNK_BYTES = 4 * 1024 * 1024
+
+# Bytes of a piece of an allgather or a broadcast, from all ranks together.
+# Not measured: the limit of a wait holds for one piece, so that a slow network is not taken for one that is down.
+MPI_PIECE_BYTES = 64 * 1024 * 1024
+
+# How many tests of a request a rank makes, 0.5 us each, before it yields the processor.
+# 1 KB on 2 ranks beside two busy processes: 2.4 us, and 32 without these tests.
+MPI_SPIN_TESTS = 50
+
+# Seconds for which a rank yields the processor instead of sleeping, and bytes per second that a transfer adds to them.
+# Not measured: what a small exchange takes; on networks slower than that a sleep costs nothing.
+MPI_YIELD_S = 2e-3
+MPI_YIELD_BYTES_PER_S = 1e9
+
+# After that a sleep is the wait so far divided by this, within the two limits in seconds that follow.
+# Not measured: sleeps in proportion to the wait make no wait much longer than it must be.
+MPI_SLEEP_DIVISOR = 64
+MPI_SHORTEST_SLEEP_S = 50e-6
+MPI_LONGEST_SLEEP_S = 1e-3
+
+# Seconds for which a rank polls MPI for messages without a pause: in the background, and while a caller waits.
+# Between hosts, with the second one: half the time for small tensors, two thirds for 16 MB. The first: not measured.
+MPI_POLL_SPIN_S = 50e-6
+MPI_POLL_CALLER_SPIN_S = 1e-3
+
+# After that a pause is the time without a message divided by this, of MPI_SHORTEST_SLEEP_S at least and this at most.
+# A rank that waits for another takes 2.3 % of a core across hosts.
+MPI_POLL_SLEEP_DIVISOR = 8
+MPI_POLL_LONGEST_SLEEP_S = 3e-3
+
+# Seconds of the first pause of the sleeping barrier in init() and shutdown(), doubled up to the second value.
+# Not measured: ranks import for seconds, and an early one must not take a core from a late one.
+BARRIER_FIRST_SLEEP_S = 10e-6
+BARRIER_LONGEST_SLEEP_S = 5e-3
+
+# -- transport.hierarchical: hosts of ranks ---------------------------------------------------------------------------
+
+# Bytes of a chunk between hosts.
+# 16 MB on 2 hosts of 2 ranks, two exchanges per chunk: 51 ms with 512 KiB, 43 with 1 MiB, 38 with 2, 35 with 4. Larger
+# chunks leave the wire idle for longer while they are packed.
+HIERARCHICAL_CHUNK_BYTES = 2 * 1024 * 1024
+
+# How many chunks may be under way.
+# Not measured: a chunk goes through five stages, and a rank may be one ahead of the others.
+HIERARCHICAL_CHUNKS_UNDER_WAY = 6
+
+# Bytes from all hosts up to which a slice is one MPI_Allgather, instead of a scatter and a gather.
+# Not measured: as MPI_ALLGATHER_BYTES.
+HIERARCHICAL_ALLGATHER_BYTES = 32 * 1024
+
+# Least bytes of a slice that one rank of a host reduces and sends.
+# Not measured: smaller slices cost more messages than the wire gains by several senders.
+HIERARCHICAL_SLICE_BYTES = 16 * 1024
+
+# How many hosts exchange votes directly, and small all-reduces with them. More hosts agree first.
+# Not measured: each host sends to every other one.
+PIGGYBACK_MOST_HOSTS = 8
+
+# Bytes of all ranks of a host together up to which its first rank reduces and exchanges everything with the vote.
+# 2 hosts of 2 ranks: 256 KB 2.5 ms instead of 3.8, 1 MB 5.1 instead of 5.9. More ranks per host were not measured.
+PIGGYBACK_HOST_BYTES = 2 * 1024 * 1024
+
+# The same for more than two hosts: bytes of one all-reduce, of all hosts together.
+# Not measured: each host sends everything to every other one, which is the least possible for two hosts only.
+PIGGYBACK_CROSS_BYTES = 32 * 1024
+
+# Bytes of the first message with a vote, and of each further one.
+# Not measured: below the limit to which MPI sends without asking the receiver, a further round trip: 64 KiB over TCP in
+# Open MPI, its header included.
+VOTE_MESSAGE_BYTES = 48 * 1024
+
+# -- gpu --------------------------------------------------------------------------------------------------------------
+
+# Seconds for which the engine polls a GPU without a pause.
+# Not measured on a GPU: a look takes 15 to 20 us, and a sleep 50 us more than asked for (the timer slack of Linux).
+GPU_SPIN_S = 500e-6
+
+# After that a pause is the wait so far divided by this, up to the limit in seconds.
+# Not measured on a GPU: at most 1,000 looks a second, 2 % of a core.
+GPU_SLEEP_DIVISOR = 16
+GPU_LONGEST_SLEEP_S = 1e-3
+
+# Bytes of alignment padding in a fusion buffer.
+# Not measured: 16 for each of 4,096 tensors.
+GPU_FUSION_PADDING_BYTES = 64 * 1024
+
+# Bytes of the smallest fusion buffer to ask for where GPU memory is short. Below it tensors are staged.
+# Not measured: smaller buckets would be all latency.
+GPU_LEAST_FUSION_BYTES = 2**20
+
+# Bytes of a chunk on its way through host memory, and how many there are: one comes, one is reduced, one goes back.
+# Not measured on a GPU.
+STAGED_CHUNK_BYTES = 8 * 1024 * 1024
+STAGED_CHUNKS_UNDER_WAY = 3
+
+# Elements that one block of threads of the copy kernel copies, and how many threads it has.
+# Not measured on a GPU: 64 elements per thread.
+COPY_BLOCK_ELEMENTS = 16384
+COPY_BLOCK_THREADS = 256
+
+# Seconds between two exchanges on whether all ranks are connected to NCCL, doubled from the first to the second value.
+# Not measured: connecting takes a second or so, once.
+NCCL_CONNECT_FIRST_SLEEP_S = 1e-3
+NCCL_CONNECT_LONGEST_SLEEP_S = 0.1
+
+# How often the watchdog looks within the limit of a call, and the longest pause in seconds.
+# Not measured: an abort comes at most a tenth of the limit late.
+WATCHDOG_LOOKS = 10
+WATCHDOG_LONGEST_SLEEP_S = 5.0
+
+# -- tensorflow -------------------------------------------------------------------------------------------------------
+
+# Bytes of a tensor up to which a graph concatenates it with others, instead of handing it over on its own.
+# Handing over one more tensor costs 10 us, and joining and splitting 64 KiB in the graph about as much.
+JOINED_TENSOR_BYTES = 64 * 1024
+
+# Bytes of a bucket of gradients, which is reduced while backprop makes the next one.
+# Not measured: the two callbacks of a smaller bucket cost more than the overlap gains.
+BUCKET_BYTES = 16 * 1024 * 1024
+
+# Bytes of a bucket up to which its submit callback waits for the result.
+# Not measured: waiting gains as long as the reduction takes less than one or two changes of threads.
+SUBMIT_WAIT_BYTES = 1024 * 1024
+
+# Seconds for which it waits at most.
+# 2 ms often were not enough between hosts, and waiting elsewhere takes changes of threads.
+SUBMIT_WAIT_S = 10e-3
+
+# Up to how many collectives of one graph have a branch to wait in if they are the last.
+# Each takes 10 ms when it is traced. A lone all-reduce of a tf.function on 2 ranks takes 0.5 to 1 ms less with it.
+SUBMIT_WAIT_BRANCHES = 8
+
+# How many completion queues are made at a time.
+# Not measured: a graph with many collectives that wait makes them in fewer steps.
+COMPLETION_QUEUES_MADE = 16
+
+# To how many queues one operation can write, in the order to try.
+# 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
+COMPLETION_QUEUES_WRITTEN = (64, 8)
