@@ -1,16 +1,17 @@
 """Sphinx configuration: `sphinx-build -W -b html docs OUTPUT` in a checkout, with `pip install '.[tensorflow,docs]'`.
 
-The API reference is made from the docstrings, for which the package is imported: TensorFlow and Keras are installed,
-an MPI library and a GPU are not needed. The build uses no network.
+The API reference is generated from the docstrings. For this the package is imported, which needs TensorFlow and Keras
+but no MPI library and no GPU. The build uses no network.
 """
 
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-# TensorFlow lists the devices of this machine while it is imported, and warns of those that are missing.
+from sphinx.application import Sphinx
+
+# TensorFlow prints the devices of this machine when it is imported, and warnings for those that are missing.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,7 +25,7 @@ version = release = mpistrat.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-nitpicky = False  # Docstrings name types of TensorFlow and numpy, whose references are on the network.
+nitpicky = False  # Types of TensorFlow and numpy could only be resolved over the network.
 # Single backticks in docstrings mark code, as in Markdown.
 default_role = "literal"
 
@@ -40,11 +41,11 @@ html_title = f"mpistrat {release}"
 html_copy_source = False
 
 
-def _markdown_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are written as Markdown has it: code is an indented block, a list item begins with a quoted name.
+def _markdown_to_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Convert two Markdown forms in docstrings to reStructuredText: indented code, and lists of quoted names.
 
-    reStructuredText takes the first for a quotation, and the second for text. Sections of Google style ("Args:") have
-    an indented block too, but without an empty line before it.
+    reStructuredText reads an indented block as a quotation, and the list as plain text. A section of Google style
+    ("Args:") is followed by an indented block too, but without an empty line between them.
     """
     converted: list[str] = []
     for number, line in enumerate(lines):
@@ -55,7 +56,7 @@ def _markdown_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lin
         if re.match(r'\s{8}"\w+"(, "\w+")*: ', line):
             converted += [""] if depth > previous else []
             line = re.sub(r'^(\s+)"', r'\1*   "', line)
-        converted.append(re.sub(r"(?<=[A-Z])_(?=\s)", r"\\_", line))  # "an MPISTRAT_ variable" is no reference
+        converted.append(re.sub(r"(?<=[A-Z])_(?=\s)", r"\\_", line))  # "MPISTRAT_" is not a reference
     lines[:] = converted
 
 
@@ -64,6 +65,6 @@ def _depth_above(lines: list[str], number: int) -> int:
     return len(above) - len(above.lstrip())
 
 
-def setup(app: Any) -> None:
-    """Called by Sphinx; before napoleon's own listener."""
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx. The priority puts the conversion before napoleon's."""
     app.connect("autodoc-process-docstring", _markdown_to_rst, priority=400)

@@ -3,7 +3,7 @@
     python examples/central_storage.py
     mpirun -np 2 python examples/central_storage.py
 
-Rank 0 updates the weights and hands them out; the others only compute gradients. The weights are, to the bit, those of
+Rank 0 updates and broadcasts the weights; the others only compute gradients. The weights have the same bits with
     mpirun -np 2 python examples/central_storage.py --strategy mirrored
 """
 

@@ -1,4 +1,4 @@
-"""Train a small CNN on handwritten digits with a training loop of our own, on as many ranks as there are.
+"""Train a small CNN on handwritten digits with a custom training loop, on any number of ranks.
 
     python examples/custom_loop_digits.py
     mpirun -np 2 python examples/custom_loop_digits.py --checkpoint digits.keras

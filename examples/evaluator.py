@@ -43,10 +43,10 @@ def accuracy() -> float:
 
 
 def follow_checkpoints() -> None:
-    """Evaluate what is newest, until nothing newer can come."""
+    """Evaluate the newest checkpoint, again and again, until training has ended."""
     evaluated, ended = None, False
     while not ended:
-        ended = resolver.wait_for_chief(timeout_s=0.2)  # Asked before looking, so that the last one is not missed.
+        ended = resolver.wait_for_chief(timeout_s=0.2)  # Before the search, to not miss the last one.
         newest = tf.train.latest_checkpoint(directory)
         if newest not in (None, evaluated):
             checkpoint.restore(newest).expect_partial()
@@ -54,7 +54,7 @@ def follow_checkpoints() -> None:
             evaluated = newest
 
 
-# Collectives are among all ranks that init() was given, and the evaluator takes no part in those of training.
+# A collective needs all ranks of init(). The evaluator is not among the ranks that train.
 hvd.shutdown()
 if resolver.task_type == "evaluator":
     follow_checkpoints()

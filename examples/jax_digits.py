@@ -1,9 +1,9 @@
-"""Train a small jax network on handwritten digits, averaging gradients by hand, on as many ranks as there are.
+"""Train a small jax network on handwritten digits, averaging gradients by hand, on any number of ranks.
 
     python examples/jax_digits.py
     mpirun -np 2 python examples/jax_digits.py
 
-jax's arrays go to mpistrat as they are, on the CPU or on a GPU, and results are jax's again.
+mpistrat accepts jax arrays, on the CPU or on a GPU, and returns jax arrays.
 """
 
 import argparse
@@ -35,11 +35,11 @@ jax.config.update("jax_default_device", devices[mpistrat.local_rank() % len(devi
 x, y = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
 images, labels = jnp.asarray(x[order] / 16, jnp.float32), jnp.asarray(y[order])
-train = np.arange(1437)[rank:1437 // size * size:size]  # As long on every rank, so that all take as many steps.
+train = np.arange(1437)[rank:1437 // size * size:size]  # The same number of steps on every rank.
 
 
 def logits(weights, batch):
-    """The network: two layers, `weights` are (matrix, bias) twice."""
+    """The output of a network of two layers; `weights` are (matrix, bias, matrix, bias)."""
     matrix1, bias1, matrix2, bias2 = weights
     return jnp.maximum(batch @ matrix1 + bias1, 0) @ matrix2 + bias2
 
@@ -59,7 +59,7 @@ def updated(weights, velocities, gradients):
 
 step = jax.jit(loss_of)
 shapes = [(64, 64), (64,), (64, 10), (10,)]
-keys = jax.random.split(jax.random.key(1 + rank), len(shapes))  # Different weights; the broadcast makes them equal.
+keys = jax.random.split(jax.random.key(1 + rank), len(shapes))  # They differ; the broadcast makes the weights equal.
 weights = [mpistrat.broadcast(jax.random.normal(key, shape) / 8, root_rank=0, name=f"weight.{i}")
            for i, (key, shape) in enumerate(zip(keys, shapes))]
 velocities = [jnp.zeros_like(weight) for weight in weights]
@@ -72,7 +72,7 @@ for epoch in range(args.epochs):
     for start in range(0, len(train), args.batch_size):
         batch = shuffled[start:start + args.batch_size]
         loss, gradients = step(weights, images[batch], labels[batch])
-        # Averaging is a call of Python's, so it stands between two compiled functions and not in one.
+        # Averaging is a Python call, so it is between the two compiled functions.
         gradients = mpistrat.grouped_allreduce(gradients, name="gradients")
         weights, velocities = updated(weights, velocities, gradients)
         total += loss * len(batch) / len(train)

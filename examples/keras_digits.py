@@ -1,4 +1,4 @@
-"""Train a small CNN on handwritten digits with model.fit, on as many ranks as there are.
+"""Train a small CNN on handwritten digits with model.fit, on any number of ranks.
 
     python examples/keras_digits.py
     mpirun -np 2 python examples/keras_digits.py --checkpoint digits.keras

@@ -1,7 +1,7 @@
 """Train a small network on handwritten digits asynchronously, with TensorFlow's own ParameterServerStrategy.
 
     mpirun -np 4 python examples/parameter_server.py
-    mpirun --with-ft ulfm -np 4 python examples/parameter_server.py   # goes on when a worker is killed
+    mpirun --with-ft ulfm -np 4 python examples/parameter_server.py   # continues when a worker is killed
 
 Rank 0 is the coordinator, the last rank holds the variables, the others compute gradients, each at its own pace.
 """
@@ -25,7 +25,7 @@ args = parser.parse_args()
 hvd.init()
 if hvd.size() < 3:
     sys.exit(f"a coordinator, a worker and a parameter server are 3 ranks; there are {hvd.size()} (mpirun -np 3)")
-strategy = hvd.strategy("parameter_server")  # Returns on rank 0 only; elsewhere it serves rank 0, and ends with it.
+strategy = hvd.strategy("parameter_server")  # Returns on rank 0 only; the others serve it and end here.
 
 
 def load_data() -> tuple[np.ndarray, ...]:
@@ -47,7 +47,7 @@ loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def make_dataset() -> tf.data.Dataset:
-    """Runs on each worker, and shuffles differently there."""
+    """The input of one worker, in an order of its own."""
     data = tf.data.Dataset.from_tensor_slices((x_train, y_train))
     return data.shuffle(len(x_train)).repeat().batch(args.batch_size)
 
@@ -67,7 +67,7 @@ def train_step(iterator: tf.data.Iterator) -> tf.Tensor:
 began = time.monotonic()
 iterator = iter(coordinator.create_per_worker_dataset(make_dataset))
 for epoch in range(args.epochs):
-    losses = [coordinator.schedule(train_step, (iterator,)) for _ in range(steps)]  # Whichever worker is free takes it.
+    losses = [coordinator.schedule(train_step, (iterator,)) for _ in range(steps)]  # Any free worker executes it.
     coordinator.join()
     print(f"epoch {epoch + 1}/{args.epochs}: loss {np.mean(coordinator.fetch(losses)):.4f}", flush=True)
 seconds = time.monotonic() - began

@@ -1,10 +1,10 @@
-"""Train ResNet-50 on ImageNet's TFRecord files, or on made-up images, with model.fit on as many ranks as there are.
+"""Train ResNet-50 on ImageNet's TFRecord files, or on synthetic images, with model.fit on any number of ranks.
 
     mpirun -np 8 python examples/resnet50.py --data /data/imagenet --mixed-precision float16
     mpirun -np 2 python examples/resnet50.py --synthetic --image-size 64 --batch-size 8 --steps-per-epoch 10 --epochs 1
 
 The files are train-* and validation-* with the features image/encoded (JPEG) and image/class/label (from 1). Each rank
-reads files of its own, which is why this is the Horovod way and not MPIStrategy: nothing has to be shared out. The rate
+reads its own files, so this uses Horovod's functions and not MPIStrategy, which distributes batches. The learning rate
 grows with the number of images in a step, and warms up (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
 """
 
@@ -52,7 +52,7 @@ def with_label(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor
 
 
 def parse(record: tf.Tensor, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
-    """A record's image, cut at random for training and in the middle otherwise, and its label."""
+    """A record's image, cropped at random for training and at the centre otherwise, and its label."""
     features = tf.io.parse_single_example(record, {"image/encoded": tf.io.FixedLenFeature([], tf.string),
                                                    "image/class/label": tf.io.FixedLenFeature([], tf.int64)})
     jpeg, size = features["image/encoded"], [args.image_size, args.image_size]
@@ -69,7 +69,7 @@ def parse(record: tf.Tensor, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def images(split: str) -> tf.data.Dataset:
-    """This rank's batches of `split`, without end, so that all ranks can take the same number of steps."""
+    """This rank's batches of `split`, repeated without end, so that all ranks can take the same number of steps."""
     training = split == "train"
     if args.synthetic:
         shape = (args.batch_size, args.image_size, args.image_size, 3)

@@ -1,4 +1,4 @@
-"""Train on scikit-learn's digits with a training loop of one's own under MPIStrategy, as TensorFlow's guide has it.
+"""Train on scikit-learn's digits with a custom training loop under MPIStrategy, as in TensorFlow's guide.
 
     python examples/strategy_custom_loop.py
     mpirun -np 2 python examples/strategy_custom_loop.py

@@ -3,7 +3,7 @@
     python examples/strategy_dataset_fn.py
     mpirun -np 2 python examples/strategy_dataset_fn.py
 
-A linear map is fitted to made-up points. Any number of ranks sees the same points, and ends with the same map.
+It fits a linear map to synthetic points. The points and the result are the same for any number of ranks.
 """
 
 import argparse

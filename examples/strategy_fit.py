@@ -1,10 +1,10 @@
-"""Train a small CNN on scikit-learn's digits with model.fit under MPIStrategy, on as many ranks as there are.
+"""Train a small CNN on scikit-learn's digits with model.fit under MPIStrategy, on any number of ranks.
 
     python examples/strategy_fit.py
     mpirun -np 2 python examples/strategy_fit.py
     mpirun -np 2 python examples/strategy_fit.py --input dataset
 
-Any number of ranks sees the same global batches, and so ends with the same weights up to rounding.
+The global batches are the same for any number of ranks, and so are the weights up to rounding.
 """
 
 import argparse

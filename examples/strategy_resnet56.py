@@ -3,7 +3,7 @@
     python examples/strategy_resnet56.py
     mpirun -np 2 python examples/strategy_resnet56.py
 
-The images are made here: each class has a pattern of its own under much noise. With --data they come from a file.
+The images are synthetic: each class has a pattern with much noise. With --data they are read from a file.
 """
 
 import argparse

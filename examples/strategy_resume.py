@@ -1,4 +1,4 @@
-"""Multi-worker training of a CNN that goes on where it was interrupted: run it again with the same --directory.
+"""Multi-worker training of a CNN that continues where it was interrupted: run it again with the same --directory.
 
     mpirun -np 2 python examples/strategy_resume.py --directory run --interrupt-after 3
     mpirun -np 2 python examples/strategy_resume.py --directory run

@@ -1,9 +1,9 @@
-"""Train a small torch network on handwritten digits, averaging gradients by hand, on as many ranks as there are.
+"""Train a small torch network on handwritten digits, averaging gradients by hand, on any number of ranks.
 
     python examples/torch_digits.py
     mpirun -np 2 python examples/torch_digits.py
 
-torch's tensors go to mpistrat as they are, on the CPU or on a GPU, and results are torch's again.
+mpistrat accepts torch tensors, on the CPU or on a GPU, and returns torch tensors.
 """
 
 import argparse
@@ -37,7 +37,7 @@ x, y = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
 images = torch.tensor(x[order] / 16, dtype=torch.float32, device=device)
 labels = torch.tensor(y[order], device=device)
-train = torch.arange(1437)[rank:1437 // size * size:size]  # As long on every rank, so that all take as many steps.
+train = torch.arange(1437)[rank:1437 // size * size:size]  # The same number of steps on every rank.
 
 torch.manual_seed(1 + rank)  # The ranks start with different weights; the broadcast makes them equal.
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).to(device)

@@ -1,10 +1,10 @@
-"""mpistrat: data-parallel training over MPI. This module is the door without a framework: collectives on arrays.
+"""mpistrat: data-parallel training over MPI. This module has the collectives on arrays, without a framework.
 
     import numpy, mpistrat
     mpistrat.init()
     print(mpistrat.allreduce(numpy.arange(3.0), op=mpistrat.Sum))
 
-Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` stand on it.
+Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
 from .api import common

@@ -1,1 +1,1 @@
-"""What users call on arrays: init and shutdown, ranks, collectives; and how all packages below are put together."""
+"""The API on arrays: init and shutdown, ranks, collectives. It also wires the packages below together."""

@@ -1,6 +1,6 @@
-"""Which ways to move tensors this machine has, for `mpistrat check` and `nccl_built()`.
+"""Which backends can run in this process, for `mpistrat check`.
 
-What a backend needs is imported when it is asked for: mpi4py loads an MPI library, and cupy is often not there.
+The dependencies of a backend are imported when it is checked: mpi4py loads an MPI library, and cupy is optional.
 """
 
 from dataclasses import dataclass
@@ -10,26 +10,32 @@ from ..transport.mpi import library
 
 
 @dataclass(frozen=True)
-class Backend:
-    """A way to move tensors, and whether it can be used here."""
+class BackendStatus:
+    """Whether a backend can run here.
+
+    Attributes:
+        name: "local", "mpi", "shared_memory" or "nccl".
+        available: Whether it can run.
+        reason: Why it cannot, or what it is for.
+    """
 
     name: str
     available: bool
     reason: str = ""
 
 
-def backends() -> list[Backend]:
-    """The ways to move tensors that are known, and for each whether this process can use it. Loads mpi4py, and cupy."""
+def backends() -> list[BackendStatus]:
+    """Check every known backend. Local. Loads mpi4py with its MPI library, and cupy if it is installed."""
     try:
         mpi = library.load_mpi()
         library.require_thread_level(mpi)
-        found = Backend("mpi", True)
+        status = BackendStatus("mpi", True)
     except MpistratError as error:
-        found = Backend("mpi", False, str(error))
-    return [Backend("local", True, "one rank only"), found, _shared_memory_backend(), _nccl_backend()]
+        status = BackendStatus("mpi", False, str(error))
+    return [BackendStatus("local", True, "one rank only"), status, _shared_memory_status(), _nccl_status()]
 
 
-def _shared_memory_backend() -> Backend:
+def _shared_memory_status() -> BackendStatus:
     from ..transport.shm.memfd import HostFile
     try:
         file = HostFile.make()
@@ -38,17 +44,17 @@ def _shared_memory_backend() -> Backend:
         finally:
             file.close()
     except OSError as error:
-        return Backend("shared_memory", False, str(error))
-    return Backend("shared_memory", True, "among the ranks of a host, of all sizes")
+        return BackendStatus("shared_memory", False, str(error))
+    return BackendStatus("shared_memory", True, "among the ranks of a host, of all sizes")
 
 
-def _nccl_backend() -> Backend:
+def _nccl_status() -> BackendStatus:
     try:
         from ..gpu.device import Device, gpu_count
     except ImportError as error:
-        return Backend("nccl", False, f"cupy cannot be imported: {error} (pip install 'mpistrat[gpu]')")
+        return BackendStatus("nccl", False, f"cupy cannot be imported: {error} (pip install 'mpistrat[gpu]')")
     if not Device.nccl_version():
-        return Backend("nccl", False, "cupy finds no NCCL (pip install 'mpistrat[gpu]')")
+        return BackendStatus("nccl", False, "cupy finds no NCCL (pip install 'mpistrat[gpu]')")
     if not gpu_count():
-        return Backend("nccl", False, "no GPU is visible")
-    return Backend("nccl", True, "tensors on GPUs")
+        return BackendStatus("nccl", False, "no GPU is visible")
+    return BackendStatus("nccl", True, "tensors on GPUs")

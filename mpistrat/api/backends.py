@@ -1,6 +1,7 @@
-"""The choice of backends: what moves messages and arrays among the ranks, as the topology and the settings have it.
+"""Choice of backends: what moves messages and CPU arrays among the ranks, given the topology and the settings.
 
-What a backend needs is imported when it is chosen: mpi4py loads an MPI library, and cupy is often not there.
+`backends_over` tries shared memory within each host first, and uses MPI for the rest. Modules that load an MPI library
+are imported only when they are used. Called by init(), on the thread that calls it.
 """
 
 import contextlib
@@ -14,24 +15,26 @@ from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, LocalChan
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..negotiation.tree import edges_among, neighbours_of
+from ..transport.host_link import HostLink
 from ..transport.local import ThreadGroup
 from ..transport.shm.segment import HostMemory, Regions
+from ..transport.unix_socket import UnixSocketChannel
 
 logger = logging.getLogger(__name__)
 
-# Ranks that wait for another one of their host do so a little longer than that one waits for other hosts: it can tell
-# more of the cause.
-_LONGER_S = 1.0
+# With several hosts, a wait for a rank of the same host is this much longer than a wait for another host. The rank that
+# waits for the other host then reports first, and its error names the cause.
+_EXTRA_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Backends:
-    """What moves the messages and arrays of one rank.
+    """The backends of one rank.
 
     Attributes:
-        control: Messages.
-        data: Arrays.
-        agreement: How the ranks vote; None if they cannot.
+        control: Sends and receives control messages.
+        data: Reduces, gathers and broadcasts CPU arrays.
+        agreement: Agreement rounds for the fast path; None if the fast path is off.
     """
 
     control: ControlPlane
@@ -39,7 +42,7 @@ class Backends:
     agreement: AgreementRound | None = None
 
     def close(self) -> None:
-        """Release what they hold. Collective; the engine has ended."""
+        """Release all resources. Collective; after the engine has ended."""
         self.data.close()
         if self.agreement is not None:
             self.agreement.close()
@@ -47,73 +50,75 @@ class Backends:
 
 
 def backends_alone() -> Backends:
-    """Those of a rank without others. Local."""
+    """Backends for a job of one rank. Local; loads no MPI library."""
     group = ThreadGroup(1)
     return Backends(group.control(0), group.data(0))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What the builders of planes have in common.
+    """Arguments that all builders share.
 
     Attributes:
-        comm: All ranks.
-        link: Passes memory among the ranks of this host.
+        comm: An mpi4py communicator of all ranks.
+        link: Shares memory among the ranks of this host.
         channel: Messages among the ranks of this host, over sockets.
-        mpi: Collectives over MPI, which serve where shared memory does not.
+        mpi: Collectives over MPI, for operations that shared memory does not do.
     """
 
     comm: Any
     topology: Topology
     settings: Settings
-    link: Any
-    channel: Any
+    link: HostLink
+    channel: UnixSocketChannel
     mpi: DataPlane
 
     @property
-    def elsewhere(self) -> list[int]:
+    def remote_ranks(self) -> list[int]:
         """The ranks of other hosts."""
         return [rank for rank in range(self.topology.size) if rank not in self.topology.local_ranks]
 
 
-# Arrays, messages within the host, and votes if the ranks can vote.
+# Arrays, messages within the host, and agreement rounds (None: no fast path).
 _Parts = tuple[DataPlane, LocalChannel, AgreementRound | None]
 
 
 def backends_over(comm: Any, topology: Topology, settings: Settings) -> Backends:
-    """Shared memory within a host where all ranks have it, and MPI for the rest. Collective over `comm`.
+    """Build the backends for a job of several ranks. Collective over `comm`, an mpi4py communicator.
 
-    The ranks can vote if those of each host share memory, unless the setting for that is off.
+    Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
+    memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0.
     """
     from ..transport.mpi.control import MpiControl
     from ..transport.mpi.data import MpiData
     from ..transport.mpi.peer_wait import PeerWait
-    rank, here = topology.rank, topology.local_ranks
-    link, channel = _linked(comm, topology)
+    rank, local_ranks = topology.rank, topology.local_ranks
+    link, sockets = _connect_host(comm, topology)
     wait = PeerWait(topology, range(topology.size), settings.limit_s)
-    job = _Job(comm, topology, settings, link, channel, MpiData(comm.Dup(), wait))
+    job = _Job(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait))
     parts: _Parts | None = None
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
-        parts = _planes_of_one_host(job) if not job.elsewhere else _planes_of_hosts(job)
+        parts = _build_for_hosts(job) if job.remote_ranks else _build_for_one_host(job)
     elif max(topology.local_sizes) == 1 and settings.fast_path:
-        parts = _planes_of_lone_ranks(job)
-    data, channel, agreement = parts or (job.mpi, channel, None)
+        parts = _build_for_single_rank_hosts(job)
+    data, channel, agreement = parts or (job.mpi, sockets, None)
     link.close()
     if agreement is not None:
         channel.watch(agreement.has_news)
-    leads = agreement is not None and rank == here[0] and bool(job.elsewhere)
-    control = MpiControl(comm.Dup(), channel, here, neighbours_of(rank, topology.size), leads, wait)
+    leads = agreement is not None and rank == local_ranks[0] and bool(job.remote_ranks)
+    control = MpiControl(comm.Dup(), channel, local_ranks, neighbours_of(rank, topology.size), leads, wait)
+    _log_choice(topology, settings, data, agreement)
     return Backends(control, data, agreement)
 
 
-def _planes_of_one_host(job: _Job) -> _Parts | None:
-    """All ranks share memory; None if they cannot. Collective."""
+def _build_for_one_host(job: _Job) -> _Parts | None:
+    """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.ring import ShmRing, ring_bytes
     from ..transport.shm.two_shot import SharedMemoryData
-    here, chunk = job.topology.local_ranks, SharedMemoryData.chunk_bytes
-    edges = edges_among(here)
-    regions = Regions(plane=SharedMemoryData.memory_bytes(len(here), chunk), channel=ring_bytes(edges))
+    local_ranks, chunk = job.topology.local_ranks, SharedMemoryData.chunk_bytes
+    edges = edges_among(local_ranks)
+    regions = Regions(plane=SharedMemoryData.memory_bytes(len(local_ranks), chunk), channel=ring_bytes(edges))
     memory = _shared_memory(job, regions.nbytes)
     if memory is None:
         return None
@@ -122,8 +127,8 @@ def _planes_of_one_host(job: _Job) -> _Parts | None:
     return SharedMemoryData(memory, chunk, job.mpi), channel, agreement
 
 
-def _planes_of_hosts(job: _Job) -> _Parts | None:
-    """The ranks of each host share memory, and MPI connects the hosts; None if some ranks cannot. Collective."""
+def _build_for_hosts(job: _Job) -> _Parts | None:
+    """Shared memory within each host, MPI between hosts. None if some ranks cannot share memory. Collective."""
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.leader_exchange import leader_exchange
@@ -132,40 +137,53 @@ def _planes_of_hosts(job: _Job) -> _Parts | None:
     from ..transport.shm.ring import ShmRing, ring_bytes
     topology, settings, chunk = job.topology, job.settings, HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
-    each = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0
+    slot_bytes = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0
     regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
-                      piggyback=Piggyback.memory_bytes(count, each))
+                      piggyback=Piggyback.memory_bytes(count, slot_bytes))
     memory = _shared_memory(job, regions.nbytes)
     if memory is None:
         return None
-    channel, agreement = ShmRing(memory, regions.start_of["channel"], edges, job.channel), None
-    piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, each) if each else None
+    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, job.channel), None, None
+    if slot_bytes:
+        piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, slot_bytes)
     if settings.fast_path:
         agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(job.comm, topology, piggyback),
-                                          job.elsewhere)
-    across = PeerWait(topology, topology.cross_ranks, settings.limit_s)
+                                          job.remote_ranks)
+    cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s)
     data = HierarchicalData(memory, chunk, job.mpi, cross_comm(job.comm, topology), min(topology.local_sizes),
-                            across, piggyback)
+                            cross_wait, piggyback)
     return data, channel, agreement
 
 
-def _planes_of_lone_ranks(job: _Job) -> _Parts:
-    """Each rank has a host of its own: MPI connects them, and they vote. Collective."""
+def _build_for_single_rank_hosts(job: _Job) -> _Parts:
+    """Each host has one rank: arrays go over MPI, and the fast path runs between hosts. Collective."""
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.leader_exchange import leader_exchange
-    alone = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, job.topology.local_ranks)
-    agreement = HierarchicalAgreement(alone, job.channel.wake_rank, leader_exchange(job.comm, job.topology, None),
-                                      job.elsewhere)
+    private = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, job.topology.local_ranks)
+    agreement = HierarchicalAgreement(private, job.channel.wake_rank, leader_exchange(job.comm, job.topology, None),
+                                      job.remote_ranks)
     return job.mpi, job.channel, agreement
 
 
-def _linked(comm: Any, topology: Topology) -> tuple[Any, Any]:
-    """The HostLink of this rank's host, to be closed, and this rank's UnixSocketChannel. Collective.
+def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreement: AgreementRound | None) -> None:
+    """Log which backends serve, and why. INFO on rank 0, DEBUG on the others."""
+    if max(topology.local_sizes) == 1:
+        reason = "every host has one rank"
+    elif settings.cpu_operations == "mpi":
+        reason = "MPISTRAT_CPU_OPERATIONS=mpi"
+    else:
+        reason = "memory cannot be shared" if data.name == "mpi" else "the ranks of a host share memory"
+    logger.log(logging.DEBUG if topology.rank else logging.INFO,
+               "rank %d: CPU tensors are reduced by %s (%s), the fast path is %s", topology.rank, data.in_use, reason,
+               "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
+
+
+def _connect_host(comm: Any, topology: Topology) -> tuple[HostLink, UnixSocketChannel]:
+    """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
     Raises:
-        MpistratError: On all ranks; the ranks of some host cannot be connected.
+        MpistratError: On all ranks, if the ranks of some host cannot be connected.
     """
-    from ..transport.host_link import HostLink
     link, channel, problem = None, None, ""
     try:
         link = HostLink(topology.rank, topology.local_ranks)
@@ -184,17 +202,23 @@ def _linked(comm: Any, topology: Topology) -> tuple[Any, Any]:
             if opened is not None:
                 opened.close()
         raise MpistratError(f"The ranks of a host cannot be connected. {'; '.join(problems)}")
+    assert link is not None and channel is not None
     return link, channel
 
 
-def _shared_memory(job: _Job, data_bytes: int) -> Any:
-    """HostMemory, or None on all ranks if any rank cannot have it. Collective."""
+def _shared_memory(job: _Job, data_bytes: int) -> HostMemory | None:
+    """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
+
+    Raises:
+        MpistratError: On all ranks, if any rank cannot and MPISTRAT_CPU_OPERATIONS=shared_memory.
+    """
     topology, settings = job.topology, job.settings
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
-    limit_s = settings.limit_s + _LONGER_S if settings.limit_s and len(topology.hosts) > 1 else settings.limit_s
+    is_extended = settings.limit_s and len(topology.hosts) > 1
+    limit_s = settings.limit_s + _EXTRA_WAIT_S if is_extended else settings.limit_s
     memory = None
     problems: dict[int, str] = {}
-    # The first rank of a host reserves the memory before the others map it, so that its limits decide.
+    # The first rank of a host reserves the memory before the others map it, so its limits decide.
     for is_due in (topology.local_rank == 0, topology.local_rank > 0):
         problem = ""
         if is_due and not problems:

@@ -1,4 +1,6 @@
-"""Ranks and sizes: getters that read the Runtime's topology. None of them communicates."""
+"""Getters for ranks, sizes, hosts and roles. All are local, and may be called from any thread after init()."""
+
+from typing import Any
 
 from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
@@ -6,58 +8,76 @@ from . import runtime
 
 
 def rank() -> int:
-    """This process' rank, 0 to size() - 1."""
+    """Return this process' rank, 0 to size() - 1."""
     return runtime.current().topology.rank
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return runtime.current().topology.size
 
 
 def local_rank() -> int:
-    """This rank's position among the ranks of its host."""
+    """Return this rank's position among the ranks of its host."""
     return runtime.current().topology.local_rank
 
 
 def local_size() -> int:
-    """How many ranks this rank's host has."""
+    """Return the number of ranks on this rank's host."""
     return runtime.current().topology.local_size
 
 
 def cross_rank() -> int:
-    """This rank's position among the ranks of the same local_rank() on all hosts."""
+    """Return this rank's position among the ranks of all hosts that have the same local_rank()."""
     return runtime.current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a rank of this local_rank()."""
+    """Return the number of hosts that have a rank with this local_rank()."""
     return runtime.current().topology.cross_size
 
 
 def hosts() -> tuple[str, ...]:
-    """The different hosts, in the order of their lowest rank."""
+    """Return the names of the hosts, in the order of their lowest rank."""
     return runtime.current().topology.hosts
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
+    """Return whether every host has the same number of ranks."""
     return runtime.current().topology.is_homogeneous
 
 
 def role(jobs: dict[str, int] | None = None) -> Role:
-    """What this rank does: chief (rank 0) or worker, or as `jobs` says (see `topology.assign_roles`)."""
+    """Return this rank's role in a TensorFlow cluster.
+
+    Args:
+        jobs: Number of ranks for each role, in rank order, for example
+            `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
+
+    Raises:
+        ValueError: The roles are unknown, the first is not one chief, or the counts do not add up to size().
+    """
     topology = runtime.current().topology
     return assign_roles(topology.size, jobs)[topology.rank][0]
 
 
-def cluster_spec(ports: list[int], jobs: dict[str, int] | None = None) -> dict:
-    """The content of TF_CONFIG for this rank (see `topology.cluster_spec`). `ports` holds one for each rank."""
+def cluster_spec(ports: list[int], jobs: dict[str, int] | None = None) -> dict[str, Any]:
+    """Return the content of TF_CONFIG for this rank: `{"cluster": {role: ["host:port", ...]}, "task": {...}}`.
+
+    When all ranks share one host, its address is `localhost`. An evaluator is a task but not part of the cluster.
+
+    Args:
+        ports: A TCP port for each rank, in rank order.
+        jobs: As for `role`.
+
+    Raises:
+        ValueError: As `role`, or there is not one port for each rank.
+    """
     return _cluster_spec(runtime.current().topology, ports, jobs)
 
 
 def mpi_threads_supported() -> bool:
-    """Whether the MPI library may be called by several threads at once (THREAD_MULTIPLE)."""
+    """Return whether several threads may call the MPI library at once (THREAD_MULTIPLE)."""
     if runtime.current().comm is None:
         return False
     from mpi4py import MPI
@@ -65,17 +85,17 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether this run communicates over MPI."""
+    """Return whether this job communicates over MPI."""
     return runtime.current().comm is not None
 
 
 def mpi_built() -> bool:
-    """True: mpistrat always can use MPI, through mpi4py."""
+    """Return True: mpistrat always supports MPI, through mpi4py."""
     return True
 
 
 def nccl_built() -> int:
-    """NCCL's version code (22805 is 2.28.5), or 0 where it cannot be used. Imports cupy, if it is there."""
+    """Return NCCL's version code (22805 is 2.28.5), or 0 if NCCL cannot be used. Imports cupy if it is installed."""
     try:
         from ..gpu.device import Device
     except ImportError:
@@ -84,10 +104,10 @@ def nccl_built() -> int:
 
 
 def gloo_built() -> bool:
-    """False: there is no Gloo backend."""
+    """Return False: there is no Gloo backend."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """False: there is no Gloo backend."""
+    """Return False: there is no Gloo backend."""
     return False

@@ -1,4 +1,4 @@
-"""The names of Horovod's API that mpistrat.tensorflow and mpistrat.keras have in common with `mpistrat` itself."""
+"""The names of Horovod's API that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share."""
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
 from .basics import (

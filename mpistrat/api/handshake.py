@@ -1,4 +1,7 @@
-"""What the ranks tell each other in init(), before anything else, and what is odd about it when they are compared."""
+"""The init() handshake: ranks exchange host, settings and versions, and report differences.
+
+It is the first communication of a job. `exchange_info` is collective; the other functions are local.
+"""
 
 import dataclasses
 import hashlib
@@ -9,6 +12,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ..core.errors import SettingsError
@@ -17,7 +21,16 @@ from ..core.settings import Settings
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What each rank tells all others in init(), before anything else."""
+    """What a rank sends to all others in init().
+
+    Attributes:
+        host: The name of its host.
+        memory_group: The lowest of the ranks that share memory with it.
+        settings: Its settings; None if they are not valid.
+        problem: What is wrong with its settings, or "".
+        versions: Python's version and those of packages, by name; "none" for a package that is not installed.
+        script: A digest of the script.
+    """
 
     host: str
     memory_group: int
@@ -27,7 +40,8 @@ class RankInfo:
     script: str
 
 
-def exchange_info(mpi: Any, comm: Any) -> list[RankInfo]:
+def exchange_info(mpi: ModuleType, comm: Any) -> list[RankInfo]:
+    """Return the RankInfo of every rank, in rank order. Collective over the mpi4py communicator `comm`."""
     shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
     memory_group = shared.bcast(comm.Get_rank())
     shared.Free()
@@ -36,13 +50,13 @@ def exchange_info(mpi: Any, comm: Any) -> list[RankInfo]:
         settings = Settings.from_env(os.environ)
     except SettingsError as error:
         problem = str(error)
-    introduction = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest())
-    return [from_text(text) for text in comm.allgather(to_text(introduction))]
+    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest())
+    return [from_text(text) for text in comm.allgather(to_text(own))]
 
 
-def to_text(introduction: RankInfo) -> str:
-    """The form in which an introduction travels."""
-    return json.dumps(dataclasses.asdict(introduction))
+def to_text(info: RankInfo) -> str:
+    """Encode a RankInfo as JSON, for sending."""
+    return json.dumps(dataclasses.asdict(info))
 
 
 def from_text(text: str) -> RankInfo:
@@ -53,6 +67,7 @@ def from_text(text: str) -> RankInfo:
 
 
 def versions() -> dict[str, str]:
+    """Python's version, and those of the packages on whose versions the ranks should agree."""
     versions = {"Python": platform.python_version()}
     for package in ("mpistrat", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
         try:
@@ -63,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def script_digest() -> str:
-    """A digest of the file that was started, or a text that says there is none."""
+    """SHA-256 of the script that Python was started with, or "no file"."""
     try:
         with open(sys.argv[0], "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -71,10 +86,10 @@ def script_digest() -> str:
         return "no file"
 
 
-def differences(everybody: Sequence[RankInfo]) -> list[str]:
-    """A sentence for each version, and for the script, that is not the same on all ranks."""
-    subjects = {f"version of {name}": [o.versions[name] for o in everybody] for name in everybody[0].versions}
-    subjects[f"content of the script {sys.argv[0]}"] = [o.script[:12] for o in everybody]
+def differences(infos: Sequence[RankInfo]) -> list[str]:
+    """Return one sentence for each version, and for the script, that is not the same on all ranks."""
+    subjects = {f"version of {name}": [info.versions[name] for info in infos] for name in infos[0].versions}
+    subjects[f"content of the script {sys.argv[0]}"] = [info.script[:12] for info in infos]
     sentences = []
     for subject, values in subjects.items():
         ranks: dict[str, list[int]] = {}

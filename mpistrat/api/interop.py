@@ -1,14 +1,16 @@
-"""Tensors of other libraries: handed over by DLPack, and results that are again of the library that they came from.
+"""Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
 
-No library is imported here but cupy, and that only for a tensor on a GPU: who hands over a tensor has imported its
-library.
+`tensor_of` converts a caller's value for the engine. For each known library, a subclass of `AnyLibrary` has what is
+special about it. The libraries themselves are not imported here, because a caller that passes a tensor has imported its
+library. The one exception is cupy, for tensors on a GPU. Any thread may call the functions of this module.
 """
 
 import logging
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -19,25 +21,43 @@ from ..gpu.arrays import GpuArray, GpuInput
 from ..gpu.host_copies import HostCopies
 from . import runtime
 
+if TYPE_CHECKING:
+    from ..gpu.device import Device, Event  # imports cupy
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_CUDA = 2  # DLPack's number of a kind of device
+_CUDA = 2  # kDLCUDA, DLPack's device type of NVIDIA GPUs
 
-_devices: WeakKeyDictionary[runtime.Runtime, Any] = WeakKeyDictionary()
-_copies: WeakKeyDictionary[Any, HostCopies] = WeakKeyDictionary()
-_told: WeakSet[runtime.Runtime] = WeakSet()
+_devices: "WeakKeyDictionary[runtime.Runtime, Device]" = WeakKeyDictionary()
+_copies: "WeakKeyDictionary[Device, HostCopies]" = WeakKeyDictionary()
+_logged: WeakSet[runtime.Runtime] = WeakSet()
 _lock = threading.Lock()
 
 
+class SupportsDLPack(Protocol):
+    """A tensor that other libraries can read: numpy, cupy, torch, jax and others.
+
+    The methods are those of the Python array API standard.
+    """
+
+    def __dlpack__(self) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+TensorLike = SupportsDLPack | np.generic | complex | Sequence
+
+
 class Tensor(NamedTuple):
-    """A caller's tensor as the engine takes it, and what makes a result of the caller's kind.
+    """A tensor in the form that the engine takes, and the way back to the caller's library.
 
     Attributes:
         array: A numpy array, or a GpuInput.
-        restore: Called with the engine's result: a numpy array, or a GpuArray.
+        restore: Converts the engine's result, a numpy array or a GpuArray, to a tensor of the caller's library.
     """
 
-    array: Any
+    array: np.ndarray | GpuInput
     restore: Callable[[Any], Any]
 
     @property
@@ -47,48 +67,48 @@ class Tensor(NamedTuple):
 
 
 class AnyLibrary:
-    """What speaks DLPack, or can be made an array. Results are numpy's, or cupy's."""
+    """Tensors of unknown libraries, numbers and sequences. Results are numpy arrays, or cupy arrays on a GPU."""
 
     def to_numpy(self, value: Any) -> np.ndarray:
-        """The contents, without a copy where that is possible."""
+        """Return the contents, without a copy where that is possible."""
         return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
 
     def from_numpy(self, array: np.ndarray) -> Any:
-        """The result for the caller, over the same memory where that is possible."""
+        """Return a CPU result for the caller, over the same memory where that is possible."""
         return array
 
-    def to_gpu(self, value: Any, device: Any) -> GpuInput:
-        """The tensor for the engine; see GpuInput on where memory for the result comes from."""
+    def to_gpu(self, value: Any, device: "Device") -> GpuInput:
+        """Return the GPU tensor for the engine. Its `allocate` makes results in memory of the caller's library."""
         array, ready = device.imported(value)
         dtype = array.dtype
 
-        def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
+        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
             made, event = device.empty_on_arrival(shape, dtype)
             return device.seen(made), event
 
         return gpu_input(device.seen(array), device, ready, allocate)
 
     def from_gpu(self, result: GpuArray) -> Any:
-        """The result for the caller."""
+        """Return a GPU result for the caller."""
         return result.owner
 
 
 class Numpy(AnyLibrary):
-    """numpy's own arrays and scalars."""
+    """numpy arrays and scalars."""
 
     def to_numpy(self, value: Any) -> np.ndarray:
         return np.asarray(value)
 
 
 class Cupy(AnyLibrary):
-    """cupy: memory for the result is in order on the stream that is cupy's current one at the call."""
+    """cupy arrays. Results are allocated in the order of the stream that is cupy's current one at the call."""
 
-    def to_gpu(self, value: Any, device: Any) -> GpuInput:
+    def to_gpu(self, value: Any, device: "Device") -> GpuInput:
         stream = device.current_stream()
         array = device.contiguous(value)
         dtype = array.dtype
 
-        def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
+        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
             with stream:
                 made = device.empty(shape, dtype)
                 return device.seen(made), device.record(stream)
@@ -97,7 +117,7 @@ class Cupy(AnyLibrary):
 
 
 class Torch(AnyLibrary):
-    """torch: on a GPU memory for the result is torch's own, in order on its current stream at the call."""
+    """torch tensors. On a GPU, torch allocates results, in the order of its current stream at the call."""
 
     def to_numpy(self, value: Any) -> np.ndarray:
         if value.dtype is not _module("torch").bfloat16:
@@ -105,7 +125,7 @@ class Torch(AnyLibrary):
         try:
             from ml_dtypes import bfloat16
         except ImportError as error:
-            raise MissingDependencyError("numpy knows bfloat16 by ml_dtypes only (pip install ml_dtypes).") from error
+            raise MissingDependencyError("bfloat16 in numpy needs ml_dtypes (pip install ml_dtypes).") from error
         return np.from_dlpack(value.view(_module("torch").int16)).view(bfloat16)
 
     def from_numpy(self, array: np.ndarray) -> Any:
@@ -114,13 +134,13 @@ class Torch(AnyLibrary):
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    def to_gpu(self, value: Any, device: Any) -> GpuInput:
+    def to_gpu(self, value: Any, device: "Device") -> GpuInput:
         torch = _module("torch")
         array, ready = device.imported(value)
         stream = torch.cuda.current_stream(value.device)
         dtype, where = value.dtype, value.device
 
-        def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
+        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
             with torch.cuda.stream(stream):
                 return as_result(torch.empty(shape, dtype=dtype, device=where), device)
 
@@ -128,7 +148,7 @@ class Torch(AnyLibrary):
 
 
 class Jax(AnyLibrary):
-    """jax: its arrays cannot be written to, so the result is cupy's memory, which jax then adopts."""
+    """jax arrays. They are read-only, so a GPU result is allocated by cupy, and jax imports it through DLPack."""
 
     def to_numpy(self, value: Any) -> np.ndarray:
         return np.asarray(value)
@@ -140,55 +160,57 @@ class Jax(AnyLibrary):
         return _module("jax").dlpack.from_dlpack(result.owner)
 
 
-# By the package that the type of a tensor is from.
+# By the top-level package of a tensor's type.
 KINDS: dict[str, AnyLibrary] = {"numpy": Numpy(), "cupy": Cupy(), "torch": Torch(), "jaxlib": Jax(), "jax": Jax()}
 _OTHERS = AnyLibrary()
 
 
-def tensor_of(value: Any) -> Tensor:
-    """The tensor, number or sequence for the engine.
+def tensor_of(value: TensorLike) -> Tensor:
+    """Convert a tensor, number or sequence for the engine. Local.
 
     Raises:
-        InvalidRequestError: It is no array, its library does not hand it over, or it is on another GPU than the tensors
-            that this rank has used before.
-        MissingDependencyError: It is on a GPU, and cupy is not installed.
+        InvalidRequestError: The value is not an array, its library cannot export it, or it is on a GPU other than that
+            of this rank's earlier tensors.
+        MissingDependencyError: The value is on a GPU, and cupy is not installed.
     """
-    kind = KINDS.get(type(value).__module__.partition(".")[0], _OTHERS)
+    library = KINDS.get(type(value).__module__.partition(".")[0], _OTHERS)
     number = _gpu_of(value)
     if number is not None:
         device = this_ranks_gpu(number)
         with device.current():
-            on_gpu = _guarded(value, lambda: kind.to_gpu(value, device))
+            on_gpu = _convert(value, lambda: library.to_gpu(value, device))
         if go_by_host():
             copies = _copies_of(device)
-            return Tensor(copies.fetched(on_gpu), lambda result: kind.from_gpu(copies.returned(result, on_gpu)))
-        return Tensor(on_gpu, kind.from_gpu)
-    array = np.asarray(_guarded(value, lambda: kind.to_numpy(value)), order="C")
-    return Tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")), kind.from_numpy)
+            return Tensor(copies.fetched(on_gpu), lambda result: library.from_gpu(copies.returned(result, on_gpu)))
+        return Tensor(on_gpu, library.from_gpu)
+    array = np.asarray(_convert(value, lambda: library.to_numpy(value)), order="C")
+    return Tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")), library.from_numpy)
 
 
-def _guarded(value: Any, take: Callable[[], Any]) -> Any:
+def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
+    """Return `conversion()`; its errors become InvalidRequestErrors that name the type of `value`."""
     try:
-        return take()
+        return conversion()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
             raise InvalidRequestError(f"cannot read {type(value).__name__} through DLPack: {error}") from error
         raise InvalidRequestError(f"not an array: {error}") from error
 
 
-def _gpu_of(value: Any) -> int | None:
-    """Which GPU the tensor is on; None: it is on the CPU, or no tensor."""
+def _gpu_of(value: TensorLike) -> int | None:
+    """Return the number of the GPU that the tensor is on; None for a CPU tensor, a number or a sequence."""
     if isinstance(value, np.ndarray | np.generic) or not hasattr(value, "__dlpack_device__"):
         return None
-    kind, number = _guarded(value, value.__dlpack_device__)
+    kind, number = _convert(value, value.__dlpack_device__)
     return int(number) if int(kind) == _CUDA else None
 
 
-def this_ranks_gpu(number: int) -> Any:
-    """This rank's GPU (`gpu.device.Device`), which is that of the first tensor since init().
+def this_ranks_gpu(number: int) -> "Device":
+    """Return this rank's GPU. The first call since init() decides which GPU that is.
 
     Raises:
-        As `tensor_of`, when `number` is another one, or cupy is not installed.
+        InvalidRequestError: This rank already uses another GPU than `number`.
+        MissingDependencyError: cupy is not installed.
     """
     current = runtime.current()
     with _lock:
@@ -202,19 +224,19 @@ def this_ranks_gpu(number: int) -> Any:
 
 
 def go_by_host() -> bool:
-    """Whether GPU tensors take part as CPU tensors, by the user's wish. Said once, on rank 0."""
+    """Return whether GPU tensors are reduced as CPU tensors (MPISTRAT_GPU_OPERATIONS=host). Rank 0 logs it once."""
     current = runtime.current()
     if current.settings.gpu_operations != "host":
         return False
     with _lock:
-        if current not in _told and current.topology.rank == 0:
-            logger.info("GPU tensors are copied to the host and reduced as CPU tensors by %s: "
+        if current not in _logged and current.topology.rank == 0:
+            logger.info("rank 0: GPU tensors are copied to the host and reduced as CPU tensors by %s: "
                         "MPISTRAT_GPU_OPERATIONS=host", current.data_name)
-        _told.add(current)
+        _logged.add(current)
     return True
 
 
-def _copies_of(device: Any) -> HostCopies:
+def _copies_of(device: "Device") -> HostCopies:
     settings = runtime.current().settings
     with _lock:
         if device not in _copies:
@@ -222,8 +244,8 @@ def _copies_of(device: Any) -> HostCopies:
         return _copies[device]
 
 
-def make_device(number: int) -> Any:
-    """The GPU of that number, by cupy."""
+def make_device(number: int) -> "Device":
+    """Open the GPU with this number. Raises MissingDependencyError if cupy is not installed."""
     try:
         from ..gpu.device import Device
     except ImportError as error:
@@ -231,16 +253,18 @@ def make_device(number: int) -> Any:
     return Device(number)
 
 
-def as_result(made: Any, device: Any) -> tuple[GpuArray, Any]:
-    """A library's uninitialised tensor as the memory of a result, and an event after that memory's former use."""
-    seen, event = device.imported(made)
-    return GpuArray(device.seen(seen).address, tuple(made.shape), seen.dtype, made), event
+def as_result(made: Any, device: "Device") -> "tuple[GpuArray, Event]":
+    """Return a library's uninitialised tensor as a result array, and an event after the memory's previous use."""
+    imported, event = device.imported(made)
+    return GpuArray(device.seen(imported).address, tuple(made.shape), imported.dtype, made), event
 
 
-def gpu_input(array: GpuArray, device: Any, ready: Any, allocate: Any) -> GpuInput:
-    """The array as GpuInput."""
+def gpu_input(array: GpuArray, device: "Device", ready: "Event",
+              allocate: "Callable[..., tuple[GpuArray, Event]]") -> GpuInput:
+    """Return the array as a GpuInput, with the given fields."""
     return GpuInput(array.address, array.shape, array.dtype, array.owner, device, ready, allocate)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
+    """Return a module that the caller has imported."""
     return sys.modules[name]

@@ -1,7 +1,7 @@
-"""Programs that a rank has started: they must not take the rank's place in the job.
+"""Refuse init() in a process that a rank started and that would take the rank's place in the job.
 
-A program that a rank starts has the rank's environment, by which the launcher's MPI would take it for the rank. That
-happens by mistake where multiprocessing starts a process afresh ("spawn"), which imports the script once more.
+A child process inherits the rank's environment, so the MPI library would take it for the rank. This happens by mistake
+with multiprocessing's "spawn" start method, which imports the script again in a new process.
 """
 
 import os
@@ -18,14 +18,14 @@ _STARTED = ("this process was started by a rank (process {rank}), and is none it
 
 
 def require_own_place(environ: Mapping[str, str]) -> None:
-    """Raise NotInitializedError in a process that has its place in the job from a rank that has started it.
+    """Raise NotInitializedError if this process has its identity from a rank that started it.
 
-    One that mpirun has started, even if a rank has started mpirun, has a place of its own; and without a launcher every
-    process may be a rank.
+    A process that mpirun started is accepted, even if a rank started that mpirun: it has an identity of its own.
+    Without a launcher every process is accepted.
     """
     number = environ.get(RANK_PROCESS, "")
     own = identity(environ)
     if own and number.isdigit() and int(number) != os.getpid():
-        above = any(process.pid == int(number) for process in processes.ancestors(os.getpid()))
-        if above and identity(processes.environment_of(int(number)) or {}) == own:
+        is_descendant = any(process.pid == int(number) for process in processes.ancestors(os.getpid()))
+        if is_descendant and identity(processes.environment_of(int(number)) or {}) == own:
             raise NotInitializedError(_STARTED.format(rank=number))

@@ -1,11 +1,11 @@
-"""Horovod's process sets, as far as they go here: the set of all ranks."""
+"""Horovod's process sets, reduced to the one set that is available: all ranks."""
 
 from ..core.errors import InvalidRequestError
 from .runtime import current
 
 
 class ProcessSet:
-    """A set of ranks. There is one, `global_process_set`, which holds all of them."""
+    """A set of ranks. The only instance is `global_process_set`, the set of all ranks."""
 
     process_set_id = 0
 
@@ -15,7 +15,7 @@ class ProcessSet:
         return list(range(current().topology.size))
 
     def size(self) -> int:
-        """How many ranks the set has."""
+        """Number of ranks in the set."""
         return current().topology.size
 
     def rank(self) -> int:
@@ -23,7 +23,7 @@ class ProcessSet:
         return current().topology.rank
 
     def included(self) -> bool:
-        """Whether this rank is in the set."""
+        """Whether this rank is in the set. Always True."""
         return True
 
 
@@ -31,7 +31,7 @@ global_process_set = ProcessSet()
 
 
 def require_global(process_set: ProcessSet | None) -> None:
-    """Raise InvalidRequestError for any set but the global one (or None, which means it)."""
+    """Raise InvalidRequestError unless `process_set` is the global one, or None, which means the global one."""
     if process_set is not None and process_set is not global_process_set:
         raise InvalidRequestError("only process_set=global_process_set is available. For a job on fewer ranks, give "
                                   f"init(comm=[...]) their list. Received: {process_set!r}")

@@ -1,10 +1,10 @@
-"""Processes of this host, as Linux's /proc shows them. Where there is no /proc nothing is found."""
+"""Processes of this host, read from Linux's /proc. Without /proc every search finds nothing."""
 
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-_ENDED = "ZX"  # zombies are still listed, until their parent asks for them
+_ENDED = "ZX"  # Zombies stay listed until their parent has collected their exit code.
 
 
 @dataclass(frozen=True)
@@ -12,9 +12,9 @@ class Process:
     """A process.
 
     Attributes:
-        pid: Its number, which another process may get when it has ended.
-        started: When it was started, in ticks since the machine was; with the number it names a process for good.
-        parent: The number of its parent; 0 when that is in another container.
+        pid: Its number. The kernel may give the number to another process after this one has ended.
+        started: Its start time, in clock ticks since boot. `pid` and `started` together identify a process.
+        parent: The number of its parent process; 0 if the parent is in another container.
         group: Its process group.
     """
 
@@ -24,13 +24,13 @@ class Process:
     group: int
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         now = find(self.pid)
         return now is not None and now.started == self.started
 
 
 def find(pid: int) -> Process | None:
-    """The process of that number, or None if there is none or it has ended."""
+    """Return the process with this number; None if it has ended or does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")
@@ -40,16 +40,16 @@ def find(pid: int) -> Process | None:
 
 
 def parse_stat(text: str) -> Process | None:
-    """What /proc/PID/stat says; None of a process that has ended."""
-    head, _, tail = text.rpartition(")")  # The second field is a name in brackets, in which anything can stand.
+    """Parse the content of /proc/PID/stat; None for a process that has ended."""
+    head, _, tail = text.rpartition(")")  # The second field is the name in parentheses. It can contain any character.
     state, parent, group, *others = tail.split()
     if state in _ENDED:
         return None
     return Process(int(head.split(" ", 1)[0]), int(others[16]), int(parent), int(group))
 
 
-def everything() -> list[Process]:
-    """All processes that have not ended."""
+def running() -> list[Process]:
+    """Return all processes that have not ended."""
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -59,18 +59,18 @@ def everything() -> list[Process]:
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None if it has ended, or is another user's."""
+    """Return the environment that a process was started with; None if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             text = os.fsdecode(file.read())
     except OSError:
         return None
-    pairs = (line.partition("=") for line in text.split("\0"))
+    pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
 
 
 def ancestors(pid: int) -> Iterator[Process]:
-    """The parent of a process, the parent's parent, and so on, as far as they are in the same container."""
+    """Yield the parent of a process, then the parent's parent, and so on, within the same container."""
     process = find(pid)
     while process is not None and process.parent > 0:
         process = find(process.parent)
@@ -79,7 +79,7 @@ def ancestors(pid: int) -> Iterator[Process]:
 
 
 def descendants(pid: int, processes: Iterable[Process]) -> list[Process]:
-    """Those of `processes` that a process has started, or that these have started, and so on."""
+    """Return those of `processes` that are children of `pid`, children of these, and so on."""
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent, []).append(process)

@@ -1,4 +1,8 @@
-"""The Runtime: init wires settings, topology, planes and engine together; shutdown takes them apart in reverse."""
+"""init() and shutdown(): settings, topology, backends and engine are wired together, and closed in reverse order.
+
+Between the two a `Runtime` holds them. `current()` returns it to all other modules. Any thread may call the functions
+of this module; a lock makes init() and shutdown() exclude each other.
+"""
 
 import atexit
 import logging
@@ -7,6 +11,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import forked
@@ -32,22 +37,29 @@ NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
 
 
 class Runtime:
-    """Everything that lives between init() and shutdown()."""
+    """What exists from init() to shutdown().
 
-    def __init__(self, settings: Settings, topology: Topology, planes: Backends, comm: Any):
+    Attributes:
+        settings: The same on all ranks.
+        topology: Ranks and hosts.
+        comm: An mpi4py communicator of all ranks; None for one rank without MPI.
+        engine: Executes all collectives.
+    """
+
+    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: Any):
         self.settings, self.topology, self.comm = settings, topology, comm
-        self._planes = planes
+        self._backends = backends
         self._in_cluster = False
-        self._device = GpuExecutor(topology.rank, topology.size, planes.data, settings)
-        self._executor = Executor(planes.data, topology.size, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, planes.control, self._executor, settings, planes.agreement,
-                                        self._keep_log if settings.autotune else None))
+        self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
+        self._executor = Executor(backends.data, topology.size, settings.fusion_bytes, self._device)
+        self.engine = Engine(Controller(topology, backends.control, self._executor, settings, backends.agreement,
+                                        self._write_autotune_log if settings.autotune else None))
         if settings.autotune and settings.autotune_log:
-            self._use_log()
+            self._read_autotune_log()
         self.engine.start()
 
-    def _use_log(self) -> None:
-        """Let the engine reduce as an earlier run's autotune has chosen, if there is a log of that. Collective."""
+    def _read_autotune_log(self) -> None:
+        """Apply the choice in an earlier run's autotune log, if rank 0 has one. Collective."""
         choice, path = None, self.settings.autotune_log
         if self.topology.rank == 0 and os.path.exists(path):
             try:
@@ -60,8 +72,9 @@ class Runtime:
             self._executor.choose(choice)
             self.engine.controller.stop_tuning()
 
-    def _keep_log(self, tuner: autotune.Autotuner) -> None:
-        logger.info("autotune chose %s, %.2f times as fast as %s", tuner.best, tuner.gain, tuner.first)
+    def _write_autotune_log(self, tuner: autotune.Autotuner) -> None:
+        """Log the result of the search, and write it to the log file if one is set. On rank 0."""
+        logger.info("rank 0: autotune chose %s, %.2f times as fast as %s", tuner.best, tuner.gain, tuner.first)
         if self.settings.autotune_log:
             try:
                 with open(self.settings.autotune_log, "w", encoding="utf-8") as file:
@@ -71,48 +84,53 @@ class Runtime:
 
     @property
     def data_name(self) -> str:
-        """The name of what reduces CPU tensors."""
-        return self._planes.data.in_use
+        """The name of the backend that reduces CPU tensors."""
+        return self._backends.data.in_use
 
     def close(self) -> None:
-        """Wait until all ranks have called this, stop the engine and free what it used. Collective.
+        """Wait until all ranks have called this, stop the engine and free all resources. Collective.
 
-        Other ranks may be out of reach. They are waited for within the limit on stalls, and MPI_Finalize, which would
-        wait for ever, is not called after that: the job ends when this script does.
+        The wait for ranks that cannot be reached ends after the stall limit. MPI_Finalize would wait for them without a
+        limit, so it is not called then, and the job is aborted when this script ends.
         """
+        began = time.monotonic()
+        _log(self.topology.rank, "shutdown begins")
         self.engine.end(self._report_waiting)
         error = self.engine.controller.life.error
         is_well = error is None or isinstance(error, StallError)
-        if self.comm is not None and is_well and not self._in_cluster and not self._all_are_here():
+        if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks():
             return
+        _log(self.topology.rank, "shut down in %.2f s, %s", time.monotonic() - began,
+             "because all ranks have called shutdown" if error is None else f"after an error: {error}")
         if error is not None:
-            return  # The other ranks are in no state to free communicators together with this one.
+            return  # Freeing communicators is collective, and the other ranks may not take part after an error.
         self._device.close()
-        self._planes.close()
+        self._backends.close()
         if self.comm is not None:
             self.comm.Free()
 
     def join_cluster(self) -> None:
-        """Do not wait in `close` until the others are in theirs. Collective.
+        """Make `close` return without waiting for the other ranks to close. Collective.
 
-        In a cluster a rank says that it submits no more when it begins to wait for the chief, and closes when the chief
-        has ended: the chief would wait for ranks that wait for the chief.
+        In a cluster with parameter servers a rank announces its end when it starts to wait for the chief, and closes
+        after the chief has ended. A chief that waited for these ranks in `close` would deadlock.
         """
         self._in_cluster = True
 
-    def _all_are_here(self) -> bool:
-        """Wait until all ranks have come to their end; whether they have, within the limit."""
+    def _wait_for_all_ranks(self) -> bool:
+        """Wait until all ranks have called `close`. Returns False if they have not within the stall limit."""
         limit_s = self.settings.limit_s
         if library.wait_for_all(self.comm, limit_s):
             return True
         from ..transport.mpi.peer_wait import never_free
-        never_free(self)  # MPI has been given some of its memory, and is not told to give it back.
+        never_free(self)  # MPI still has requests that use its memory.
         others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
         _end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
         return False
 
     def abandon(self, reason: str) -> None:
-        """End this rank's part without the other ranks, some of which have died; `reason` says which. Local."""
+        """End on this rank only, because other ranks have died. Local. `reason` names them."""
+        _log(self.topology.rank, "ends without the other ranks: %s", reason)
         if self.comm is not None:
             library.finalize_without_barrier(library.load_mpi())
         self.engine.abandon(reason)
@@ -122,25 +140,34 @@ class Runtime:
                     waited_s)
 
 
+def _log(rank: int, message: str, *values: object) -> None:
+    """Log a step of init() or shutdown(): INFO on rank 0, DEBUG on the others."""
+    logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: " + message, rank, *values)
+
+
 _runtime: Runtime | None = None
 _watch: LauncherWatch | None = None
 _lock = threading.Lock()
-_lost = ""  # why this rank must not call MPI_Finalize, if it must not
+_abort_reason = ""  # If set, this rank aborts the job at exit instead of calling MPI_Finalize.
 
 
-def _leave_to_parent() -> None:
-    """In a forked process: refuse what only the rank can do. Fields, and so the getters, remain."""
+def _disown_in_child() -> None:
+    """In a forked process: make collectives an error. The getters keep working, since they only read fields."""
     global _lock
-    _lock = threading.Lock()  # Another thread may have held the old one, which is not there.
+    _lock = threading.Lock()  # In the parent, a thread that does not exist here may have held the lock.
     if _runtime is not None:
         _runtime.engine.disown(forked.error())
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def current() -> Runtime:
-    """The Runtime that init() made. Raises NotInitializedError before init() and after shutdown()."""
+    """Return the Runtime that init() made. Local.
+
+    Raises:
+        NotInitializedError: Before init() and after shutdown().
+    """
     runtime = _runtime
     if runtime is None:
         raise NotInitializedError(NOT_INITIALIZED)
@@ -148,25 +175,25 @@ def current() -> Runtime:
 
 
 def is_initialized() -> bool:
-    """Whether init() has been called, and shutdown() has not since. Not collective."""
+    """Return whether init() has been called, and shutdown() has not been called since. Local."""
     return _runtime is not None
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Find the other ranks and start the engine. Collective; a repeated call does nothing.
+def init(comm: Any = None, process_sets: Sequence[object] | None = None) -> None:
+    """Connect to the other ranks and start the engine. Collective; a repeated call does nothing.
 
-    Without a launcher in the environment this is one rank, and no MPI library is loaded.
+    Without a launcher in the environment the job has one rank, and no MPI library is loaded.
 
     Args:
-        comm: A list of ranks of MPI's world, or an mpi4py communicator; the default is all ranks.
-        process_sets: In Horovod's signature; there is only the set of all ranks here, so None or an empty list.
+        comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
+        process_sets: For Horovod's signature. Only the set of all ranks is available, so None or an empty list.
 
     Raises:
         InvalidRequestError: Process sets were given.
-        NotInitializedError: This process was forked from a rank, or started by one with the rank's environment.
-        SettingsError: An MPISTRAT_ variable is wrong on some rank, or not the same on all; on every rank.
+        NotInitializedError: This process was forked from a rank, or a rank started it with the rank's environment.
+        SettingsError: On every rank, if an MPISTRAT_ variable is invalid on some rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
-        MpistratError: MPI sees fewer ranks than were started, or lacks the thread level.
+        MpistratError: MPI sees fewer ranks than were started, or does not offer the thread level.
     """
     global _runtime
     if process_sets:
@@ -180,29 +207,29 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
         mpi = sys.modules.get("mpi4py.MPI")
-        _watch_launcher(True)  # Before MPI: a rank may wait there for others for ever.
+        _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
             if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
                 runtime = _init_alone()
             else:
                 runtime = _init_mpi(comm, size, launcher)
         except BaseException:
-            _watch_launcher(False)
+            _stop_watch()
             raise
         forked.claim(os.environ)
         _runtime = runtime
         atexit.register(shutdown)
     topology = runtime.topology
-    if topology.rank == 0:
-        logger.info("%d ranks on %d hosts, ready in %.2f s", topology.size, len(topology.hosts),
-                    time.monotonic() - began)
+    _log(topology.rank, "%s; local rank %d of %d on %s; %d ranks on %d hosts (%s); ready in %.2f s",
+         "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host, topology.size,
+         len(topology.hosts), ", ".join(topology.hosts), time.monotonic() - began)
 
 
 def shutdown() -> None:
-    """End what init() began; init() may be called again. Collective: returns when all ranks have called it.
+    """Stop the engine and disconnect from the other ranks. Collective: returns when all ranks have called it.
 
-    It is called at the end of the script by itself. Operations that other ranks still wait for then fail there with
-    ShutdownError. In a process that was forked from a rank it does nothing.
+    Python calls it at the end of the script. On other ranks, operations that wait for this rank fail with
+    ShutdownError. After it, init() may be called again. In a process that was forked from a rank it does nothing.
     """
     global _runtime
     if forked.is_child():
@@ -212,82 +239,98 @@ def shutdown() -> None:
         if runtime is not None:
             atexit.unregister(shutdown)
             runtime.close()
-            _watch_launcher(False)
+            _stop_watch()
             if runtime.comm is None:
                 forked.release(os.environ)
 
 
-def _watch_launcher(begins: bool) -> None:
-    """Begin or cease to end this process when its launcher has ended."""
+def _start_watch() -> None:
+    """Make this process end when its launcher has ended, unless the settings disable that."""
     global _watch
-    if _watch is not None:
-        _watch.stop()
-        _watch = None
-    launcher = launcher_here(os.environ) if begins and _wants_watch() else None
+    _stop_watch()
+    launcher = launcher_here(os.environ) if _is_watch_enabled() else None
     if launcher is not None:
         _watch = LauncherWatch(launcher)
 
 
-def _wants_watch() -> bool:
+def _stop_watch() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+
+
+def _is_watch_enabled() -> bool:
     try:
         return not Settings.from_env(os.environ).launcher_check_disable
     except SettingsError:
-        return True  # The ranks tell each other of the error in what follows.
+        return True  # init() raises this error on all ranks, after the handshake.
 
 
 def _end_job_at_exit(reason: str) -> None:
-    """Have the job end when this rank's script does, with an error, and without MPI_Finalize."""
-    global _lost
-    _lost = reason
+    """Abort the job when this rank's script ends, instead of calling MPI_Finalize."""
+    global _abort_reason
+    _abort_reason = reason
 
 
-def _end_job_if_lost() -> None:
-    if _lost and not forked.is_child():
+def _abort_at_exit() -> None:
+    if _abort_reason and not forked.is_child():
         mpi = library.load_mpi()
-        abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _lost)
+        abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _abort_reason)
 
 
 def _init_alone() -> Runtime:
+    """Start a job of one rank, without MPI."""
     settings = Settings.from_env(os.environ)
-    _configure(settings, chief=True)
+    _configure_logging(settings)
+    _warn(horovod_names(os.environ))
+    logger.info("rank 0: the job has one rank, and MPI is not used")
     return Runtime(settings, Topology(0, (platform.node(),)), backends_alone(), None)
 
 
 def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
+    """Start a job over MPI. Collective."""
     mpi = library.load_mpi()
-    # From here on, an error on this rank alone would leave the others waiting.
+    # From here on the other ranks wait for this one, so an error on this rank must end the job.
     abort.end_job_on_exception(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
-    # Called after shutdown(), for that is registered later. It cannot be registered when the script ends already.
-    atexit.unregister(_end_job_if_lost)
-    atexit.register(_end_job_if_lost)
+    # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
+    # registered here because shutdown() may run when the script is already ending, which is too late to register one.
+    atexit.unregister(_abort_at_exit)
+    atexit.register(_abort_at_exit)
     base = library.communicator(mpi, comm, launched, launcher)
     library.wait_for_all(base)
     own = base.Dup()
     rank = own.Get_rank()
-    everybody = handshake.exchange_info(mpi, own)
-    problems = {r: other.problem for r, other in enumerate(everybody) if other.problem}
+    infos = handshake.exchange_info(mpi, own)
+    problems = {r: info.problem for r, info in enumerate(infos) if info.problem}
     if problems:
         raise SettingsError("; ".join(f"rank {r}: {text}" for r, text in problems.items()))
-    settings = [other.settings for other in everybody if other.settings is not None]
+    settings = [info.settings for info in infos if info.settings is not None]
     different = differing(settings)
     if different:
         raise SettingsError(" ".join(different))
-    topology = Topology(rank, unique_hosts([o.host for o in everybody], [o.memory_group for o in everybody]))
-    _configure(settings[rank], chief=rank == 0)
+    topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
+    _configure_logging(settings[rank])
     if rank == 0:
-        for sentence in handshake.differences(everybody):
-            logger.warning("%s", sentence)
+        _warn(horovod_names(os.environ) + handshake.differences(infos))
     return Runtime(settings[rank], topology, backends_over(own, topology, settings[rank]), own)
 
 
-def _configure(settings: Settings, chief: bool) -> None:
-    """Set the log level and, unless the application has set up logging, where the messages go."""
+def _configure_logging(settings: Settings) -> None:
+    """Apply MPISTRAT_LOG_LEVEL.
+
+    By default no handler is added: an application that has set up logging gets the messages, and otherwise Python
+    prints warnings and errors to stderr (`logging.lastResort`). Python prints nothing below WARNING without a handler,
+    so one is added if the variable asks for such messages and the application has set up none.
+    """
     package = logging.getLogger("mpistrat")
     package.setLevel(settings.logging_level)
-    if not logging.getLogger().handlers and not package.handlers:
+    if settings.logging_level < logging.WARNING and not package.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[mpistrat] %(levelname)s %(message)s"))
         package.addHandler(handler)
-    if chief:
-        for sentence in horovod_names(os.environ):
-            logger.warning("%s", sentence)
+
+
+def _warn(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        logger.warning("%s", sentence)

@@ -1,1 +1,1 @@
-"""The command `mpistrat`. Nothing here imports TensorFlow; each subcommand is a module that `main` loads when asked."""
+"""The command `mpistrat`. `main` imports a subcommand when it runs it. Only `bench --train` imports Keras."""

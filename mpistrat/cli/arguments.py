@@ -1,8 +1,8 @@
-"""Command line of `mpistrat run`, taken apart: our own options, mpirun's options, and the command.
+"""Parse the command line of `mpistrat run` into mpistrat's options, mpirun's options, and the command.
 
-Our options and mpirun's may stand in any order before the command. The command begins after `--`, or without `--` at
-the first word that is neither an option nor the value of one. Only the arity of mpirun's options makes that decision;
-for one that is not in the table below `--` is required.
+Options of mpistrat and of mpirun may be mixed, before the command. The command begins after `--`. Without `--` it
+begins at the first argument that is neither an option nor the value of one. To find it, the number of values of each
+mpirun option must be known; an option that is not in the table below needs `--` before the command.
 """
 
 import argparse
@@ -12,16 +12,16 @@ from typing import NoReturn
 from ..core.errors import LaunchError
 from .hostfile import HostList, parse_list, read_hostfile
 
-# Our options, and how many words follow each.
+# Options of mpistrat, and the number of values of each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--dry-run": 0, "--help": 0}
-# Other names for them, which horovodrun and the different mpiruns use.
+# Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
     "-oversubscribe": "--oversubscribe", "-h": "--help",
 }
-# How many words follow an option of mpirun, without its dashes (Open MPI takes one dash or two, Hydra too). Only those
-# that people use with training jobs.
+# Options of mpirun that are used with training jobs, and the number of values of each. The names are without dashes:
+# Open MPI and Hydra accept one or two.
 _MPIRUN_ARITY = {
     **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca", "env", "genv"), 2),
     **dict.fromkeys((
@@ -41,30 +41,30 @@ _MPIRUN_ARITY = {
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of a command line by whom they are meant for."""
+class CommandLine:
+    """The three parts of a command line: options of mpistrat, options of mpirun, and the command."""
 
     own: tuple[str, ...]
     mpirun: tuple[str, ...]
     command: tuple[str, ...]
 
 
-def split(words: list[str]) -> Words:
-    """Decide for each word whether it is ours, mpirun's or the command's.
+def split_arguments(arguments: list[str]) -> CommandLine:
+    """Assign each argument to mpistrat, to mpirun or to the command.
 
     Raises:
-        LaunchError: It cannot be known where the command begins.
+        LaunchError: An option lacks its value, or the beginning of the command cannot be determined.
     """
     own: list[str] = []
     mpirun: list[str] = []
     i = 0
-    while i < len(words) and words[i].startswith("-") and words[i] != "--":
-        option, equals, value = words[i].partition("=")
+    while i < len(arguments) and arguments[i].startswith("-") and arguments[i] != "--":
+        option, equals, value = arguments[i].partition("=")
         option = _ALIASES.get(option, option)
         name = option.lstrip("-")
-        rest = words[i + 1:]
+        rest = arguments[i + 1:]
         if option in _OWN_ARITY:
-            # As one word, since argparse takes a value that begins with a dash for an option.
+            # As one argument, because argparse takes a separate value that begins with a dash for an option.
             arity = 0 if equals else _OWN_ARITY[option]
             if arity and not rest:
                 raise LaunchError(f"{option} needs a value, for example: mpistrat run -np 2 python train.py")
@@ -72,52 +72,52 @@ def split(words: list[str]) -> Words:
         elif name in _MPIRUN_ARITY:
             arity = _MPIRUN_ARITY[name]
             if equals and arity == 1:
-                # Open MPI's mpirun does not know `--bind-to=none`.
+                # Open MPI's mpirun does not accept `--bind-to=none`.
                 mpirun += [option, value]
                 arity = 0
             else:
-                mpirun += [words[i], *rest[:arity]]
+                mpirun += [arguments[i], *rest[:arity]]
         elif equals:
-            mpirun.append(words[i])
+            mpirun.append(arguments[i])
             arity = 0
         elif "--" in rest:
-            # The option is new to us, so its values are all words up to the next option.
-            arity = next(n for n, word in enumerate(rest) if word.startswith("-"))
-            mpirun += [words[i], *rest[:arity]]
+            # For an option that is not in the table, the values are all arguments up to the next option.
+            arity = next(n for n, argument in enumerate(rest) if argument.startswith("-"))
+            mpirun += [arguments[i], *rest[:arity]]
         else:
             raise LaunchError(
-                f"{words[i]} is handed to mpirun, but how many values it takes is not known here. Write -- before the "
-                f"command: mpistrat run -np 2 {words[i]} ... -- python train.py")
+                f"{arguments[i]} is handed to mpirun, but how many values it takes is not known here. Write -- before "
+                f"the command: mpistrat run -np 2 {arguments[i]} ... -- python train.py")
         i += 1 + arity
-    if i < len(words) and words[i] == "--":
+    if i < len(arguments) and arguments[i] == "--":
         i += 1
-    return Words(tuple(own), tuple(mpirun), tuple(words[i:]))
+    return CommandLine(tuple(own), tuple(mpirun), tuple(arguments[i:]))
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors as LaunchError: one line, without the usage in front."""
+    """An ArgumentParser that raises LaunchError, so that an error is one line without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(message)
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add what every subcommand that starts ranks has in common: np, hosts, hostfile, mpirun, oversubscribe."""
+    """Add the options of all subcommands that start ranks: -np, -H, --hostfile, --oversubscribe, --mpirun."""
     parser.add_argument("-np", dest="np", type=_ranks, metavar="N", help="number of ranks (processes)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...",
-                       help="hosts and how many ranks each takes; without it all ranks run here, or in the allocation "
-                       "of the batch system")
+                       help="hosts, with the number of ranks for each; default: all ranks on this host, or in the "
+                       "allocation of the batch system")
     where.add_argument("--hostfile", metavar="FILE",
-                       help="a file of hosts, as Open MPI ('node1 slots=4') or MPICH ('node1:4') writes them")
+                       help="a file of hosts, in the syntax of Open MPI ('node1 slots=4') or MPICH ('node1:4')")
     parser.add_argument("--oversubscribe", action="store_true",
                         help="allow more ranks than the hosts have slots")
     parser.add_argument("--mpirun", metavar="PATH",
-                        help="the mpirun to use; default: the one of this Python environment, then of the PATH")
+                        help="the mpirun to use; default: that of this Python environment, or the first on the PATH")
 
 
 def read_hosts(options: argparse.Namespace) -> HostList | None:
-    """The hosts that the options of `add_launch_options` name, if any.
+    """Return the hosts that were given with -H or --hostfile; None if neither was given.
 
     Raises:
         LaunchError: As parse_list and read_hostfile.

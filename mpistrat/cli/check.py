@@ -1,4 +1,4 @@
-"""`mpistrat check`: what this machine has, which backends can run, and with -np a real all-reduce."""
+"""`mpistrat check`: print what this machine has and which backends can run; with -np, also run an all-reduce."""
 
 import argparse
 import contextlib
@@ -10,15 +10,15 @@ import sys
 from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts
 from .inventory import Row, backend_rows, gpu_rows, mpi_rows, nvidia_gpus, software
-from .mpirun import Job, LaunchLine, Mpirun, compose, find_mpirun, identify, this_machine
+from .mpirun import Job, LaunchCommand, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
 
 DEFAULT_TIMEOUT_S = 120.0
-_PATIENCE_S = 5.0  # between asking mpirun to end its ranks and killing it
+_TERMINATE_S = 5.0  # from SIGTERM, on which mpirun ends its ranks, to SIGKILL
 
 _EPILOG = """\
-The exit code is 0 when this machine can train, alone or over MPI (and the all-reduce, if asked for, came out right);
-1 when it cannot; 2 for wrong input.
+The exit code is 0 if this machine can train, alone or over MPI (and the all-reduce of -np gave the right result);
+1 if it cannot; 2 for wrong input.
 
 examples:
   mpistrat check
@@ -28,7 +28,7 @@ examples:
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand; 0 when the machine can train.
+    """Run the subcommand and return the exit code: 0 if the machine can train, else 1.
 
     Raises:
         LaunchError: The input is wrong.
@@ -37,39 +37,39 @@ def main(argv: list[str]) -> int:
     if options.np is None and (options.hosts or options.hostfile):
         raise LaunchError("hosts are for the all-reduce: say how many ranks, for example: mpistrat check -np 2")
     hosts = read_hosts(options)
-    mpirun, why_not = _find(options.mpirun)
-    line = None
+    mpirun, mpirun_error = _find_mpirun(options.mpirun)
+    command = None
     if options.np is not None and mpirun is not None:
         job = Job(options.np, _selftest(options.np), hosts, options.oversubscribe)
-        line = compose(job, mpirun, this_machine(os.environ), os.environ)
+        command = compose(job, mpirun, this_machine(os.environ), os.environ)
     found = probe()
-    rows = [*software(), *mpi_rows(found, mpirun, why_not), *gpu_rows(found, nvidia_gpus(os.environ))]
+    rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ))]
     backends = backend_rows(found)
     print(table("This machine", rows))
     print(table("Backends", backends))
-    lacking = [row.label for row in rows if row.needed and not row.is_there]
-    if lacking:
-        print(f"This machine cannot train: see {', '.join(lacking)} above.")
-    elif not any(row.is_there for row in backends):
+    missing = [row.label for row in rows if row.needed and not row.is_available]
+    if missing:
+        print(f"This machine cannot train: see {', '.join(missing)} above.")
+    elif not any(row.is_available for row in backends):
         print("This machine cannot train: no backend can run.")
-        lacking = ["backend"]
+        missing = ["backend"]
     failure = ""
     if options.np is not None:
         print(f"All-reduce over {options.np} ranks")
-        failure = why_not if line is None else _run(line, options.timeout)
+        failure = mpirun_error if command is None else _run(command, options.timeout)
         if failure:
             print(f"  failed: {failure}")
-    return 1 if lacking or failure else 0
+    return 1 if missing or failure else 0
 
 
 def table(title: str, rows: list[Row]) -> str:
-    """The rows as text, labels aligned, with a line below."""
+    """Format the rows as text with aligned labels, followed by an empty line."""
     width = max((len(row.label) for row in rows), default=0)
     return "\n".join([title, *(f"  {row.label:<{width}}  {row.text}" for row in rows), ""])
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="mpistrat check", description="Show what this machine has for training over MPI.",
+    parser = Parser(prog="mpistrat check", description="Show what this machine has and lacks for training over MPI.",
                     epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_launch_options(parser)
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
@@ -81,33 +81,33 @@ def _selftest(ranks: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "mpistrat.cli.selftest", str(ranks))
 
 
-def _find(wanted: str | None) -> tuple[Mpirun | None, str]:
+def _find_mpirun(wanted: str | None) -> tuple[Mpirun | None, str]:
     try:
         return identify(find_mpirun(wanted, os.environ)), ""
     except LaunchError as error:
         return None, str(error)
 
 
-def _run(line: LaunchLine, timeout_s: float) -> str:
-    """Run the line; "" when it ended with 0, else what went wrong. No process of it outlives the call."""
+def _run(command: LaunchCommand, timeout_s: float) -> str:
+    """Run the command. Returns "" if its exit code is 0, else what went wrong. All its processes have ended then."""
     sys.stdout.flush()
-    environment = {**os.environ, **line.environment}
-    with subprocess.Popen(line.argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+    environment = {**os.environ, **command.environment}
+    with subprocess.Popen(command.argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return f"it has not ended after {timeout_s:g} s. The line was: {line}"
+            return f"it has not ended after {timeout_s:g} s. The line was: {command}"
         finally:
             _end(process)
-    return f"exit code {code}. The line was: {line}" if code else ""
+    return f"exit code {code}. The line was: {command}" if code else ""
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End mpirun and, through it, its ranks on all hosts."""
+    """End mpirun, which then ends its ranks on all hosts."""
     if process.poll() is not None:
         return
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE_S)
+        process.wait(_TERMINATE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

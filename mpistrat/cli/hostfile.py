@@ -1,6 +1,6 @@
-"""Host lists and hostfiles: read in the syntax of either MPI, written in the syntax of the one at hand.
+"""Read host lists and hostfiles in the syntax of Open MPI or MPICH, and write lists for either mpirun.
 
-Open MPI's hostfile says `node1 slots=4`, MPICH's says `node1:4`; both take `-H`-like lists as `node1:4,node2:4`.
+In a hostfile, Open MPI has `node1 slots=4` and MPICH has `node1:4`. Both accept a list `node1:4,node2:4` as an option.
 """
 
 import re
@@ -10,11 +10,11 @@ from pathlib import Path
 from ..core.errors import LaunchError
 
 OPEN_MPI = "Open MPI"
-HYDRA = "MPICH"  # Hydra is the launcher of MPICH, and of Intel MPI, which stems from it.
+HYDRA = "MPICH"  # Hydra is the launcher of MPICH, and of Intel MPI, which is derived from it.
 
 _NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*", re.ASCII)
 _SLOT_KEYS = ("slots", "cpu", "count")
-# What each mpirun understands besides. Found by trying: Open MPI 4.1 and 5.0, MPICH 5.0.
+# Other keys that each mpirun accepts. Tried with Open MPI 4.1 and 5.0 and with MPICH 5.0.
 _OTHER_KEYS = {
     OPEN_MPI: ("max_slots", "max-slots", "slots_max", "slots-max", "username", "user_name", "user-name", "port"),
     HYDRA: ("user", "ifname"),
@@ -25,8 +25,12 @@ _OTHER_KEYS = {
 class Host:
     """One entry of a host list.
 
-    `slots` is None where a hostfile does not say it: as many as the host has cores (Open MPI), or one (MPICH).
-    `dialects` are the launchers that read the line as it stands; `extras` are its other keys; `where` is for errors.
+    Attributes:
+        name: Of the host, possibly with a user (`user@host`).
+        slots: Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
+        dialects: The launchers that accept the line unchanged.
+        extras: Other keys of the line, with their values.
+        where: File and line number, for errors.
     """
 
     name: str
@@ -38,26 +42,27 @@ class Host:
 
 @dataclass(frozen=True)
 class HostList:
-    """Where the ranks go. `path` is the hostfile, or "" for a list from the command line."""
+    """The hosts that ranks run on. `path` is the hostfile, or "" for a list from the command line."""
 
     hosts: tuple[Host, ...]
     path: str = ""
 
     @property
     def slots(self) -> int | None:
-        """How many ranks the hosts take together; None when that is not said for each of them."""
+        """Return the total number of slots; None if a host has no number."""
         counts = [host.slots for host in self.hosts]
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def readable_by(self, dialect: str) -> bool:
-        """Whether the hostfile can be handed to this launcher as it is."""
+        """Return whether this launcher accepts the hostfile unchanged."""
         return bool(self.path) and all(dialect in host.dialects for host in self.hosts)
 
     def as_list(self, dialect: str) -> str:
-        """`name:slots,...`, which every launcher reads.
+        """Return `name:slots,...`, which every launcher accepts.
 
         Raises:
-            LaunchError: A line of a hostfile says something that the list, or this launcher, cannot say.
+            LaunchError: A line of the hostfile has a key that the list cannot express, or lacks a number that this
+                launcher needs.
         """
         return ",".join(f"{host.name}:{_slots_for(host, dialect)}" for host in self.hosts)
 
@@ -66,7 +71,11 @@ class HostList:
 
 
 def parse_list(text: str) -> HostList:
-    """Read `node1:4,node2:4`, the value of -H. A host without a number takes one rank, as with mpirun."""
+    """Parse `node1:4,node2:4`, the value of -H. A host without a number gets one rank, as with mpirun.
+
+    Raises:
+        LaunchError: An entry is not `host:slots`.
+    """
     hosts = []
     for entry in text.split(","):
         name, colon, slots = entry.strip().partition(":")
@@ -80,7 +89,7 @@ def read_hostfile(path: str) -> HostList:
     """Read a hostfile of either syntax.
 
     Raises:
-        LaunchError: No such file, no host in it, or a line that neither MPI understands (with its number).
+        LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -97,24 +106,24 @@ def read_hostfile(path: str) -> HostList:
 
 def _parse_line(line: str, where: str) -> Host:
     content, has_comment, _ = line.partition("#")
-    first, *words = re.sub(r"\s*=\s*", "=", content).split()
+    first, *entries = re.sub(r"\s*=\s*", "=", content).split()
     name, colon, count = first.partition(":")
     slots = int(count) if colon and _is_count(count) else None
     dialects = {HYDRA} if colon else {OPEN_MPI, HYDRA}
     if has_comment or "@" in name:
-        dialects.discard(HYDRA)  # MPICH's mpirun takes either for a part of the name.
+        dialects.discard(HYDRA)  # MPICH's mpirun takes "#" and "@" for parts of the name.
     extras = []
     wrong = not _NAME.fullmatch(name) or (colon and slots is None)
-    for word in words:
-        key, _, value = word.partition("=")
+    for entry in entries:
+        key, _, value = entry.partition("=")
         if key in _SLOT_KEYS and _is_count(value) and slots is None:
             slots = int(value)
             dialects &= {OPEN_MPI}
             continue
-        known_to = {dialect for dialect, keys in _OTHER_KEYS.items() if key in keys and value}
-        wrong = wrong or not known_to
-        dialects &= known_to
-        extras.append(word)
+        accepted_by = {dialect for dialect, keys in _OTHER_KEYS.items() if key in keys and value}
+        wrong = wrong or not accepted_by
+        dialects &= accepted_by
+        extras.append(entry)
     if wrong:
         raise LaunchError(f"{where}: {line.strip()!r} is not a host. Write for example 'node1 slots=4' (Open MPI) or "
                           "'node1:4' (MPICH)")
@@ -127,7 +136,7 @@ def _slots_for(host: Host, dialect: str) -> int:
         raise LaunchError(f"{host.where}: this mpirun is {dialect}'s, and the hostfile is not in its syntax; {what} "
                           f"cannot be translated. Write the file for {dialect} (see hostfiles/), or use -H.")
     if host.slots is None and dialect == HYDRA:
-        # The file is Open MPI's, which would count the cores of that host; nobody here knows them.
+        # Open MPI would use the number of cores of that host, which is not known here.
         raise LaunchError(f"{host.where}: this mpirun is {dialect}'s and must be told how many ranks {host.name} "
                           f"takes; write {host.name}:4")
     return 1 if host.slots is None else host.slots

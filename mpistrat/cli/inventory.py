@@ -1,4 +1,7 @@
-"""What this machine has, as rows of a table: pure functions of what was found, and the few that look."""
+"""What this machine has, as rows of a table.
+
+`software`, `installed` and `nvidia_gpus` look at the machine; the other functions are pure.
+"""
 
 import platform
 import re
@@ -19,7 +22,7 @@ INSTALL_GPU = "pip install 'mpistrat[gpu]'"
 INSTALL_MPI4PY = "pip install mpi4py"
 GPU_TIMEOUT_S = 15.0
 
-# One package may come under several names.
+# Names under which each package is published.
 TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tensorflow-rocm", "tf-nightly")
 KERAS = ("keras", "keras-nightly")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
@@ -27,22 +30,29 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
 OLDEST_TENSORFLOW = (2, 16)
 OLDEST_KERAS = (3, 0)
 
-# What mpi4py calls the makers whose mpirun starts their library's ranks.
+# mpi4py's names of MPI libraries, and the maker of the mpirun that starts their ranks.
 _VENDORS = {"Open MPI": OPEN_MPI, "MPICH": HYDRA, "MVAPICH": HYDRA, "Intel MPI": INTEL_MPI}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `needed`: without it this machine cannot train."""
+    """A line of the table.
+
+    Attributes:
+        label: What the line is about.
+        text: The version, or what is missing and how to install it.
+        is_available: Whether it can be used.
+        needed: Whether training needs it.
+    """
 
     label: str
     text: str
-    is_there: bool = True
+    is_available: bool = True
     needed: bool = False
 
 
 def software() -> list[Row]:
-    """Rows of what the metadata of the installed packages tells, without importing any of them."""
+    """Rows for Python and the packages, from the metadata of installed packages. Imports none of them."""
     return [
         Row("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
         Row("mpistrat", __version__),
@@ -52,51 +62,51 @@ def software() -> list[Row]:
 
 
 def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, int]) -> Row:
-    """The row of a package that training needs, `found` as `installed` returns it."""
+    """The row for a package that training needs; `found` is a result of `installed`."""
     if found is None:
-        return Row(label, f"missing: {INSTALL_TENSORFLOW}", is_there=False, needed=True)
+        return Row(label, f"missing: {INSTALL_TENSORFLOW}", is_available=False, needed=True)
     name, version = found
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < oldest:
         text = f"{version} is older than {oldest[0]}.{oldest[1]}: {INSTALL_TENSORFLOW.replace('install', 'install -U')}"
-        return Row(label, text, is_there=False, needed=True)
+        return Row(label, text, is_available=False, needed=True)
     return Row(label, version if name == label.lower() else f"{version} ({name})", needed=True)
 
 
-def mpi_rows(found: Findings, mpirun: Mpirun | None, why_not: str) -> list[Row]:
-    """Rows of mpi4py, the MPI library and mpirun. `why_not`: why there is no `mpirun`."""
+def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[Row]:
+    """Rows for mpi4py, the MPI library and mpirun. `mpirun_error` says why `mpirun` is None."""
     rows = []
     mpi = found.mpi
     if mpi is None:
-        rows.append(Row("MPI library", f"unknown: {found.failure}", is_there=False))
+        rows.append(Row("MPI library", f"unknown: {found.failure}", is_available=False))
     else:
         version = mpi.get("mpi4py")
         rows.append(Row("mpi4py", version) if version else
-                    Row("mpi4py", f"missing: {INSTALL_MPI4PY}", is_there=False))
+                    Row("mpi4py", f"missing: {INSTALL_MPI4PY}", is_available=False))
         if "error" not in mpi:
             rows.append(Row("MPI library", f"{mpi['vendor']} {mpi['version']}, thread level {mpi['threads']}"))
         elif version:
-            rows.append(Row("MPI library", f"missing: {INSTALL_MPI} ({mpi['error']})", is_there=False))
+            rows.append(Row("MPI library", f"missing: {INSTALL_MPI} ({mpi['error']})", is_available=False))
     if mpirun is None:
-        rows.append(Row("mpirun", why_not, is_there=False))
+        rows.append(Row("mpirun", mpirun_error, is_available=False))
     else:
         rows.append(Row("mpirun", f"{mpirun.path} ({mpirun.maker} {mpirun.version})"))
         other = _other_maker(found, mpirun)
         if other:
             rows.append(Row("", "does not fit the MPI library: jobs fail, or each rank runs alone. Use the mpirun of "
                             f"{other} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
-                            is_there=False))
+                            is_available=False))
     return rows
 
 
 def _other_maker(found: Findings, mpirun: Mpirun) -> str:
-    """The maker of the MPI library when it is known not to be mpirun's, else ""."""
+    """Return the maker of the MPI library if it is known to differ from mpirun's, else ""."""
     maker = _VENDORS.get((found.mpi or {}).get("vendor", ""), mpirun.maker)
-    # Intel MPI and MPICH keep one binary interface and one way to start.
+    # Intel MPI and MPICH share a binary interface and a way to start ranks.
     return maker if (maker == OPEN_MPI) != (mpirun.maker == OPEN_MPI) else ""
 
 
 def gpu_rows(found: Findings, gpus: list[str]) -> list[Row]:
-    """Rows of cupy, NCCL and the GPUs; `gpus` as `nvidia_gpus` returns it."""
+    """Rows for cupy, NCCL and the GPUs; `gpus` is a result of `nvidia_gpus`."""
     cupy: dict[str, Any] = found.cupy if found.cupy is not None else {"error": found.failure}
     rows = [_package_row("cupy", installed(CUPY), cupy.get("error", ""))]
     code = cupy.get("nccl")
@@ -106,40 +116,40 @@ def gpu_rows(found: Findings, gpus: list[str]) -> list[Row]:
     elif cupy.get("gpus"):
         rows.append(Row("GPUs", str(cupy["gpus"])))
     else:
-        rows.append(Row("GPUs", "none (nvidia-smi lists none)", is_there=False))
+        rows.append(Row("GPUs", "none (nvidia-smi lists none)", is_available=False))
     return rows
 
 
 def _package_row(label: str, found: tuple[str, str] | None, error: str) -> Row:
     if found is None:
-        return Row(label, f"missing: {INSTALL_GPU}", is_there=False)
+        return Row(label, f"missing: {INSTALL_GPU}", is_available=False)
     name, version = found
-    return Row(label, f"{version} ({name})" + (f", but: {error}" if error else ""), is_there=not error)
+    return Row(label, f"{version} ({name})" + (f", but: {error}" if error else ""), is_available=not error)
 
 
 def nccl_version(code: int) -> str:
-    """NCCL's version code as people write it: 22805 is 2.28.5, and before 2.9 2804 was 2.8.4."""
+    """Convert NCCL's version code to text: 22805 is 2.28.5. Before 2.9 the code had fewer digits: 2804 is 2.8.4."""
     major, rest = divmod(code, 10000 if code >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def backend_rows(found: Findings) -> list[Row]:
-    """A row for each backend: yes, or no with the reason."""
+    """A row for each backend: "yes", or "no" with the reason."""
     if found.backends is None:
-        # Always there, with one rank. What is known of the others is that asking them ended the process.
-        return [Row("local", "yes (one rank only)"), Row("mpi", f"no: {found.failure}", is_there=False)]
+        # The probe ended before it could check the backends. The local one needs no library.
+        return [Row("local", "yes (one rank only)"), Row("mpi", f"no: {found.failure}", is_available=False)]
     rows = []
     for backend in found.backends:
         reason = backend["reason"]
         if backend["available"]:
             rows.append(Row(backend["name"], f"yes ({reason})" if reason else "yes"))
         else:
-            rows.append(Row(backend["name"], f"no: {reason}", is_there=False))
+            rows.append(Row(backend["name"], f"no: {reason}", is_available=False))
     return rows
 
 
 def installed(names: tuple[str, ...]) -> tuple[str, str] | None:
-    """Name and version of the first of these packages that is installed."""
+    """Return name and version of the first of these packages that is installed; None if none is."""
     for name in names:
         try:
             return name, metadata.version(name)
@@ -149,7 +159,7 @@ def installed(names: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Name and memory of each GPU that nvidia-smi lists; [] where there is none."""
+    """Return name and memory of each GPU that nvidia-smi lists; [] without nvidia-smi."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return []

@@ -1,7 +1,7 @@
 """The entry point: `mpistrat COMMAND ...`.
 
-A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS`. It is imported when it is asked
-for, and raises MpistratError for wrong input.
+A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS`. It is imported when it is run,
+and raises MpistratError for wrong input.
 """
 
 import difflib
@@ -22,7 +22,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code. `argv` excludes the program's name and defaults to sys.argv's rest."""
+    """Run one subcommand and return the exit code. `argv` has no program name; the default is `sys.argv[1:]`."""
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else "--help"
     try:
@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left (as in `mpistrat check | head -1`). Python would complain once more when it
-        # flushes at exit.
+        # The reader of the output has ended (as in `mpistrat check | head -1`). Without this, Python would print an
+        # error at exit, when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -59,7 +59,7 @@ def _help() -> str:
     lines = ["usage: mpistrat [--help] [--version] COMMAND ...", "", "Data-parallel training over MPI.", ""]
     lines += ["commands:"]
     lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
-    lines += ["", "`mpistrat COMMAND --help` says more. For example:", "", "  mpistrat run -np 2 python train.py"]
+    lines += ["", "`mpistrat COMMAND --help` has the details. For example:", "", "  mpistrat run -np 2 python train.py"]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""mpirun: where it is, whose it is, and the line that starts a job with it.
+"""Find mpirun, identify its maker, and compose the command that starts a job with it.
 
-`compose` is a pure function of plain data; `find_mpirun`, `identify` and `this_machine` look at the machine. What each
-mpirun understands was tried with Open MPI 4.1 and 5.0 and with MPICH 5.0.
+`compose` is a pure function of plain data. `find_mpirun`, `identify` and `this_machine` look at the machine. The
+options were tried with Open MPI 4.1 and 5.0 and with MPICH 5.0.
 """
 
 import os
@@ -28,7 +28,7 @@ VERSION_TIMEOUT_S = 20.0
 # Variables that each rank needs on every host. Open MPI forwards only its own (OMPI_*), MPICH forwards all.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND")
 FORWARDED_PREFIXES = ("MPISTRAT_", "NCCL_")
-# Each is set inside an allocation of a batch system, where mpirun asks that system for hosts and slots.
+# Each is set inside an allocation of a batch system. mpirun then gets hosts and slots from that system.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 
@@ -42,13 +42,20 @@ class Mpirun:
 
     @property
     def dialect(self) -> str:
-        """Whose options it takes. Intel MPI's mpirun is a Hydra, as MPICH's."""
+        """The maker whose options it accepts. Intel MPI's mpirun is Hydra, like MPICH's."""
         return OPEN_MPI if self.maker == OPEN_MPI else HYDRA
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine matters for the line. `cores` are physical: Open MPI gives each a slot."""
+    """Properties of this machine that the command depends on.
+
+    Attributes:
+        cores: Physical cores. Open MPI counts one slot for each.
+        is_root: Whether this process runs as root.
+        names: Names of this host.
+        has_allocation: Whether this process runs in an allocation of a batch system.
+    """
 
     cores: int
     is_root: bool = False
@@ -58,7 +65,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started. `options` go to mpirun as they are, before the command."""
+    """The job to start. `options` are passed to mpirun unchanged, before the command."""
 
     ranks: int
     command: tuple[str, ...]
@@ -68,23 +75,23 @@ class Job:
 
 
 @dataclass(frozen=True)
-class LaunchLine:
-    """A command line and what it needs in its environment beside the caller's."""
+class LaunchCommand:
+    """A command with its arguments, and the variables that it needs in addition to the caller's environment."""
 
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The line for a POSIX shell."""
+        """The command as one line for a POSIX shell."""
         assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*assignments, shlex.join(self.argv)])
 
 
-def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchLine:
-    """The line that starts `job`. `environ` is what mpirun will inherit.
+def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchCommand:
+    """Return the command that starts `job`. `environ` is the environment that mpirun will inherit.
 
     Raises:
-        LaunchError: More ranks than slots, or a hostfile that this mpirun cannot be given.
+        LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
     """
     _check_slots(job)
     if mpirun.dialect == OPEN_MPI:
@@ -92,63 +99,66 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
     return _compose_hydra(job, mpirun)
 
 
-def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchLine:
+def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchCommand:
     argv = [mpirun.path, "-np", str(job.ranks)]
     if job.hosts is not None:
         argv += ["--hostfile", job.hosts.path] if job.hosts.readable_by(OPEN_MPI) else \
             ["-H", job.hosts.as_list(OPEN_MPI)]
-    # The default binds each rank to one core, and TensorFlow's threads with it. Repeating the option is an error, and
-    # so is "none" together with a mapping that binds (--map-by slot:PE=2).
+    # By default Open MPI binds each rank, with all its TensorFlow threads, to one core. Repeating the option is an
+    # error, and so is "none" together with a mapping that binds (--map-by slot:PE=2).
     if not any(option.lstrip("-").startswith("bind-to") or "PE=" in option.upper() for option in job.options):
         argv += ["--bind-to", "none"]
-    if (job.oversubscribe or _too_few_cores(job, machine)) and not _speaks_of_oversubscription(job.options):
+    if (job.oversubscribe or _too_few_cores(job, machine)) and not _sets_oversubscription(job.options):
         argv += ["--oversubscribe"]
-    # A second -x for a variable that the user gave a value would take the value back (Open MPI 4.1).
+    # A second -x without a value would override the value that the user gave with -x NAME=value (Open MPI 4.1).
     given = {value.partition("=")[0] for flag, value in zip(job.options, job.options[1:]) if flag.lstrip("-") == "x"}
     for name in sorted(_forwarded(environ) - given):
         argv += ["-x", name]
 
-    wanted: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if machine.is_root:
-        # Remote daemons get the permission from mpirun.
-        wanted.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        # mpirun passes the permission on to its daemons on other hosts.
+        variables.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     if "osc" not in job.options:
         # Open MPI from PyPI prints "OSC UCX component priority set inside component query failed" on machines without
-        # InfiniBand, on every rank. mpistrat's windows are in shared memory and do not use that component.
-        wanted["OMPI_MCA_osc"] = "^ucx"
+        # InfiniBand, on every rank. mpistrat does not use that component.
+        variables["OMPI_MCA_osc"] = "^ucx"
     if _too_few_cores(job, machine) and "mpi_yield_when_idle" not in job.options:
-        # A rank that waits in MPI spins; with more ranks than cores it would hold up the one it waits for.
-        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    added = {name: value for name, value in wanted.items() if name not in environ}
-    return LaunchLine((*argv, *job.options, *job.command), added)
+        # A rank that waits in MPI spins. With more ranks than cores it would take the core of the rank it waits for.
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    added = {name: value for name, value in variables.items() if name not in environ}
+    return LaunchCommand((*argv, *job.options, *job.command), added)
 
 
-def _compose_hydra(job: Job, mpirun: Mpirun) -> LaunchLine:
-    # It neither binds, nor minds root or more ranks than slots. It does not know "--" before the command. -genvlist
-    # would forward the named variables *only*; -genvall is the default, but I_MPI_HYDRA_ENV may change it.
+def _compose_hydra(job: Job, mpirun: Mpirun) -> LaunchCommand:
+    # Hydra does not bind, and accepts root and more ranks than slots. It does not accept "--" before the command.
+    # -genvlist would forward the named variables *only*. -genvall is the default, but I_MPI_HYDRA_ENV may change it.
     argv = [mpirun.path, "-np", str(job.ranks), "-genvall"]
     if job.hosts is not None:
         file_flag = "-machinefile" if mpirun.maker == INTEL_MPI else "-f"
         argv += [file_flag, job.hosts.path] if job.hosts.readable_by(HYDRA) else ["-hosts", job.hosts.as_list(HYDRA)]
-    return LaunchLine((*argv, *job.options, *job.command))
+    return LaunchCommand((*argv, *job.options, *job.command))
 
 
 def _check_slots(job: Job) -> None:
     slots = job.hosts.slots if job.hosts is not None else None
-    if slots is None or job.ranks <= slots or job.oversubscribe or _speaks_of_oversubscription(job.options):
+    if slots is None or job.ranks <= slots or job.oversubscribe or _sets_oversubscription(job.options):
         return
     raise LaunchError(f"-np {job.ranks} is more than the {slots} slots of the hosts ({job.hosts}). Raise the numbers "
                       "after the hosts, or add --oversubscribe.")
 
 
-def _speaks_of_oversubscription(options: Sequence[str]) -> bool:
+def _sets_oversubscription(options: Sequence[str]) -> bool:
     return any("oversubscribe" in option.lower() for option in options)
 
 
 def _too_few_cores(job: Job, machine: Machine) -> bool:
-    """Whether all ranks run here and are more than the cores. What other hosts have is not known."""
-    here = not machine.has_allocation if job.hosts is None else all(h.name in machine.names for h in job.hosts.hosts)
-    return here and job.ranks > machine.cores
+    """Return whether all ranks run on this host and outnumber its cores."""
+    if job.hosts is None:
+        is_local = not machine.has_allocation
+    else:
+        is_local = all(host.name in machine.names for host in job.hosts.hosts)
+    return is_local and job.ranks > machine.cores
 
 
 def _forwarded(environ: Mapping[str, str]) -> set[str]:
@@ -156,10 +166,13 @@ def _forwarded(environ: Mapping[str, str]) -> set[str]:
 
 
 def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
-    """The path of `wanted` (a path or a name), or of the mpirun that belongs to this Python, or of the PATH's.
+    """Return the path of an mpirun.
+
+    It is `wanted` (a path or a name) if that is given, else the mpirun of this Python environment, else the first one
+    on the PATH.
 
     Raises:
-        LaunchError: There is none.
+        LaunchError: None is found.
     """
     search = environ.get("PATH", os.defpath)
     if wanted:
@@ -167,10 +180,11 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
         if found is None:
             raise LaunchError(f"--mpirun {wanted}: no such program. Give the path of an mpirun.")
         return found
-    # A wheel puts mpirun where pip puts scripts: beside the interpreter of a virtual environment, in the system's
-    # directory, or in the user's (pip install --user).
-    beside = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"), str(Path(site.getuserbase(), "bin")))
-    for directories in (*beside, search):
+    # pip installs the mpirun of a wheel where it installs scripts: beside the interpreter of a virtual environment, in
+    # the system's directory, or in the user's (pip install --user).
+    script_directories = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"),
+                          str(Path(site.getuserbase(), "bin")))
+    for directories in (*script_directories, search):
         for name in MPIRUN_NAMES:
             found = shutil.which(name, path=directories)
             if found is not None:
@@ -179,10 +193,10 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str) -> Mpirun:
-    """Ask an mpirun for its version.
+    """Run `mpirun --version` to find its maker and version.
 
     Raises:
-        LaunchError: It does not answer, or is of a kind that is not known.
+        LaunchError: It fails, or its maker is not known.
     """
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -192,17 +206,17 @@ def identify(path: str) -> Mpirun:
     text = done.stdout.decode(errors="replace")
     maker, version = parse_version(text)
     if not maker:
-        said = " ".join(text.split())[:80] or "nothing"
-        raise LaunchError(f"{path} is neither Open MPI's nor MPICH's nor Intel MPI's mpirun (--version says: {said}). "
+        start = " ".join(text.split())[:80] or "nothing"
+        raise LaunchError(f"{path} is neither Open MPI's nor MPICH's nor Intel MPI's mpirun (--version says: {start}). "
                           f"Call it without mpistrat: {path} -np 2 python train.py")
     return Mpirun(path, maker, version)
 
 
 def parse_version(text: str) -> tuple[str, str]:
-    """Maker and version from the output of `mpirun --version`; ("", "") when it is of another kind."""
+    """Return maker and version from the output of `mpirun --version`; ("", "") if the maker is not known."""
     patterns = (
         (OPEN_MPI, r"\(Open MPI\) (\S+)"),
-        # Before MPICH: Intel's is a Hydra as well.
+        # Before MPICH, because Intel's mpirun is Hydra too.
         (INTEL_MPI, r"Intel\(R\) MPI Library.*?Version (\S+)"),
         (HYDRA, r"HYDRA build details:\s+Version:\s+(\S+)"),
     )
@@ -214,7 +228,7 @@ def parse_version(text: str) -> tuple[str, str]:
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at the machine that this process runs on."""
+    """Return the properties of the machine that this process runs on."""
     name = socket.gethostname()
     return Machine(
         cores=_physical_cores(),
@@ -225,7 +239,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def _physical_cores() -> int:
-    """Cores that this process may use, hardware threads of one core counted once."""
+    """Return the number of cores that this process may use. Hardware threads of one core count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()

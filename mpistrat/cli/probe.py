@@ -1,7 +1,7 @@
-"""What only loading the libraries can tell: `python -m mpistrat.cli.probe`, and `probe()`, which runs it.
+"""Load the MPI library and cupy in a separate process, and return their versions and errors.
 
-An MPI library or a GPU driver that does not fit can hang or end the process that loads it. So a process of its own
-does, under a time limit, and writes each answer as soon as it has it.
+A wrong MPI library or GPU driver can hang or end the process that loads it. So `probe()` starts
+`python -m mpistrat.cli.probe` with a time limit. That process prints each finding as one line, as soon as it has it.
 """
 
 import contextlib
@@ -10,20 +10,22 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 TIMEOUT_S = 60.0
-_MARK = "mpistrat-probe "  # MPI libraries print to stdout as well.
+_MARK = "mpistrat-probe "  # begins a line with findings; MPI libraries print to stdout too
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the probe found out. A part that it did not get to is None, and `failure` says why.
+    """The result of the probe. A part is None if the process ended before it was found.
 
-    `mpi` has mpi4py's version and either the library, its vendor and its thread level, or an error. `cupy` has either
-    the number of GPUs and NCCL's version code, or an error; it is {} where cupy is not installed. `backends` has the
-    name, availability and reason of each.
+    Attributes:
+        mpi: "mpi4py" (version), and either "vendor", "version" and "threads" (thread level) or "error".
+        cupy: Either "gpus" (number) and "nccl" (version code) or "error"; {} if cupy is not installed.
+        backends: "name", "available" and "reason" of each backend.
+        failure: Why the process ended early, or "".
     """
 
     mpi: dict[str, Any] | None = None
@@ -32,24 +34,15 @@ class Findings:
     failure: str = ""
 
 
-@dataclass
-class _Answers:
-    parts: dict[str, Any] = field(default_factory=dict)
-
-    def read(self, output: str) -> None:
-        for line in output.splitlines():
-            if line.startswith(_MARK):
-                self.parts.update(json.loads(line[len(_MARK):]))
-
-
 def probe(timeout_s: float = TIMEOUT_S) -> Findings:
-    """Look at the libraries from another process. Never raises for what it finds, and never hangs."""
+    """Run the probe in another process. Errors of the libraries are part of the result; it never hangs."""
     command = [sys.executable, "-m", "mpistrat.cli.probe"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           start_new_session=True) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
-            failure = "" if process.returncode == 0 else _ending(process.returncode, err.decode(errors="replace"))
+            code = process.returncode
+            failure = "" if code == 0 else _describe_exit(code, err.decode(errors="replace"))
         except subprocess.TimeoutExpired:
             _kill_group(process)
             out, err = process.communicate()
@@ -57,9 +50,11 @@ def probe(timeout_s: float = TIMEOUT_S) -> Findings:
         except BaseException:
             _kill_group(process)
             raise
-    answers = _Answers()
-    answers.read(out.decode(errors="replace"))
-    return Findings(**answers.parts, failure=failure)
+    parts: dict[str, Any] = {}
+    for line in out.decode(errors="replace").splitlines():
+        if line.startswith(_MARK):
+            parts |= json.loads(line[len(_MARK):])
+    return Findings(**parts, failure=failure)
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
@@ -67,13 +62,13 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ending(returncode: int, err: str) -> str:
+def _describe_exit(returncode: int, err: str) -> str:
     how = f"died of signal {-returncode}" if returncode < 0 else f"ended with code {returncode}"
-    last = [line.strip() for line in err.splitlines() if line.strip()]
-    return f"loading the libraries {how}" + (f": {last[-1][:200]}" if last else "")
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return f"loading the libraries {how}" + (f": {lines[-1][:200]}" if lines else "")
 
 
-def _say(**part: Any) -> None:
+def _print_findings(**part: Any) -> None:
     print(_MARK + json.dumps(part), flush=True)
 
 
@@ -86,7 +81,7 @@ def _cupy() -> dict[str, Any]:
         found = {"gpus": cupy.cuda.runtime.getDeviceCount()}
         from cupy.cuda import nccl
         found["nccl"] = nccl.get_version()
-    except Exception as error:  # cupy raises its own kinds for a missing driver, and ImportError for a missing NCCL.
+    except Exception as error:  # cupy has exceptions of its own for a missing driver; a missing NCCL is an ImportError.
         return {"error": str(error).strip().split("\n")[0]}
     return found
 
@@ -113,6 +108,6 @@ def _backends() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    _say(cupy=_cupy())
-    _say(mpi=_mpi())
-    _say(backends=_backends())
+    _print_findings(cupy=_cupy())
+    _print_findings(mpi=_mpi())
+    _print_findings(backends=_backends())

@@ -1,4 +1,4 @@
-"""A small all-reduce on every rank, for `mpistrat check -np 2`: `mpirun -np 2 python -m mpistrat.cli.selftest 2`."""
+"""An all-reduce with a known result: `mpirun -np 2 python -m mpistrat.cli.selftest 2`, for `mpistrat check -np 2`."""
 
 import statistics
 import sys
@@ -14,7 +14,7 @@ WARM_UP_ROUNDS = 5
 
 
 def main(expected_ranks: int) -> int:
-    """0 when all ranks are there and the sum is right. Collective; rank 0 prints one line."""
+    """Return 0 if the number of ranks and the sum are right, else 1. Collective; rank 0 prints one line."""
     mpistrat.init()
     rank, size = mpistrat.rank(), mpistrat.size()
     if size != expected_ranks:
@@ -22,7 +22,7 @@ def main(expected_ranks: int) -> int:
               "than the library that mpi4py has loaded.")
         return 1
     array = np.arange(COUNT, dtype=np.float32) + rank
-    # All terms are small whole numbers, so float32 holds the sum exactly.
+    # All terms are small integers, so the sum is exact in float32.
     right = size * np.arange(COUNT, dtype=np.float32) + size * (size - 1) / 2
     seconds = []
     is_right = True
@@ -31,14 +31,14 @@ def main(expected_ranks: int) -> int:
         result = mpistrat.allreduce(array, op=mpistrat.Sum, name="selftest")
         seconds.append(time.perf_counter() - began)
         is_right = is_right and bool(np.array_equal(result, right))
-    everywhere = all(mpistrat.allgather_object(is_right))
+    is_right_everywhere = all(mpistrat.allgather_object(is_right))
     if rank == 0:
         microseconds = 1e6 * statistics.median(seconds[WARM_UP_ROUNDS:])
-        print(f"  {'right' if everywhere else 'wrong'}: {size} ranks on {len(mpistrat.hosts())} "
+        print(f"  {'right' if is_right_everywhere else 'wrong'}: {size} ranks on {len(mpistrat.hosts())} "
               f"{'host' if len(mpistrat.hosts()) == 1 else 'hosts'} ({', '.join(mpistrat.hosts())}), "
               f"{microseconds:.0f} us for {array.nbytes} bytes", flush=True)
     mpistrat.shutdown()
-    return 0 if everywhere else 1
+    return 0 if is_right_everywhere else 1
 
 
 if __name__ == "__main__":

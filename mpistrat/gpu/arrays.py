@@ -47,6 +47,11 @@ class GpuStream(Protocol):
     def ptr(self) -> int:
         """The address of the stream."""
 
+    def __enter__(self) -> object:
+        """Make it the library's current stream."""
+
+    def __exit__(self, *_: object) -> object: ...
+
 
 class GpuEvent(Protocol):
     """A point in a stream."""
@@ -67,7 +72,7 @@ class GpuDevice(Protocol):
 
     def record(self, stream: GpuStream) -> GpuEvent: ...
 
-    def wait(self, stream: GpuStream, event: GpuEvent) -> None: ...
+    def wait(self, stream: GpuStream, event: Any) -> None: ...  # an event of the same device
 
     def scratch(self, nbytes: int) -> GpuArray | None: ...
 

@@ -18,26 +18,26 @@ from ..support.jobs import ROOT, job_environment, living_after, processes_of, wa
 SOON_S = 60  # for what takes a second on a machine that is not busy
 LONG = {"abort_s": 1e4, "signal_s": 1e4, "second_s": 0.3, "kill_s": 1e4, "left_s": 1e4}
 MPIRUN = "tests/scripts/stubborn_mpirun.py"
-ABORT = "import os, mpistrat.api.launcher_watch as watch; watch.tell_of_abort(os.environ); "
+ABORT = "import os, mpistrat.api.launcher_watch as watch; watch.notify_abort(os.environ); "
 KILLED = 256 - signal.SIGKILL  # as stubborn_mpirun.py reports a rank that was killed
 SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 
 SUPERVISE = """
 import os, sys
-from mpistrat.cli.mpirun import LaunchLine
-from mpistrat.cli.supervisor import Patience, supervise
-sys.exit(supervise(LaunchLine(tuple(sys.argv[2:])), os.environ, Patience(**eval(sys.argv[1]))))
+from mpistrat.cli.mpirun import LaunchCommand
+from mpistrat.cli.supervisor import TimeLimits, supervise
+sys.exit(supervise(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**eval(sys.argv[1]))))
 """
 
 
 class Run:
     """A supervised mpirun, from its start on."""
 
-    def __init__(self, words: Sequence[str], prefix: Sequence[str], patience: Mapping[str, float], output: IO[bytes]):
+    def __init__(self, words: Sequence[str], prefix: Sequence[str], limits: Mapping[str, float], output: IO[bytes]):
         self.job = uuid.uuid4().hex
         self._output = output
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", SUPERVISE, str({**LONG, **patience}), *words], cwd=ROOT,
+            [*prefix, sys.executable, "-c", SUPERVISE, str({**LONG, **limits}), *words], cwd=ROOT,
             env=job_environment(self.job, {}), stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT)
 
     @property
@@ -58,15 +58,19 @@ class Run:
 
     def named(self, text: str) -> psutil.Process:
         """The process of the job with this in its command line, this or that way."""
-        found, = (each for each in processes_of(self.job) if text in each.cmdline()[:2])
-        return found
+        def found() -> list[psutil.Process]:
+            return [each for each in processes_of(self.job) if text in each.cmdline()[:2]]
+
+        wait_until(found, SOON_S)  # A shell that has forked may not have started the program yet.
+        process, = found()
+        return process
 
 
 @contextlib.contextmanager
-def supervised(*words: str, prefix: Sequence[str] = (), **patience: float) -> Iterator[Run]:
-    """mpirun with these words, under supervision. What is not named in `patience` is waited for nearly for ever."""
+def supervised(*words: str, prefix: Sequence[str] = (), **limits: float) -> Iterator[Run]:
+    """mpirun with these words, under supervision. Limits that are not given are practically infinite."""
     with tempfile.TemporaryFile() as output:
-        run = Run([sys.executable, MPIRUN, *words], prefix, patience, output)
+        run = Run([sys.executable, MPIRUN, *words], prefix, limits, output)
         try:
             yield run
         finally:

@@ -1,4 +1,4 @@
-"""What `mpistrat bench` measures, and how it says it."""
+"""The cases, the figures and the output of `mpistrat bench`."""
 
 import json
 import math

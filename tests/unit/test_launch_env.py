@@ -1,4 +1,4 @@
-"""What a launcher has put into the environment."""
+"""The number of processes and the launcher, as read from the environment."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
     ({"PMI_SIZE": "3", "PMI_RANK": "2"}, 3, "an MPICH-like mpirun or srun"),
     ({"MV2_COMM_WORLD_SIZE": "2"}, 2, "MVAPICH's mpirun"),
     ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "7", "SLURM_NTASKS": "8"}, 8, "srun")])
-def test_each_launcher_tells_its_size(environ: dict[str, str], size: int, launcher: str) -> None:
+def test_the_size_is_read_for_each_launcher(environ: dict[str, str], size: int, launcher: str) -> None:
     assert launched_size(environ) == (size, launcher)
 
 
@@ -36,11 +36,11 @@ def test_a_script_in_a_slurm_allocation_without_srun_is_one_process(environ: dic
 
 
 @pytest.mark.parametrize("text", ["", "0", "-2", "two", "2.0"])
-def test_what_is_no_size_is_not_taken_for_one(text: str) -> None:
+def test_a_value_that_is_not_a_size_is_ignored(text: str) -> None:
     assert launched_size({"PMI_SIZE": text}) == (1, "")
 
 
-def test_a_size_that_only_the_mpi_library_can_ask_for_is_unknown() -> None:
+def test_under_pmix_alone_the_size_is_unknown() -> None:
     size, launcher = launched_size({"PMIX_RANK": "0"})
     assert size == 0
     assert "PMIx" in launcher

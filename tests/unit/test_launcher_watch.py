@@ -1,4 +1,4 @@
-"""Which process is the launcher, what ends with a rank, and what /proc says of processes."""
+"""Which process is the launcher, which processes end with a rank, and the reading of /proc."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def process(pid: int, parent: int = 1, group: int = 0) -> Process:
 
 
 def launcher(own: Mapping[str, str], *environs: Mapping[str, str] | None) -> int | None:
-    """The number of the ancestor, from 1 for the parent, that is taken for the launcher."""
+    """The position of the launcher among the ancestors; 1 is the parent."""
     found = launcher_among(identity(own), [(process(number), environ) for number, environ in enumerate(environs, 1)])
     return None if found is None else found.pid
 
@@ -78,7 +78,7 @@ print(found[0] == os.getppid(), 1 in found, launcher_here({RANK_1}).pid == os.ge
 
 
 def test_the_ancestors_of_a_process_are_found_and_its_launcher_among_them() -> None:
-    # Asked of a process of a process, for this one may be the first of a container.
+    # In a grandchild, because this process may be the first of a container.
     done = subprocess.run([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "True True True\n"
 
@@ -103,17 +103,17 @@ def test_a_name_may_hold_anything(name: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["Z", "X"])
-def test_a_process_that_nobody_has_asked_for_has_ended_all_the_same(state: str) -> None:
+def test_a_zombie_counts_as_ended(state: str) -> None:
     assert parse_stat(STAT.format(40, "mpirun", state)) is None
 
 
-def test_a_process_is_alive_until_it_ends_even_if_its_parent_does_not_ask() -> None:
+def test_a_process_is_alive_until_it_ends_even_if_it_is_then_a_zombie() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     found = processes.find(child.pid)
     assert found is not None
     assert found.parent == os.getpid()
     assert found.is_alive()
-    assert found in processes.everything()
+    assert found in processes.running()
     assert not Process(found.pid, found.started + 1, found.parent, found.group).is_alive()
     child.communicate()
     assert not found.is_alive()

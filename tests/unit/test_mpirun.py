@@ -1,4 +1,4 @@
-"""The mpirun line as a function of the job, the mpirun, the machine and the environment; hosts and hostfiles."""
+"""The mpirun command as a function of the job, the mpirun, the machine and the environment; hosts and hostfiles."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from mpistrat.cli.hostfile import HYDRA, OPEN_MPI, parse_list, read_hostfile
 from mpistrat.cli.mpirun import (
     INTEL_MPI,
     Job,
-    LaunchLine,
+    LaunchCommand,
     Machine,
     Mpirun,
     compose,
@@ -31,7 +31,7 @@ LAPTOP = Machine(cores=4)
 TRAIN = ("python", "train.py")
 
 
-def words(line: LaunchLine) -> str:
+def words(line: LaunchCommand) -> str:
     return " ".join(line.argv)
 
 
@@ -136,7 +136,7 @@ def test_a_hostfile_of_the_other_mpi_is_translated(mpirun, name, expected) -> No
 
 
 def test_the_shell_line_can_be_pasted() -> None:
-    line = LaunchLine(("mpirun", "python", "-c", "print('a b')"), {"OMPI_MCA_osc": "^ucx"})
+    line = LaunchCommand(("mpirun", "python", "-c", "print('a b')"), {"OMPI_MCA_osc": "^ucx"})
     assert shlex.split(str(line)) == ["OMPI_MCA_osc=^ucx", "mpirun", "python", "-c", "print('a b')"]
 
 

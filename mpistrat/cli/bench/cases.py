@@ -1,4 +1,4 @@
-"""What `mpistrat bench` reduces: single arrays, many small ones, and the gradients of two well-known networks."""
+"""The cases of `mpistrat bench`: single arrays, many small arrays, and the gradients of ResNet-50 and BERT-base."""
 
 import math
 
@@ -6,7 +6,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def resnet50() -> Shapes:
-    """The trainable variables of ResNet-50 (He et al., 2015) with 1000 classes: 161 tensors, 102 MB in float32."""
+    """Shapes of ResNet-50's trainable variables (He et al., 2015), 1000 classes: 161 tensors, 102 MB in float32."""
     shapes: Shapes = [(7, 7, 3, 64), (64,), (64,)]
     channels = 64
     for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
@@ -15,13 +15,13 @@ def resnet50() -> Shapes:
             if block == 0:
                 kernels.insert(0, (1, 1, channels, 4 * width))
             for kernel in kernels:
-                shapes += [kernel, kernel[-1:], kernel[-1:]]  # and the batch normalisation after it
+                shapes += [kernel, kernel[-1:], kernel[-1:]]  # with the batch normalisation after it
             channels = 4 * width
     return [*shapes, (2048, 1000), (1000,)]
 
 
 def bert_base() -> Shapes:
-    """The trainable variables of BERT-base (Devlin et al., 2018) with its pooler: 199 tensors, 438 MB in float32."""
+    """Shapes of BERT-base's trainable variables (Devlin et al., 2018) with pooler: 199 tensors, 438 MB in float32."""
     width, inner = 768, 3072
     vector = (width,)
     shapes: Shapes = [(30522, width), (512, width), (2, width), vector, vector]
@@ -39,5 +39,5 @@ SINGLE = tuple(name for name, shapes in CASES.items() if len(shapes) == 1)  # wh
 
 
 def bytes_of(shapes: Shapes) -> int:
-    """Bytes of float32 tensors of these shapes."""
+    """Return the total bytes of float32 tensors with these shapes."""
     return 4 * sum(math.prod(shape) for shape in shapes)

@@ -1,4 +1,4 @@
-"""`mpistrat bench`: how fast all-reduces are here, beside MPI's own and a memcpy; and what they cost in training."""
+"""`mpistrat bench`: measure all-reduces, compared with MPI_Allreduce and memcpy, and their cost in training."""
 
 import argparse
 import dataclasses
@@ -15,15 +15,15 @@ from .cost_model import Machine, allreduce_s, efficiency, fit
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
-For each case: the median time of an all-reduce of float32 arrays that are reduced together, the slowest rank's; the
-bandwidth that each rank's link must have for that (2 (n-1)/n of the bytes over the time); and the ratio of the time to
-that of one MPI_Allreduce, and of one memcpy, of as many bytes in the same run.
+For each case it prints: the median time of a grouped all-reduce of float32 arrays (each time is that of the slowest
+rank); the bandwidth that this requires of each rank's link (2 (n-1)/n of the bytes over the time); and the ratio of the
+time to that of one MPI_Allreduce, and of one memcpy, of the same number of bytes in the same run.
 """
 _MODELS = ("resnet50", "mlp")
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print on rank 0, write what was asked for. Collective."""
+    """Run what the options select. Collective, except with --predict; rank 0 prints and writes files."""
     options = _parser().parse_args(argv)
     if options.plot:
         from .plot import require_matplotlib
@@ -71,7 +71,7 @@ def _reduce(options: argparse.Namespace) -> None:
 
 
 def _predict(options: argparse.Namespace) -> int:
-    """Print the efficiency that the points in a file promise for more ranks than there are."""
+    """Print the efficiency that the cost model predicts, fitted to the points in a file. Local."""
     try:
         with open(options.predict, encoding="utf-8") as file:
             points = [(point["nbytes"], point["seconds"]) for point in json.load(file) if point["tensors"] == 1]
@@ -108,11 +108,11 @@ def _parser() -> Parser:
                     epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
                         help=f"among {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=_count, metavar="N", help="how often each is repeated; default: by its size")
+    parser.add_argument("--repeats", type=_count, metavar="N", help="repetitions of each case; default: by its size")
     parser.add_argument("--json", metavar="FILE", help="write the points to a file")
     parser.add_argument("--plot", metavar="FILE", help="draw size against bandwidth (.png, .svg, .pdf)")
     parser.add_argument("--predict", metavar="FILE",
-                        help="print what the points of a file that --json has written promise for up to 16,384 ranks")
+                        help="print the efficiency that a model fitted to a file of --json predicts for more ranks")
     parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS", help="for --predict (300)")
     parser.add_argument("--ranks-per-host", type=_count, default=8, metavar="N", help="for --predict (8)")
     parser.add_argument("--wire-gbit", type=_positive, default=100.0, metavar="GBIT", help="for --predict (100)")

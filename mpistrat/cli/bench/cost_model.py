@@ -1,4 +1,4 @@
-"""What an all-reduce should take: a model of latency and bandwidth, fitted to measurements, and what follows from it.
+"""A model of the time of an all-reduce, from latency and bandwidth, and its fit to measurements.
 
 The model is Hockney's (R. Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994): a message of m
 bytes takes alpha + m / beta. For H hosts of L ranks, an all-reduce of m bytes per rank takes
@@ -7,9 +7,9 @@ bytes takes alpha + m / beta. For H hosts of L ranks, an all-reduce of m bytes p
     in the host   alpha_h + m / beta_h          pack, reduce, unpack: every rank at the same time
     across hosts  2 (H - 1) alpha_w + 2 (H - 1) / H m / beta_w
 
-The last line is the exchange of slices, in which each host sends 2 (H - 1) / H of its bytes: the least that is possible
-(P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009). Chunks are pipelined, so of the times
-in the host and across hosts only the longer one counts, for large arrays.
+The last line is the exchange of slices, in which each host sends 2 (H - 1) / H of its bytes, which is the minimum
+(P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009). Chunks are pipelined, so only the
+longer of the bandwidth terms, in the host and across hosts, counts.
 """
 
 import math
@@ -23,14 +23,14 @@ from ...core.tuning import FAN_OUT
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model needs to know. Seconds, and bytes per second.
+    """Parameters of the model.
 
     Attributes:
-        host_latency_s: Of an all-reduce of nothing among the ranks of a host, negotiation included.
+        host_latency_s: Time of an empty all-reduce among the ranks of a host, negotiation included.
         host_bandwidth: Bytes that each rank of a host reduces per second.
-        wire_latency_s: Of a message between two hosts.
-        wire_bandwidth: Of a host's link, in each direction.
-        ranks_per_host: The same for all hosts.
+        wire_latency_s: Time of a short message between two hosts.
+        wire_bandwidth: Bytes per second of a host's link, in each direction.
+        ranks_per_host: Number of ranks on each host.
     """
 
     host_latency_s: float
@@ -41,7 +41,7 @@ class Machine:
 
 
 def allreduce_s(machine: Machine, ranks: int, nbytes: float) -> float:
-    """Seconds that an all-reduce of `nbytes` on each of `ranks` ranks should take."""
+    """Return the predicted seconds of an all-reduce of `nbytes` on each of `ranks` ranks."""
     hosts = math.ceil(ranks / machine.ranks_per_host)
     in_host = nbytes / machine.host_bandwidth if ranks > 1 else 0.0
     if hosts == 1:
@@ -52,25 +52,25 @@ def allreduce_s(machine: Machine, ranks: int, nbytes: float) -> float:
 
 
 def efficiency(machine: Machine, ranks: int, nbytes: float, step_s: float, overlap: float = 0.0) -> float:
-    """The part of a step of `step_s` seconds of work that is not spent on averaging `nbytes` of gradients.
+    """Return the predicted efficiency of training: step time without averaging over step time with averaging.
 
     Args:
-        machine: The model.
-        ranks: How many.
-        nbytes: Of the gradients.
-        step_s: A step without averaging.
-        overlap: The part of the averaging that is hidden behind the backward pass, from 0 to 1.
+        machine: Parameters of the model.
+        ranks: Number of ranks.
+        nbytes: Bytes of the gradients.
+        step_s: Seconds of a step without averaging.
+        overlap: The fraction of the averaging that overlaps with the backward pass, from 0 to 1.
     """
     return step_s / (step_s + (1 - overlap) * allreduce_s(machine, ranks, nbytes))
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second that describe measured (bytes, seconds) best.
+    """Return the latency in seconds and the bandwidth in bytes per second that fit the measured (bytes, seconds).
 
-    Least squares of the relative errors, since times range over orders of magnitude.
+    The fit minimises the squares of the relative errors, because the times span orders of magnitude.
 
     Raises:
-        ValueError: There are fewer than two different sizes, or time does not grow with them.
+        ValueError: There are fewer than two different sizes, or the time does not grow with the size.
     """
     sizes, seconds = np.array(points, np.float64).T if len(points) else (np.empty(0), np.empty(0))
     if len(set(sizes.tolist())) < 2:

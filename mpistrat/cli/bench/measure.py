@@ -1,4 +1,4 @@
-"""The measurements of `mpistrat bench`: an all-reduce, MPI's own of the same bytes, and a copy of them, in turn."""
+"""The measurements of `mpistrat bench`: mpistrat's all-reduce, MPI_Allreduce and memcpy of the same bytes."""
 
 import statistics
 import time
@@ -12,19 +12,23 @@ import mpistrat
 
 from .cases import Shapes, bytes_of
 
-_TOTAL_BYTES = 1.5e9  # of all repetitions of a case
+_TOTAL_BYTES = 1.5e9  # of all repetitions of a case together
 _LEAST, _MOST = 5, 200
 _WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Point:
-    """A case measured: medians over the repetitions of the slowest rank's seconds.
+    """The measurement of one case. Times are medians over the repetitions, each the time of the slowest rank.
 
     Attributes:
-        nbytes: On each rank.
-        mpi_s: For MPI_Allreduce of one array of as many bytes; None with one rank.
-        copy_s: For one memcpy of them, on all ranks at once.
+        case: Its name.
+        tensors: Number of arrays in the group.
+        nbytes: Bytes on each rank.
+        ranks: Number of ranks.
+        seconds: Of mpistrat's grouped all-reduce.
+        mpi_s: Of one MPI_Allreduce of the same number of bytes; None with one rank.
+        copy_s: Of one memcpy of the same number of bytes, on all ranks at the same time.
     """
 
     case: str
@@ -37,16 +41,16 @@ class Point:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second that each rank must send and receive at least: 2 (n-1)/n of its bytes, over the time.
+        """Bytes per second that each rank must send and receive: 2 (n-1)/n of its bytes over the time.
 
-        The definition of NVIDIA's nccl-tests, doc/PERFORMANCE.md, which makes figures for any number of ranks
-        comparable with the hardware's bandwidth.
+        This is the definition of NVIDIA's nccl-tests (doc/PERFORMANCE.md). It makes results for any number of ranks
+        comparable with the bandwidth of the hardware.
         """
         return 2 * (self.ranks - 1) / self.ranks * self.nbytes / self.seconds
 
 
 def repeats_for(nbytes: int) -> int:
-    """How often a case is repeated: about as long for each, but large ones a few times and small ones not for ever."""
+    """Return the number of repetitions: fewer for larger arrays, within fixed limits."""
     return int(min(max(_TOTAL_BYTES / max(nbytes, 1), _LEAST), _MOST))
 
 
@@ -55,21 +59,22 @@ def measure(case: str, shapes: Shapes, comm: Any, repeats: int | None = None) ->
 
     Args:
         case: Its name.
-        shapes: Of the float32 arrays that are reduced together.
-        comm: An mpi4py communicator of all ranks that nobody else uses; None with one rank.
-        repeats: The default depends on the bytes.
+        shapes: Shapes of the float32 arrays of the group.
+        comm: An mpi4py communicator of all ranks, for MPI_Allreduce only; None with one rank.
+        repeats: Number of repetitions; the default depends on the bytes.
     """
     nbytes, size = bytes_of(shapes), mpistrat.size()
     count = repeats or repeats_for(nbytes)
     arrays = [np.full(shape, mpistrat.rank(), np.float32) for shape in shapes]
     flat, result = np.zeros(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
-    ours = _median(lambda: mpistrat.grouped_allreduce(arrays, name=f"bench.{case}", op=mpistrat.Sum), count)
-    mpi = None if comm is None else _median(lambda: comm.Allreduce(flat, result), count)
-    copy = _median(lambda: np.copyto(result, flat), count)
-    return Point(case, len(shapes), nbytes, size, ours, mpi, copy)
+    own_s = _median(lambda: mpistrat.grouped_allreduce(arrays, name=f"bench.{case}", op=mpistrat.Sum), count)
+    mpi_s = None if comm is None else _median(lambda: comm.Allreduce(flat, result), count)
+    copy_s = _median(lambda: np.copyto(result, flat), count)
+    return Point(case, len(shapes), nbytes, size, own_s, mpi_s, copy_s)
 
 
-def _median(action: Callable[[], Any], count: int) -> float:
+def _median(action: Callable[[], object], count: int) -> float:
+    """Return the median seconds of `count` calls, each the time of the slowest rank. Collective."""
     seconds = []
     for _ in range(_WARM_UP + count):
         mpistrat.barrier()
@@ -82,7 +87,7 @@ def _median(action: Callable[[], Any], count: int) -> float:
 
 
 def table(points: Sequence[Point]) -> str:
-    """The points as aligned text."""
+    """Format the points as a table with aligned columns."""
     rows = [("case", "tensors", "bytes", "ms", "bus GB/s", "x MPI_Allreduce", "x memcpy")]
     for p in points:
         mpi = "-" if p.mpi_s is None else f"{p.seconds / p.mpi_s:.2f}"

@@ -1,4 +1,4 @@
-"""The picture of `mpistrat bench --plot`: size against bandwidth, with MPI_Allreduce and memcpy beside it."""
+"""The plot of `mpistrat bench --plot`: size against bandwidth, compared with MPI_Allreduce and memcpy."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -8,13 +8,13 @@ from .measure import Point
 
 
 def require_matplotlib() -> None:
-    """Raise MissingDependencyError, with the line that installs it, before anything is measured in vain."""
+    """Raise MissingDependencyError if matplotlib is not installed. Called before the measurement starts."""
     if find_spec("matplotlib") is None:
         raise MissingDependencyError("--plot needs matplotlib (pip install 'mpistrat[plot]').")
 
 
 def plot(points: Sequence[Point], path: str) -> None:
-    """Draw the points to a file whose name says the format (.png, .svg, .pdf)."""
+    """Draw the points to a file. Its extension selects the format (.png, .svg, .pdf)."""
     import matplotlib
     matplotlib.use("agg")
     from matplotlib import pyplot

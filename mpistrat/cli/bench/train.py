@@ -1,8 +1,9 @@
-"""`mpistrat bench --train`: synthetic training with and without averaging, on the same ranks at the same time."""
+"""`mpistrat bench --train`: training on synthetic data with and without averaging, in turn on the same ranks."""
 
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import mpistrat
 _WARM_UP = 2
 
 
-def models(image: int) -> dict[str, Any]:
-    """By name, a function that makes the model: ResNet-50 for square images of `image` pixels, and an MLP."""
+def models(image: int) -> dict[str, Callable[[], Any]]:
+    """Return functions that make the Keras models, by name: ResNet-50 for `image` x `image` pixels, and an MLP."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     import keras
     layers = keras.layers
@@ -27,30 +28,30 @@ def models(image: int) -> dict[str, Any]:
 
 
 def measure_training(name: str, image: int, batch: int, steps: int) -> tuple[float, float]:
-    """Seconds per step of one model, (without, with) averaging over the ranks; medians, the steps taken in turn.
+    """Return the median seconds per step of one model, (without, with) averaging over the ranks. Collective.
 
-    Collective. Both train on all ranks at the same time, so that what the ranks share (cores, memory, power) is the
-    same: the difference is what averaging costs. Without averaging the ranks start each step together, too.
+    All ranks train in both cases, in alternate steps, so that they share cores, memory and power in the same way. The
+    difference is the cost of averaging. In both cases the ranks start each step at the same time.
     """
     import keras
 
     import mpistrat.keras as hvd
     make = models(image)[name]
-    steppers = []
+    compiled = []
     for averaged in (False, True):
         keras.utils.set_random_seed(1)
         model = make()
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
         model.compile(hvd.DistributedOptimizer(optimizer) if averaged else optimizer,
                       loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-        steppers.append(model)
-    shape = steppers[0].input_shape[1:]
+        compiled.append(model)
+    shape = compiled[0].input_shape[1:]
     random = np.random.default_rng(mpistrat.rank())
     inputs = random.random((batch, *shape), np.float32)
     labels = random.integers(0, 10, batch)
     seconds: list[list[float]] = [[], []]
     for _ in range(_WARM_UP + steps):
-        for model, times in zip(steppers, seconds, strict=True):
+        for model, times in zip(compiled, seconds, strict=True):
             mpistrat.barrier()
             began = time.perf_counter()
             model.train_on_batch(inputs, labels)
