@@ -2,9 +2,10 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from .arithmetic import Reduction, Scale
+from .protocols import Array
 from .request import CollectiveType, ReduceOp, Request
 from .tuning import KEPT_FUSION_PLANS
 
@@ -56,12 +57,12 @@ class Submitted(Protocol):
         """The request, the same on all ranks."""
 
     @property
-    def arrays(self) -> Sequence[Any]:
+    def arrays(self) -> Sequence[Array]:
         """The tensors in the order of `request.tensors`."""
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FusionBucket:
     """Arrays that are reduced, or broadcast, as one.
 
     Attributes:
@@ -86,10 +87,10 @@ class BucketPlans:
 
     def __init__(self, size: int):
         self._size = size
-        self._plans: dict[tuple[Request, ...], list[Bucket]] = {}
+        self._plans: dict[tuple[Request, ...], list[FusionBucket]] = {}
         self._limit = 0
 
-    def plan(self, entries: Sequence[Submitted], limit: int) -> list[Bucket]:
+    def plan(self, entries: Sequence[Submitted], limit: int) -> list[FusionBucket]:
         """The buckets, of at most `limit` bytes each, of the arrays of all entries whose kind is in FUSED."""
         if limit != self._limit:
             self._plans.clear()
@@ -103,7 +104,7 @@ class BucketPlans:
             plan = self._plans[key] = self._make_plan(entries)
         return plan
 
-    def _make_plan(self, entries: Sequence[Submitted]) -> list[Bucket]:
+    def _make_plan(self, entries: Sequence[Submitted]) -> list[FusionBucket]:
         arrays_at: list[tuple[int, int]] = []
         members: list[tuple[Hashable, int]] = []
         for index, entry in enumerate(entries):
@@ -122,5 +123,5 @@ class BucketPlans:
             average = request.reduce_op is ReduceOp.AVERAGE
             reduction = Reduction(ReduceOp.SUM if average else request.reduce_op, request.prescale,
                                   Scale(request.postscale, self._size if average else 1))
-            buckets.append(Bucket(request, members_of_bucket, whole, reduction))
+            buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
         return buckets

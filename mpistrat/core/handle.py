@@ -8,9 +8,10 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from . import forked
+from .protocols import Array
 from .request import Request
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,9 @@ def _renew_lock() -> None:
 
 os.register_at_fork(after_in_child=_renew_lock)
 
+_A = TypeVar("_A", bound=Array)
 _Callback = Callable[[list[Any]], None]
-_Call = tuple[_Callback, Any]
+_Call = tuple[_Callback, object]
 
 
 class Handle:
@@ -80,7 +82,7 @@ class Handle:
                 self._waiters.remove(waiter)
         return self.done()
 
-    def when_done(self, callback: _Callback, argument: Any = None) -> None:
+    def when_done(self, callback: _Callback, argument: object = None) -> None:
         """Call `callback([argument])` on completion in the engine's thread, or at once if the handle is complete.
 
         Handles that are completed together and have the same callback share one call, with the arguments of all of
@@ -92,7 +94,7 @@ class Handle:
                 return
         callback([argument])
 
-    def complete(self, arrays: list[Any]) -> None:
+    def complete(self, arrays: list[_A]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
         _call(self._finish())
@@ -111,7 +113,7 @@ class Handle:
         return callbacks
 
 
-def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
+def complete_all(results: Iterable[tuple[Handle, list[_A]]]) -> None:
     """Deliver results to several handles, and call their callbacks afterwards. Engine only."""
     calls: list[_Call] = []
     for handle, arrays in results:
@@ -122,7 +124,7 @@ def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
 
 
 def _call(calls: list[_Call]) -> None:
-    by_callback: dict[_Callback, list[Any]] = {}
+    by_callback: dict[_Callback, list[object]] = {}
     for callback, argument in calls:
         by_callback.setdefault(callback, []).append(argument)
     for callback, arguments in by_callback.items():

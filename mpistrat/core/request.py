@@ -1,4 +1,4 @@
-"""Request, what a rank asks the others to do together, and the functions that make one of a caller's arguments.
+"""Request, the description of a collective that a rank submits, and the functions that validate and make one.
 
 The functions check what one rank can check alone. Pure; any thread may call them.
 """
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
 from .plain_values import COUNTS, EXTENTS, RANKS, are_in, is_tuple_of
+from .protocols import Array
 from .tuning import KEPT_REQUESTS
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
@@ -33,7 +34,7 @@ class ReduceOp(IntEnum):
 
 
 class CollectiveType(str, Enum):
-    """Which collective a request asks for."""
+    """The collective of a request."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -204,7 +205,7 @@ def barrier_request(name: str) -> Request:
     return Request(CollectiveType.BARRIER, name)
 
 
-def specs_of(arrays: Sequence[Any]) -> tuple[TensorSpec, ...]:
+def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
     return tuple(TensorSpec(name_of(array.dtype), array.shape) for array in arrays)
 

@@ -7,18 +7,20 @@ setting, HOROVOD_X becomes MPISTRAT_X.
 import difflib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar
 
 from .errors import SettingsError
+
+T = TypeVar("T")
 
 PREFIX = "MPISTRAT_"
 HOROVOD_PREFIX = "HOROVOD_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def _setting(env: str, default: Any, doc: str, *, low: float | None = None, high: float | None = None,
-             choices: tuple[str, ...] = ()) -> Any:
+def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
+             choices: tuple[str, ...] = ()) -> T:
     """A dataclass field with its environment name (without prefix), its documentation and its range."""
     return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices})
 
@@ -107,7 +109,7 @@ class Settings:
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
         """Rows of (environment name, default, documentation)."""
-        def shown(value: Any) -> str:
+        def shown(value: object) -> str:
             return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
                 else str(value)
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
@@ -138,7 +140,7 @@ def differing(by_rank: list[Settings]) -> list[str]:
     """A sentence for each setting that is not the same on all ranks. `by_rank[r]` are rank r's settings."""
     sentences = []
     for f in fields(Settings):
-        ranks: dict[Any, list[int]] = {}
+        ranks: dict[object, list[int]] = {}
         for rank, settings in enumerate(by_rank):
             ranks.setdefault(getattr(settings, f.name), []).append(rank)
         if len(ranks) > 1:
@@ -147,9 +149,10 @@ def differing(by_rank: list[Settings]) -> list[str]:
     return sentences
 
 
-def _parse(setting: Any, text: str) -> Any:
+def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
     """Convert `text` to the type of the field's default, and check its range. Raises ValueError with the reason."""
-    meta, kind = setting.metadata, type(setting.default)
+    default: Any = setting.default
+    meta, kind = setting.metadata, type(default)
     text = text.strip()
     if kind is bool:
         if text.lower() not in ("0", "1", "false", "true"):

@@ -132,7 +132,7 @@ class Controller:
         """
         now, device = self.clock(), self.executor.device
         if device.is_busy:
-            timeout_s = device.patience(now)
+            timeout_s = device.next_check_s(now)
             spins = timeout_s == 0.0
         else:
             timeout_s, spins = min(self._coordinator.next_check_s(now), self._fast_path.next_check_s()), is_awaited

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import EngineError
-from ..core.fusion import Bucket, BucketPlans
+from ..core.fusion import BucketPlans, FusionBucket
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
@@ -31,7 +31,7 @@ class _Partial:
 class _Job:
     """A bucket in execution: what is reduced, and to where. `prepared` is set once the job has been begun."""
 
-    bucket: Bucket
+    bucket: FusionBucket
     sources: Sequence[np.ndarray]
     targets: list[np.ndarray]
     prepared: Prepared | None = None
@@ -145,7 +145,7 @@ class Executor:
             raise EngineError(f"{entries[0].request.name} was ready when all ranks agreed on it, and is no longer.")
         return None
 
-    def _begin(self, entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[_Job]:
+    def _begin(self, entries: Sequence[Entry], buckets: Sequence[FusionBucket]) -> list[_Job]:
         """Take the memory for all results first: a rank without memory then fails before others wait for it."""
         jobs = []
         for bucket in buckets:

@@ -41,7 +41,7 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
     if local_size == 1:
         return Pin(index, f"the host's only rank uses one of {gpus} GPUs{named}")
     if local_size > gpus:
-        return Pin(index, f"{local_size} ranks share {gpus} GPUs{named}; NCCL wants one rank for each GPU",
+        return Pin(index, f"{local_size} ranks share {gpus} GPUs{named}; NCCL needs one rank per GPU",
                    is_shared=True)
     return Pin(index, f"{local_size} ranks use a GPU each, of {gpus}{named}")
 

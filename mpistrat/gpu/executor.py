@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.errors import EngineError
-from ..core.fusion import FUSED, Bucket, BucketPlans
+from ..core.fusion import FUSED, BucketPlans, FusionBucket
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor
 from ..core.request import CollectiveType
@@ -68,7 +68,7 @@ class GpuExecutor(DeviceExecutor):
     def is_busy(self) -> bool:
         return bool(self._batches)
 
-    def patience(self, now: float) -> float:
+    def next_check_s(self, now: float) -> float:
         waited_s = now - self._progress
         return 0.0 if waited_s < GPU_SPIN_S else min(waited_s / GPU_SLEEP_DIVISOR, GPU_LONGEST_SLEEP_S)
 
@@ -120,7 +120,7 @@ class GpuExecutor(DeviceExecutor):
     def drain(self) -> None:
         while self._batches:
             if not self.poll():
-                time.sleep(self.patience(self._clock()))
+                time.sleep(self.next_check_s(self._clock()))
 
     def unfinished(self) -> list[Entry]:
         return [entry for batch in self._batches for entry, _ in batch.works]
@@ -159,7 +159,7 @@ class GpuExecutor(DeviceExecutor):
             self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._rank} waiting for "
                                       f"{self._limit_s:g} s; another rank may have died, or never begun")
 
-    def _run_bucket(self, bucket: Bucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
+    def _run_bucket(self, bucket: FusionBucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
         sources = [works[place][0].arrays[i] for place, i in bucket.members]
         targets = [works[place][1][i] for place, i in bucket.members]
         backend, request = self._backends[0], bucket.request

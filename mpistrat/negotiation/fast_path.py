@@ -38,7 +38,7 @@ class _NoAgreement:
 
     has_voted = False
 
-    def cast(self, number: int, is_ready: bool = False) -> None:
+    def vote(self, number: int, is_ready: bool = False) -> None:
         raise AssertionError("a rank that cannot vote has voted")
 
     def outcome(self) -> Outcome | None:
@@ -104,16 +104,16 @@ class FastPath:
     def propose(self, entry: Entry, is_ready: bool, now: float) -> None:
         """Vote for the operation of `entry`. A vote is open, and this rank has not voted in this round."""
         self._entry = entry
-        self._cast(entry.request.fingerprint, is_ready, now)
+        self._vote(entry.request.fingerprint, is_ready, now)
 
     def decline(self, now: float) -> None:
         """Vote against all, if a vote is open and this rank has not voted."""
         if self.is_open and not self._agreement.has_voted:
-            self._cast(0, False, now)
+            self._vote(0, False, now)
 
-    def _cast(self, number: int, is_ready: bool, now: float) -> None:
+    def _vote(self, number: int, is_ready: bool, now: float) -> None:
         self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
-        self._agreement.cast(number, is_ready)
+        self._agreement.vote(number, is_ready)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
         """The entry that this rank voted for, if any, and the outcome of the round; None until all ranks have voted."""

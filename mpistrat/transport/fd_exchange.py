@@ -2,7 +2,7 @@
 
 Every user of a machine can read the names of Unix sockets, and connect to those in Linux's abstract namespace. So the
 first rank listens under such a name during init() only. Both sides check that the peer has the same user id, as the
-kernel reports it (SO_PEERCRED), and that it knows a secret, which the ranks exchange over MPI. Used by one thread.
+kernel reports it (SO_PEERCRED), and that it has a secret, which the ranks exchange over MPI. Used by one thread.
 """
 
 import array

@@ -89,7 +89,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Host]:
 @pytest.mark.parametrize("ready, expected", [(True, Outcome.ALL_READY), (False, Outcome.AGREED)])
 def test_all_hosts_agree_on_what_all_vote_for(host: Host, number: int, ready: bool, expected: Outcome) -> None:
     for agreement in host.agreements:
-        agreement.cast(number, ready)
+        agreement.vote(number, ready)
     assert host.outcomes() == [expected] * len(host.agreements)
     assert not any(agreement.has_voted for agreement in host.agreements)
 
@@ -99,13 +99,13 @@ def test_all_hosts_agree_on_what_all_vote_for(host: Host, number: int, ready: bo
 def test_one_rank_is_enough_to_refuse(host: Host, differs: str, number: int) -> None:
     different = 0 if differs == "first rank" else host.size - 1
     for rank, agreement in zip(host.ranks, host.agreements, strict=True):
-        agreement.cast(number if rank == different else 5, is_ready=True)
+        agreement.vote(number if rank == different else 5, is_ready=True)
     assert host.outcomes() == [Outcome.REFUSED] * len(host.agreements)
 
 
 def test_one_rank_that_is_not_ready_is_enough(host: Host) -> None:
     for rank, agreement in zip(host.ranks, host.agreements, strict=True):
-        agreement.cast(5, is_ready=rank != host.size - 1)
+        agreement.vote(5, is_ready=rank != host.size - 1)
     assert host.outcomes() == [Outcome.AGREED] * len(host.agreements)
 
 
@@ -117,7 +117,7 @@ def test_hosts_come_to_the_same_outcomes_at_any_speed(host: Host) -> None:
             if here.random() < 0.05:
                 time.sleep(0.001)
                 assert agreement.outcome() is None
-            agreement.cast(votes[rank])
+            agreement.vote(votes[rank])
         expected = Outcome.AGREED if len(set(votes)) == 1 else Outcome.REFUSED
         assert host.outcomes() == [expected] * len(host.agreements)
 
@@ -125,7 +125,7 @@ def test_hosts_come_to_the_same_outcomes_at_any_speed(host: Host) -> None:
 def test_who_has_not_voted_is_known_within_the_host(host: Host) -> None:
     assert host.agreements[0].missing() == host.ranks
     for agreement in host.agreements:
-        agreement.cast(5)
+        agreement.vote(5)
     assert host.agreements[0].missing() == [rank for rank in range(host.size) if rank not in host.ranks]
     host.outcomes()
 
@@ -133,7 +133,7 @@ def test_who_has_not_voted_is_known_within_the_host(host: Host) -> None:
 def test_the_first_rank_is_roused_by_votes_and_the_others_by_the_outcome(host: Host) -> None:
     host.roused.clear()
     for agreement in host.agreements:
-        agreement.cast(5)
+        agreement.vote(5)
     votes = [host.ranks[0]] * (len(host.ranks) - 1)
     assert host.roused == votes
     host.outcomes()
@@ -181,7 +181,7 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
             cut = arrays[i].size // 2
             sources = [arrays[i]] if whole else [arrays[i][:cut], arrays[i][cut:]]
             loads[i] = piggyback.pack(sources, [targets[i]], Reduction(op, prescale, scale), arrays[i].size)
-        agreement.cast(number, is_ready=i in loads)
+        agreement.vote(number, is_ready=i in loads)
     outcomes = host.outcomes()
     first = host.freights[0]
     assert first is not None and first._latest is None, "what was packed, and its targets, are kept alive"

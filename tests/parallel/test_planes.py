@@ -103,7 +103,7 @@ def reduce_by_vote(plane: HierarchicalData, agreement: HierarchicalAgreement, so
                    is_ready: bool = True) -> Outcome:
     """The average of `sources`, by the way that all ranks have voted for."""
     prepared = plane.prepare(sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, MPI.COMM_WORLD.Get_size())))
-    agreement.cast(5, prepared.is_packed and is_ready)
+    agreement.vote(5, prepared.is_packed and is_ready)
     outcome = None
     while outcome is None:
         outcome = agreement.outcome()

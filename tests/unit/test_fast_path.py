@@ -42,7 +42,7 @@ def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool
     ranks = agreements(3)
     for agreement, vote in zip(ranks, votes, strict=True):
         assert agreement.outcome() is None
-        agreement.cast(vote)
+        agreement.vote(vote)
     assert [agreement.outcome() for agreement in ranks] == [expected] * 3
 
 
@@ -52,19 +52,19 @@ def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool
 def test_all_ranks_hear_whether_all_are_ready(vote: int, ready: tuple[bool, ...], expected: Outcome) -> None:
     ranks = agreements(3)
     for agreement, is_ready in zip(ranks, ready, strict=True):
-        agreement.cast(vote, is_ready)
+        agreement.vote(vote, is_ready)
     assert [agreement.outcome() for agreement in ranks] == [expected] * 3
 
 
 def test_there_is_no_outcome_before_all_have_voted() -> None:
     first, second = agreements(2)
     assert (first.has_voted, first.has_news(), second.has_news()) == (False, False, False)
-    first.cast(1)
+    first.vote(1)
     assert first.outcome() is None
     assert second.outcome() is None
     assert (first.has_voted, first.has_news(), second.has_news()) == (True, False, False)
     assert first.missing() == [1]
-    second.cast(1)
+    second.vote(1)
     assert first.has_news() and second.has_news()
     assert first.outcome() and second.outcome()
     assert (first.has_voted, second.has_voted) == (False, False)
@@ -73,19 +73,19 @@ def test_there_is_no_outcome_before_all_have_voted() -> None:
 def test_a_rank_that_is_ahead_does_not_change_the_outcome_for_the_others() -> None:
     first, second, third = agreements(3)
     for agreement in (first, second, third):
-        agreement.cast(7)
+        agreement.vote(7)
     assert first.outcome()
-    first.cast(8)
+    first.vote(8)
     assert second.outcome()
-    second.cast(9)
+    second.vote(9)
     assert third.outcome()
-    third.cast(8)
+    third.vote(8)
     assert [agreement.outcome() for agreement in (first, second, third)] == [False] * 3
 
 
 def test_ranks_that_may_sleep_are_called() -> None:
     group = ThreadGroup(3)
-    group.agreement(1).cast(4)
+    group.agreement(1).vote(4)
     assert [event.is_set() for event in group.wake_events] == [True, False, True]
 
 
@@ -94,7 +94,7 @@ def test_all_ranks_come_to_the_same_outcomes(size: int) -> None:
     def vote(agreement: SharedMemoryAgreement) -> list[bool | None]:
         chance, outcomes = random.Random(id(agreement)), []
         for _ in range(300):
-            agreement.cast(chance.choice([3, 3, 3, 4]))
+            agreement.vote(chance.choice([3, 3, 3, 4]))
             while (outcome := agreement.outcome()) is None:
                 time.sleep(0)
             outcomes.append(outcome)

@@ -23,7 +23,7 @@ def test_the_ranks_of_a_host_take_its_gpus_in_order(ranks: int, gpus: int, indic
     (1, 1, None, "one rank, one GPU", False),
     (4, 8, None, "4 ranks use a GPU each, of 8", False),
     (2, 2, "5,7", "2 ranks use a GPU each, of 2 (CUDA_VISIBLE_DEVICES=5,7)", False),
-    (3, 2, None, "3 ranks share 2 GPUs; NCCL wants one rank for each GPU", True),
+    (3, 2, None, "3 ranks share 2 GPUs; NCCL needs one rank per GPU", True),
     (3, 1, None, "3 ranks share the host's only GPU", True),
     (2, 1, "1", "each rank uses the GPU that its CUDA_VISIBLE_DEVICES names (1)", False),
     (2, 1, "MIG-ab/1/0", "each rank uses the GPU that its CUDA_VISIBLE_DEVICES names (MIG-ab/1/0, an instance of a "

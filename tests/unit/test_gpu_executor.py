@@ -254,7 +254,7 @@ def test_a_gpu_is_asked_at_once_at_first_and_then_more_and_more_seldom(waited_s:
     job.now = 7.0
     job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()
-    assert job.executor.patience(7.0 + waited_s) == pytest.approx(pause_s)
+    assert job.executor.next_check_s(7.0 + waited_s) == pytest.approx(pause_s)
 
 
 def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:

@@ -57,7 +57,7 @@ __device__ unsigned short float_to_bfloat(float value) {
 }
 
 struct Piece { unsigned long long source, target, count, first_block; };
-struct alignas(ALIGNMENT) Lump { unsigned int words[ALIGNMENT / 4]; };
+struct alignas(ALIGNMENT) Vector { unsigned int words[ALIGNMENT / 4]; };
 
 extern "C" __global__ void batched_copy(const Piece* pieces, int piece_count, double factor, long long divisor) {
     const unsigned long long block = blockIdx.x;
@@ -75,12 +75,12 @@ extern "C" __global__ void batched_copy(const Piece* pieces, int piece_count, do
     unsigned long long first = 0;
 #if IS_PLAIN
     if ((piece.source | piece.target) % ALIGNMENT == 0) {
-        const unsigned long long lumps = count * sizeof(SOURCE) / ALIGNMENT;
-        const Lump* from = reinterpret_cast<const Lump*>(source);
-        Lump* to = reinterpret_cast<Lump*>(target);
+        const unsigned long long vectors = count * sizeof(SOURCE) / ALIGNMENT;
+        const Vector* from = reinterpret_cast<const Vector*>(source);
+        Vector* to = reinterpret_cast<Vector*>(target);
 #pragma unroll 4
-        for (unsigned long long i = threadIdx.x; i < lumps; i += blockDim.x) to[i] = from[i];
-        first = lumps * ALIGNMENT / sizeof(SOURCE);
+        for (unsigned long long i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = from[i];
+        first = vectors * ALIGNMENT / sizeof(SOURCE);
     }
     for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x) target[i] = source[i];
 #else

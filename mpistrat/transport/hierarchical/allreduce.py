@@ -93,7 +93,7 @@ class HierarchicalData(SharedMemoryData):
     def _send(self, work: Work, k: int) -> None:
         """Reduce this rank's slice over the host, and start to send it to the other hosts."""
         chunk, number = work.chunks[k], work.first + k
-        if chunk.mine is not None:
+        if chunk.own is not None:
             self._memory.await_all(PACKED, number)
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
@@ -110,7 +110,7 @@ class HierarchicalData(SharedMemoryData):
         """
         hosts, host, sent = self._hosts, self._cross.Get_rank(), partial.view(np.uint8)
         if hosts == 2:
-            # If both hosts reduce the whole slice, they send as many bytes, and need no second exchange.
+            # Both hosts reduce the whole slice. That sends no more bytes, and saves the second exchange.
             theirs = buffer.view(partial.size, partial.dtype)
             requests = [self._cross.Irecv([theirs.view(np.uint8), MPI.BYTE], 1 - host),
                         self._cross.Isend([sent, MPI.BYTE], 1 - host)]

@@ -67,7 +67,7 @@ class Piggyback:
 
     @staticmethod
     def largest(local_sizes: Sequence[int]) -> int:
-        """Bytes of the largest all-reduce to go with a vote, for hosts with these numbers of ranks; 0: none goes."""
+        """Bytes of the largest all-reduce to send with a vote, for these numbers of ranks per host; 0: none."""
         hosts = len(local_sizes)
         if hosts > PIGGYBACK_MOST_HOSTS:
             return 0
@@ -101,7 +101,7 @@ class Piggyback:
             views = self._views[dtype] = [part.view(dtype) for part in self._bytes]
         return views
 
-    # -- on the first rank of a host, when all its ranks have voted for what is packed --------------------------------
+    # -- on the first rank of a host, when all its ranks have packed and voted ----------------------------------------
 
     def reduce_host(self, target: np.ndarray) -> int:
         """Write the host's partial result to `target`, of `slot_bytes` bytes. Returns the bytes written."""

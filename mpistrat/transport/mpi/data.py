@@ -73,14 +73,14 @@ class MpiData(DataPlane):
         bounds = [source.size * r // size for r in range(size + 1)]
         counts = [(bounds[r + 1] - bounds[r]) * itemsize for r in range(size)]
         starts = [bound * itemsize for bound in bounds[:-1]]
-        mine = target[bounds[rank]:bounds[rank + 1]]
-        parts = self._parts.view(mine.size * size, source.dtype).reshape(size, -1)
+        own = target[bounds[rank]:bounds[rank + 1]]
+        parts = self._parts.view(own.size * size, source.dtype).reshape(size, -1)
         row = counts[rank]
         exchange = self._comm.Ialltoallv(
             [source.view(np.uint8), counts, starts, MPI.BYTE],
             [parts.view(np.uint8), [row] * size, [row * r for r in range(size)], MPI.BYTE])
         self._complete(exchange, source.nbytes)
-        combine(parts, op, mine, scale)
+        combine(parts, op, own, scale)
         self._complete(self._comm.Iallgatherv(MPI.IN_PLACE, [target.view(np.uint8), counts, starts, MPI.BYTE]),
                        target.nbytes)
 

@@ -28,7 +28,7 @@ class SharedMemoryAgreement:
         self._round, self._counter, self._vote = 1, ODD_VOTE, 0
         self.has_voted = False  # see AgreementRound
 
-    def cast(self, number: int, is_ready: bool = False) -> None:
+    def vote(self, number: int, is_ready: bool = False) -> None:
         """See AgreementRound."""
         self._vote = number * _NUMBER | (self._round & TAG) | (_READY if is_ready else 0)
         self._memory.post(self._vote, self._counter)
@@ -69,17 +69,17 @@ class SharedMemoryAgreement:
 
     def _host_outcome(self) -> tuple[int, Outcome] | None:
         """(number, outcome) of the host's votes, with number 0 if they differ; None if a rank has not voted."""
-        mine = common = any_of = self._vote
+        own = common = any_of = self._vote
         for other in self._others:
             vote = self._memory.counter_of(other, self._counter)
-            if (vote ^ mine) & TAG:
+            if (vote ^ own) & TAG:
                 return None
             common &= vote
             any_of |= vote
         self._memory.fence()
-        if mine < _NUMBER or (common ^ any_of) >= _NUMBER:
+        if own < _NUMBER or (common ^ any_of) >= _NUMBER:
             return 0, Outcome.REFUSED
-        return mine // _NUMBER, Outcome.ALL_READY if common & _READY else Outcome.AGREED
+        return own // _NUMBER, Outcome.ALL_READY if common & _READY else Outcome.AGREED
 
     def _next_round(self) -> None:
         self._round, self.has_voted = self._round + 1, False

@@ -34,30 +34,30 @@ class Chunk(NamedTuple):
 
     Attributes:
         packs: The copies to shared memory that this rank makes.
-        mine: The slice of the chunk that this rank reduces; None: it reduces none.
+        own: The slice of the chunk that this rank reduces; None: it reduces none.
         parts: That slice in the memory of each rank of the host.
         reads: That slice in this rank's arrays, if this rank does not pack it.
         result: That slice in the memory of the results.
-        outs: The copies of that slice from the results to this rank's targets.
-        others: The copies of the other slices from the results to this rank's targets.
+        own_copies: The copies of that slice from the results to this rank's targets.
+        other_copies: The copies of the other slices from the results to this rank's targets.
     """
 
     packs: list[Move]
-    mine: slice | None
+    own: slice | None
     parts: list[np.ndarray]
     reads: list[Read]
     result: np.ndarray
-    outs: list[Move]
-    others: list[Move]
+    own_copies: list[Move]
+    other_copies: list[Move]
 
     @property
     def views(self) -> int:
         """The number of numpy views that the chunk holds."""
-        return len(self.packs) + len(self.outs) + len(self.others) + len(self.parts) * (1 + len(self.reads))
+        return len(self.packs) + len(self.own_copies) + len(self.other_copies) + len(self.parts) * (1 + len(self.reads))
 
 
 def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]], index: int,
-            share: Callable[[int], tuple[slice | None, list[slice]]], packs_own: bool) -> list[Chunk]:
+            slices_of: Callable[[int], tuple[slice | None, list[slice]]], packs_own: bool) -> list[Chunk]:
     """Return the chunks for arrays of these sizes.
 
     Args:
@@ -66,25 +66,25 @@ def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.nd
         slots: The memory that the chunks use in turn: in each slot that of each rank of the host, then that of the
             results.
         index: This rank's position among the ranks of the host.
-        share: Returns, for the number of elements of a chunk, the slice that this rank reduces and the other slices.
+        slices_of: Returns for a number of elements (the slice that this rank reduces, the other slices).
         packs_own: Whether this rank also packs the slice that it reduces.
     """
     layout, chunks = FlatLayout(sizes), []
     for k, start in enumerate(range(0, layout.length, per_chunk)):
         size, slot = min(per_chunk, layout.length - start), slots[k % len(slots)]
-        mine, rest = share(size)
+        own, rest = slices_of(size)
         packed, reduced = slot[index], slot[-1]
         packs = _moves(layout, start, [slice(0, size)] if packs_own else rest, packed)
-        others = _moves(layout, start, rest, reduced)
-        if mine is None:
-            chunks.append(Chunk(packs, None, [], [], reduced[:0], [], others))
+        other_copies = _moves(layout, start, rest, reduced)
+        if own is None:
+            chunks.append(Chunk(packs, None, [], [], reduced[:0], [], other_copies))
             continue
-        parts, result = [part[mine] for part in slot[:-1]], reduced[mine]
-        own = layout.segments(start + mine.start, mine.stop - mine.start)
+        parts, result = [part[own] for part in slot[:-1]], reduced[own]
+        own_segments = layout.segments(start + own.start, own.stop - own.start)
         reads = [] if packs_own else [
-            Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own]
-        outs = [Move(array, part, result[here]) for array, part, here in own]
-        chunks.append(Chunk(packs, mine, parts, reads, result, outs, others))
+            Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own_segments]
+        own_copies = [Move(array, part, result[here]) for array, part, here in own_segments]
+        chunks.append(Chunk(packs, own, parts, reads, result, own_copies, other_copies))
     return chunks
 
 

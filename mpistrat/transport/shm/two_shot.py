@@ -130,7 +130,7 @@ class SharedMemoryData(DataPlane):
         chunks = self._layouts.get(key)
         if chunks is None:
             chunks = lay_out(sizes, self._used_bytes // itemsize, slots, self._index,
-                             lambda size: self._share(size, itemsize), packs_own)
+                             lambda size: self._slices_of(size, itemsize), packs_own)
             views = sum([chunk.views for chunk in chunks])
             if self._kept_views + views > SHM_KEPT_VIEWS:
                 self._forget_layouts()
@@ -142,13 +142,13 @@ class SharedMemoryData(DataPlane):
         self._layouts.clear()
         self._kept_views = 0
 
-    def _share(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
+    def _slices_of(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
         """For a chunk of `size` elements: the slice that this rank reduces, and the other slices."""
         reducers = self._reducers(size * itemsize)
         if self._index >= reducers:
             return None, [slice(0, size)]
-        mine = slice(size * self._index // reducers, size * (self._index + 1) // reducers)
-        return mine, [part for part in (slice(0, mine.start), slice(mine.stop, size)) if part.start < part.stop]
+        own = slice(size * self._index // reducers, size * (self._index + 1) // reducers)
+        return own, [part for part in (slice(0, own.start), slice(own.stop, size)) if part.start < part.stop]
 
     def _reducers(self, nbytes: int) -> int:
         """How many ranks, from the first of the host on, reduce a slice of a chunk of `nbytes`."""
@@ -238,13 +238,13 @@ class SharedMemoryData(DataPlane):
 
     def _take_own(self, work: Work, k: int) -> None:
         """Copy this rank's slice to its targets."""
-        for array, part, memory in work.chunks[k].outs:
+        for array, part, memory in work.chunks[k].own_copies:
             work.outputs[array][part] = memory
 
     def _unpack(self, work: Work, k: int) -> None:
         """Copy the slices that other ranks have reduced to this rank's targets."""
         self._memory.await_all(READY, work.first + k)
-        for array, part, memory in work.chunks[k].others:
+        for array, part, memory in work.chunks[k].other_copies:
             work.outputs[array][part] = memory
         self._memory.post(work.first + k, UNPACKED)
 
