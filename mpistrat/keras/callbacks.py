@@ -1,5 +1,6 @@
-"""Keras callbacks: equal weights on all ranks at the start, metrics averaged over them, learning rates that warm up."""
+"""Keras callbacks: broadcast the initial weights, average metrics over the ranks, and schedule learning rates."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -10,22 +11,25 @@ from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set, require_global
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
+from ..tensorflow.types import Variable
+
+Logs = dict[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Give all ranks the root's weights and optimizer state. Collective: every rank's fit has it.
+    """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
-    What exists when training begins is broadcast then, with the optimizer's slots made first; for a model that gets its
-    weights from the first batch (no Input layer), the rest is broadcast after that batch. Random states of layers such
-    as Dropout are left alone, so that ranks drop different units.
+    When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
+    creates its weights with the first batch; they are broadcast after that batch. Random states of layers such as
+    Dropout are not broadcast, so that the ranks drop different units.
 
     Args:
-        root_rank: Whose values all ranks get.
-        device: Accepted for Horovod's sake.
-        local_variables: Variables that stay as they are.
+        root_rank: The rank whose values all ranks get.
+        device: Accepted for compatibility with Horovod, ignored.
+        local_variables: Variables that are not broadcast.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None,
+    def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
         super().__init__()
         require_global(process_set)
@@ -33,22 +37,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local = IdentitySet(local_variables or ())
         self._sent = 0
 
-    def register_local_var(self, variable: Any) -> None:
-        """Leave this variable as it is on each rank."""
+    def register_local_var(self, variable: Variable) -> None:
+        """Exclude this variable from the broadcast."""
         self._local.add(variable)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._sent = 0
         optimizer = self.model.optimizer
         if self.model.built and self.model.trainable_variables and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if batch == 0 and len(self._variables()) != self._sent:
             self._broadcast()
 
-    def _variables(self) -> list[Any]:
+    def _variables(self) -> list[keras.Variable]:
         return [v for v in (*self.model.weights, *self.model.optimizer.variables) if v not in self._local]
 
     def _broadcast(self) -> None:
@@ -59,20 +63,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replace the metrics of an epoch by their average over the ranks. Collective.
+    """Replaces the metrics of an epoch by their average over the ranks. Collective.
 
-    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that they see the
-    same numbers on all ranks. A weighted mean would need the row counts: give the ranks equal numbers of rows.
+    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
+    same numbers on all ranks. The mean is not weighted, so the ranks should have equal numbers of rows.
 
     Args:
-        device: Accepted for Horovod's sake.
+        device: Accepted for compatibility with Horovod, ignored.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set):
         super().__init__()
         require_global(process_set)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if not logs or runtime.current().topology.size == 1:
             return
         names = sorted(name for name, value in logs.items() if np.isscalar(value) or np.ndim(value) == 0)
@@ -82,21 +86,22 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to `initial_lr * multiplier(epoch)`.
+    """Sets the learning rate to `initial_lr * multiplier(epoch)`. Local.
 
     Args:
         initial_lr: The learning rate before the multiplier.
         multiplier: A function of the epoch, or a constant c, which means c ** (epoch - start_epoch).
-        start_epoch: First epoch in which it acts.
-        end_epoch: First epoch in which it no longer does; None: never.
-        staircase: Act at the beginning of an epoch only; else at every batch, with a fractional epoch.
+        start_epoch: The first epoch in which it sets the rate.
+        end_epoch: The first epoch in which it no longer sets the rate; None: it always does.
+        staircase: Set the rate at the beginning of an epoch only; else at every batch, with a fractional epoch.
         momentum_correction: Scale the momentum by new / old learning rate for the batch of the change (Goyal et al.,
             "Accurate, Large Minibatch SGD", 2017, section 2.1).
-        steps_per_epoch: Needed without staircase where Keras does not know it.
+        steps_per_epoch: Required without staircase if the dataset has no known length.
     """
 
-    def __init__(self, initial_lr: float, multiplier: Any, start_epoch: int = 0, end_epoch: int | None = None,
-                 staircase: bool = True, momentum_correction: bool = True, steps_per_epoch: int | None = None):
+    def __init__(self, initial_lr: float, multiplier: Callable[[float], float] | float, start_epoch: int = 0,
+                 end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool = True,
+                 steps_per_epoch: int | None = None):
         super().__init__()
         if initial_lr is None:
             raise ValueError("initial_lr is required: the learning rate before the multiplier, usually "
@@ -108,16 +113,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
         self._momentum: float | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
                 raise ValueError("steps_per_epoch is required, since Keras does not know the length of this dataset.")
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if self.staircase:
@@ -126,12 +131,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         else:
             self._set(self.multiplier(self._epoch + batch / float(self.steps_per_epoch or 1)))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._momentum is not None:
             self.model.optimizer.momentum.assign(self._momentum)
             self._momentum = None
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
@@ -139,21 +144,21 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old, new = float(optimizer.learning_rate), self.initial_lr * factor
         optimizer.learning_rate = new
-        # A plain number is a constant of the compiled step in Keras 3, so a change would not reach it.
+        # In Keras 3 a plain number is a constant of the compiled step, which a later change would not affect.
         if self.momentum_correction and isinstance(getattr(optimizer, "momentum", None), keras.Variable) and old:
             self._momentum = float(optimizer.momentum)
             optimizer.momentum.assign(self._momentum * new / old)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raise the learning rate linearly from `initial_lr / size()` to `initial_lr` in the first epochs.
+    """Raises the learning rate linearly from `initial_lr / size()` to `initial_lr` in the first epochs. Local.
 
     Args:
         initial_lr: The rate for all ranks together, after the warm-up.
-        warmup_epochs: How long it takes.
+        warmup_epochs: The number of epochs of the warm-up.
         momentum_correction: See LearningRateScheduleCallback.
         steps_per_epoch: Likewise.
-        verbose: 1: the chief says when the warm-up is done.
+        verbose: 1: the chief prints a line when the warm-up is done.
     """
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
@@ -167,7 +172,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
                          momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
         self._verbose = verbose
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
         if self.end_epoch and epoch == self.end_epoch - 1 and self._verbose and runtime.current().topology.rank == 0:
             print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done, at "

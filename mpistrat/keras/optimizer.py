@@ -1,45 +1,48 @@
-"""DistributedOptimizer: a Keras optimizer of the same class whose gradients are averaged over the ranks."""
+"""DistributedOptimizer: a Keras optimizer of the same class that averages its gradients over the ranks."""
 
 import itertools
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set, require_global
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, Min, ReduceOp, Sum
 from ..tensorflow.bridge.buckets import reduce_list
-from ..tensorflow.compression import Compression
+from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientReducer, check_groups
 from ..tensorflow.identity import IdentitySet
+from ..tensorflow.types import OptionalGradient, Variable
 from ._private import agree_on_finite, serialise_as
 
-# What Keras calls while it applies gradients, and where accumulated ones are reduced; not public.
+# Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _numbers = itertools.count(1)
 _classes: dict[type, type] = {}
 
 
 class _Distributed:
-    """Mixed in before a Keras optimizer's class: reduces gradients before anything else looks at them.
+    """A mix-in before a Keras optimizer's class: it reduces gradients before Keras uses them.
 
-    With gradient accumulation the sum of the steps is reduced, once per update, and not every step's gradient. Clipping
-    comes after the reduction in either case, and so clips the averaged gradient.
+    With gradient accumulation it reduces the sum of the steps once per update, not each step's gradient. In both cases
+    clipping comes after the reduction, so Keras clips the averaged gradient.
     """
 
     is_distributed = True
     _mpistrat_reducer: GradientReducer
     _mpistrat_factor: float
-    _mpistrat_accumulating: list[Any] | None
+    _mpistrat_accumulating: list[keras.Variable] | None
     _mpistrat_called: set[str]  # the hooks that Keras has called
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """As the wrapped class' apply, with the gradients averaged over the ranks. Collective.
+    def apply(self, grads: Iterable[OptionalGradient],
+              trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
+        """As the original class' apply, with the gradients averaged over the ranks. Collective.
 
         Raises:
-            MissingDependencyError: Gradients are accumulated, and Keras does not call what averages them.
+            MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
         """
         grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else list(  # type: ignore[attr-defined]
@@ -50,38 +53,41 @@ class _Distributed:
             grads = self._mpistrat_reducer.reduce(grads, variables)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
-    def _mpistrat_apply_accumulated(self, grads: list[Any], given: Any, variables: list[Any]) -> Any:
+    def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: Iterable[keras.Variable] | None,
+                                    variables: list[keras.Variable]) -> tf.Tensor | None:
         if self._mpistrat_called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]
         require_hooks(type(self))
-        # Keras assigns the gradients of some variables as they are, and calls nothing if these are all.
+        # Keras assigns the gradients of some variables directly, and calls no hook if there are no others.
         expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
                                       for gradient, v in zip(grads, variables, strict=False)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
-            expected.discard("_clip_gradients")  # This step is no update; in a graph both branches are traced.
+            expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
         if not expected <= self._mpistrat_called:
             raise _unknown(f"it has applied gradients with {type(self).__name__} and not called "
                            f"{', '.join(sorted(expected - self._mpistrat_called))}")
         return result
 
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        # Keras calls this from apply, and from here, in the branch of the update only, _clip_gradients.
+    def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
+                                 trainable_variables: Sequence[keras.Variable]) -> None:
+        # Keras calls this from apply. In turn this calls _clip_gradients, only in the branch of the update.
         self._mpistrat_called.add("_backend_apply_gradients")
         accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
-        # Not by plain assignment: Keras would take the model's variables, found in a list, for the optimizer's own.
+        # Not by plain assignment: Keras would track the model's variables in the list as the optimizer's own.
         object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
-        # Without a strategy Keras' own changes nothing. But it has a custom gradient, for which TensorFlow keeps the
-        # graph of the train step as long as the process lives.
+    def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
+                                  ) -> list[tuple[OptionalGradient, tf.Variable]]:
+        # Without a strategy Keras' method changes nothing. But it has a custom gradient, for which TensorFlow keeps the
+        # graph of the train step until the process ends.
         if tf.distribute.has_strategy():
             return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
         return list(grads_and_vars)
 
-    def _clip_gradients(self, grads: Any) -> Any:
+    def _clip_gradients(self, grads: list[OptionalGradient]) -> list[OptionalGradient]:
         self._mpistrat_called.add("_clip_gradients")
         if self._mpistrat_accumulating is not None:
             grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
@@ -89,45 +95,46 @@ class _Distributed:
                 grads = [g if g is None else g * tf.cast(self._mpistrat_factor, g.dtype) for g in grads]
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
-    def register_local_var(self, variable: Any) -> None:
-        """Leave this variable's gradients out of the averaging."""
+    def register_local_var(self, variable: Variable) -> None:
+        """Exclude this variable's gradients from the averaging."""
         self._mpistrat_reducer.register_local(variable)
 
 
-def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None = None,  # noqa: N802
-                         device_dense: str = "", device_sparse: str = "", compression: Any = Compression.none,
-                         sparse_as_dense: bool = False, gradient_predivide_factor: float = 1.0,
-                         op: ReduceOp = Average, backward_passes_per_step: int = 1,
-                         average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
+def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
+                         device_dense: str = "", device_sparse: str = "",
+                         compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                         gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
+                         backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+                         num_groups: int = 0, groups: int | list[list[Variable]] | None = None,
                          process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True) -> keras.optimizers.Optimizer:
+                         scale_local_gradients: bool = True) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
-    It is of a subclass of the same name: it compiles, saves and loads as the original does, and a saved model loads
-    where mpistrat is not installed. Clipping is of the averaged gradient. The ranks make their optimizers in the same
-    order. Not collective itself; `apply` is.
+    Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
+    where mpistrat is not installed. Clipping applies to the averaged gradient. All ranks must create their optimizers
+    in the same order. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.
-        name: A name for the new optimizer; the default is the old one's.
-        device_dense: Accepted for Horovod's sake.
+        name: The name of the new optimizer; the default is the old one's.
+        device_dense: Accepted for compatibility with Horovod, ignored.
         device_sparse: Likewise.
         compression: One of Compression.
-        sparse_as_dense: Make tf.IndexedSlices dense first.
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
         gradient_predivide_factor: See GradientReducer.
         op: Average or Sum.
-        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, by Keras' gradient
+        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, with Keras' gradient
             accumulation.
         average_aggregated_gradients: Divide that sum by k.
         num_groups: Deprecated form of `groups`.
-        groups: Accepted; all gradients are reduced together anyway.
+        groups: Accepted for compatibility, ignored. All gradients are reduced together.
         process_set: The global one.
         scale_local_gradients: See GradientReducer.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
-        MissingDependencyError: Gradients are accumulated, and this version of Keras does not do so in a way that is
-            known here; `apply` raises it too.
+        MissingDependencyError: Gradients are accumulated, and this version of Keras lacks the hooks that average them;
+            `apply` raises it too.
     """
     require_global(process_set)
     check_groups(groups, num_groups)
@@ -153,19 +160,19 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, name: str | None
     return distributed
 
 
-def _take_over(new: Any, old: Any, passes: int) -> None:
-    """Give `new` the state of `old`: a loaded model's optimizer has learned something."""
+def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
+    """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
     new.build(old._trainable_variables)
     accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
-        new._iterations.assign(old._iterations * passes)  # Keras counts the passes then, and divides.
+        new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
 
 
-def _check(optimizer: Any, op: ReduceOp, passes: int) -> None:
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
+    if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}")
     if is_distributed(optimizer):
@@ -181,8 +188,8 @@ def _check(optimizer: Any, op: ReduceOp, passes: int) -> None:
 
 
 def require_hooks(cls: type) -> None:
-    """Raise MissingDependencyError where a class of optimizers lacks what averages accumulated gradients."""
-    # The class below puts its own before them, whether there are any or not.
+    """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
+    # _Distributed defines the hooks in any case.
     missing = [name for name in _HOOKS
                if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
     if missing:
@@ -195,13 +202,13 @@ def _unknown(what: str) -> MissingDependencyError:
         "with Keras 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a version.")
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """Whether `optimizer`, or the one in it, averages gradients over the ranks."""
+def is_distributed(optimizer: Optimizer | None) -> bool:
+    """Whether `optimizer`, or its inner optimizer, averages gradients over the ranks."""
     return any(getattr(o, "is_distributed", False) for o in (optimizer, getattr(optimizer, "inner_optimizer", None)))
 
 
-def _distributed_class(original: type) -> Any:
-    """The distributed subclass of an optimizer's class; one for each."""
+def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
+    """The distributed subclass of an optimizer's class. There is one for each class."""
     if original not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
         _classes[original] = type(original.__name__, (_Distributed, original), body)
@@ -209,7 +216,7 @@ def _distributed_class(original: type) -> Any:
     return _classes[original]
 
 
-def _on_all_ranks(finite: Any) -> Any:
+def _on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
     if runtime.current().topology.size == 1:
         return finite
     name = "finite" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("finite")

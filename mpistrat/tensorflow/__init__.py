@@ -32,7 +32,7 @@ __all__ += common.__all__
 
 
 def __getattr__(name: str) -> Any:
-    # Horovod has DistributedOptimizer here too. It is a Keras optimizer, so Keras is loaded only when it is asked for.
+    # Horovod has DistributedOptimizer here too. It is a Keras optimizer, so Keras is imported on first access only.
     if name == "DistributedOptimizer":
         from importlib import import_module
         return import_module("mpistrat.keras").DistributedOptimizer

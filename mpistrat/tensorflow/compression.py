@@ -1,4 +1,4 @@
-"""Compression: which dtype a gradient travels in. Any class with the two static methods can take its place."""
+"""Compression: the dtype in which gradients are sent. Users may pass any class with the two methods of Compressor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from .bridge import gpu_eager, gpu_graph
 
 
 class Compressor:
-    """Interface: how a tensor is changed before a reduction and changed back after it."""
+    """Interface: converts a tensor before a reduction, and converts the result back."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor to reduce, and what decompress needs to know."""
+        """Return the tensor to reduce, and a context for decompress."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """The reverse."""
+        """Return the result of the reduction in the form of the original tensor."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Does not change tensors."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -35,7 +35,7 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Casts wider floating-point tensors to `dtype` and back; leaves all others as they are."""
+    """Casts wider floating-point tensors to `dtype` and back; does not change other tensors."""
 
     dtype: tf.DType
 
@@ -46,7 +46,7 @@ class _CastCompressor(Compressor):
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+    def decompress(tensor: tf.Tensor, context: tf.DType | None) -> tf.Tensor:
         return tensor if context is None else tf.cast(tensor, context)
 
 
@@ -65,7 +65,7 @@ class BF16Compressor(_CastCompressor):
 class Compression:
     """The choices: `Compression.none`, `Compression.fp16`, `Compression.bf16`.
 
-    On the CPU sums are made in float32 in any case, and on a GPU in the dtype in which gradients travel.
+    The CPU sums in float32 in any case, a GPU in the dtype in which gradients are sent.
     """
 
     none = NoneCompressor
@@ -74,28 +74,28 @@ class Compression:
 
 
 class Compressed:
-    """Dense tensors on their way through one of Compression, or a class in its place.
+    """Dense tensors, compressed.
 
-    Those on a GPU are not cast in the graph: the kernel that packs them into a fusion buffer does it on the way.
+    fp16 and bf16 do not cast tensors on a GPU in the graph: the kernel that packs them into a fusion buffer casts them.
 
     Attributes:
-        tensors: What to reduce.
+        tensors: The tensors to reduce.
         wire: As in Request.
     """
 
-    def __init__(self, tensors: Sequence[tf.Tensor], compression: Any):
+    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor]):
         self._compression = compression
         self.tensors, self.wire = list(tensors), ""
         self._contexts: list[Any] | None = None
         is_cast = compression in (Compression.fp16, Compression.bf16)
         if is_cast and (gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
-            self.wire = compression.dtype.name
+            self.wire = compression.dtype.name  # type: ignore[attr-defined]
             return
         pairs = [compression.compress(tensor) for tensor in tensors]
         self.tensors, self._contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
 
     def restored(self, reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What has become of the tensors, in their own dtypes."""
+        """The reduced tensors, decompressed."""
         if self._contexts is None:
             return list(reduced)
         return [self._compression.decompress(tensor, context)

@@ -1,60 +1,61 @@
 """DistributedGradientTape: a tf.GradientTape whose gradients are averaged over the ranks."""
 
 import itertools
-from typing import Any
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, require_global
 from ..core.request import Average, ReduceOp
-from .compression import Compression
+from .compression import Compression, Compressor
 from .gradients import GradientReducer, check_groups
 from .ops import without_autograph
+from .types import Structure, Variable
 
 _numbers = itertools.count()
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """Shares the state of the tape it was made from, and reduces what `gradient` returns."""
+    """Shares the state of the tape it was made from; `gradient` returns reduced gradients."""
 
     def __init__(self, tape: tf.GradientTape, reducer: GradientReducer):
-        self.__dict__ = tape.__dict__  # The very same recording, whichever of the two is used.
+        self.__dict__ = tape.__dict__  # The same recording, whichever of the two is used.
         self._mpistrat_reducer = reducer
 
     @without_autograph
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None,
-                 unconnected_gradients: Any = tf.UnconnectedGradients.NONE) -> Any:
-        """As tf.GradientTape.gradient, averaged over the ranks. Collective; `sources` may be nested."""
+    def gradient(self, target: object, sources: Structure, output_gradients: object = None,
+                 unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE) -> Structure:
+        """As tf.GradientTape.gradient, averaged over the ranks. Collective. `sources` may be nested."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
-        # tf.nest takes None and tf.IndexedSlices for leaves, as it should.
+        # For tf.nest, None and tf.IndexedSlices are leaves.
         flat = self._mpistrat_reducer.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(sources, flat)
 
-    def register_local_source(self, source: Any) -> None:
-        """Leave the gradients of this source out of the averaging."""
+    def register_local_source(self, source: Variable) -> None:
+        """Exclude the gradients of this source from the averaging."""
         self._mpistrat_reducer.register_local(source)
 
 
 @without_autograph
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
-                            compression: Any = Compression.none, sparse_as_dense: bool = False,
+                            compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
-                            groups: Any = None, process_set: ProcessSet = global_process_set,
+                            groups: int | list[list[Variable]] | None = None,
+                            process_set: ProcessSet = global_process_set,
                             scale_local_gradients: bool = True) -> tf.GradientTape:
     """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
 
-    Every rank makes its tapes in the same places of its program: in a tf.function, where it is traced.
+    All ranks must create their tapes in the same places of the program: in a tf.function, where it is traced.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.
-        device_dense: Accepted for Horovod's sake.
+        device_dense: Accepted for compatibility with Horovod, ignored.
         device_sparse: Likewise.
         compression: One of Compression.
-        sparse_as_dense: Make tf.IndexedSlices dense first.
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
         op: Average or Sum.
         gradient_predivide_factor: See GradientReducer.
         num_groups: Deprecated form of `groups`.
-        groups: Accepted; all gradients are reduced together anyway.
+        groups: Accepted for compatibility, ignored. All gradients are reduced together.
         process_set: The global one.
         scale_local_gradients: See GradientReducer.
     """
@@ -62,7 +63,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     check_groups(groups, num_groups)
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
-    # Eager code makes a tape for every step, one after the other; a tf.function makes one per trace.
+    # Eager code creates a tape per step, one after the other. A tf.function creates one per trace.
     name = "tape" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("tape")
     reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients)
     return _DistributedGradientTape(gradtape, reducer)

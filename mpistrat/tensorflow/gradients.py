@@ -1,32 +1,32 @@
-"""GradientReducer: what the tape and the optimizers do with a list of gradients, dense, sparse or None."""
+"""GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from ..api import runtime
 from ..core.errors import InvalidRequestError
 from ..core.request import Average, ReduceOp, resolve_op
-from .compression import Compressed
+from .compression import Compressed, Compressor
 from .identity import IdentitySet
 from .ops import reduce_dense, reduce_slices
+from .types import OptionalGradient, Tensor, Variable
 
 
 class GradientReducer:
-    """Averages (or sums) lists of gradients over the ranks. With one rank it leaves them as they are.
+    """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
 
     Args:
-        name: By which the ranks meet; the gradients are numbered, since variables' names repeat.
+        name: Identifies the collectives on all ranks. Gradients are numbered, because names of variables repeat.
         compression: One of Compression.
-        sparse_as_dense: Whether tf.IndexedSlices are made dense first.
+        sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
         op: Average or Sum.
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
     """
 
-    def __init__(self, name: str, compression: Any, sparse_as_dense: bool, op: ReduceOp,
+    def __init__(self, name: str, compression: type[Compressor], sparse_as_dense: bool, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True):
         op = resolve_op(op, None)
         if gradient_predivide_factor != 1.0 and op is not Average:
@@ -39,12 +39,12 @@ class GradientReducer:
         self._scale_local = scale_local_gradients
         self._local = IdentitySet()
 
-    def register_local(self, variable: Any) -> None:
-        """Leave this variable's gradients out of the reduction."""
+    def register_local(self, variable: Variable) -> None:
+        """Exclude this variable's gradients from the reduction."""
         self._local.add(variable)
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, reduced. Collective; `variables` are those of the gradients. None stays None.
+    def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
+        """Return the reduced gradients of `variables`. Collective. None stays None.
 
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
@@ -70,11 +70,11 @@ class GradientReducer:
         self._reduce_dense(results, [i for i in shared if not isinstance(results[i], tf.IndexedSlices)], variables)
         return results
 
-    def _reduce_sparse(self, results: list[Any], indices: list[int]) -> None:
+    def _reduce_sparse(self, results: list[OptionalGradient], indices: list[int]) -> None:
         for i in indices:
             results[i] = reduce_slices(results[i], self._op, 1.0, 1.0, f"{self._name}/{i}")
 
-    def _reduce_dense(self, results: list[Any], indices: list[int], variables: Sequence[Any]) -> None:
+    def _reduce_dense(self, results: list[OptionalGradient], indices: list[int], variables: Sequence[Variable]) -> None:
         compressed = Compressed([tf.convert_to_tensor(results[i]) for i in indices], self._compression)
         labels = [label_of(variables[i]) for i in indices]
         reduced = reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide, self._name, labels,
@@ -82,7 +82,7 @@ class GradientReducer:
         for i, tensor in zip(indices, compressed.restored(reduced), strict=True):
             results[i] = tensor
 
-    def _local_gradient(self, gradient: Any, size: int) -> Any:
+    def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:
             return gradient
         if isinstance(gradient, tf.IndexedSlices):
@@ -90,13 +90,13 @@ class GradientReducer:
         return gradient / size
 
 
-def label_of(variable: Any) -> str:
-    """What a user calls a variable: its Keras path, or its name."""
+def label_of(variable: Variable) -> str:
+    """The user's name of a variable: its Keras path, or its name."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
 
 
-def check_groups(groups: Any, num_groups: int) -> None:
-    """Horovod's `groups` and `num_groups` ask for tensors to be reduced together. Here all of them always are.
+def check_groups(groups: int | list[list[Variable]] | None, num_groups: int) -> None:
+    """Check Horovod's `groups` and `num_groups`, which group tensors that are reduced together. Here all of them are.
 
     Raises:
         ValueError: `groups` is neither None, a positive number nor a list of lists of variables.

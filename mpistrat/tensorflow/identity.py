@@ -1,18 +1,17 @@
-"""Sets of what cannot be hashed, such as variables."""
+"""IdentitySet: a set of objects that cannot be hashed, such as variables."""
 
 from collections.abc import Iterable
-from typing import Any
 
 
 class IdentitySet:
-    """Objects, compared by identity. It keeps them alive, for the id of an object that is gone is another's next."""
+    """A set that compares objects by identity. It keeps them alive: the id of a deleted object may be reused."""
 
-    def __init__(self, members: Iterable[Any] = ()):
+    def __init__(self, members: Iterable[object] = ()):
         self._members = {id(member): member for member in members}
 
-    def add(self, member: Any) -> None:
-        """Put `member` in."""
+    def add(self, member: object) -> None:
+        """Add `member`."""
         self._members[id(member)] = member
 
-    def __contains__(self, candidate: Any) -> bool:
+    def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._members

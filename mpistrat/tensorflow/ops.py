@@ -1,14 +1,14 @@
 """Collectives on TensorFlow tensors: eager, in tf.function, and differentiable. Signatures and semantics are Horovod's.
 
-Calls of different ranks meet by name. An unnamed eager call has the name of its operation; in a graph the name is made
-of the tensor's, as in Horovod.
+The calls of different ranks are matched by name. An unnamed eager call has the name of its operation. In a graph the
+default name is made from the tensor's name, as in Horovod.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -20,61 +20,54 @@ from ..core.request import Adasum, Average, ReduceOp, Sum, allgather_request, br
 from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
-from .compression import Compressed, Compression
+from .compression import Compressed, Compression, Compressor
+from .types import Tensor, TensorLike, Variable
 
-try:
-    from tensorflow.python.eager.record import could_possibly_record
-except ImportError:  # It is not public. Without it an eager call takes longer.
-    def could_possibly_record() -> bool:
-        """Whether a tape may be watching."""
-        return True
+Reducible: TypeAlias = TensorLike | tf.IndexedSlices
 
-Tensor = Any  # tf.Tensor or tf.IndexedSlices; TensorFlow has no type information
-
-
-# There is nothing to convert here, and to find that out takes AutoGraph four seconds at the first trace.
+# There is nothing to convert here, and AutoGraph needs four seconds at the first trace to find that out.
 without_autograph = tf.autograph.experimental.do_not_convert
 
 
 @without_autograph
-def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
-              compression: Any = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-              postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
-              ignore_name_scope: bool = False) -> Tensor:
+def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
+              compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
+              prescale_factor: float = 1.0, postscale_factor: float = 1.0, name: str | None = None,
+              process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False) -> Tensor:
     """Return the reduction of `tensor` over all ranks. Collective, differentiable.
 
     Args:
         tensor: A tensor or variable, the same shape and dtype on all ranks; or tf.IndexedSlices, which are gathered
             (Average and Sum only; duplicate indices are not merged, compression does not apply).
         average: Deprecated form of `op`: True is Average, False is Sum.
-        device_dense: Accepted for Horovod's sake; the result is where `tensor` is.
+        device_dense: Accepted for compatibility with Horovod, ignored. The result is on the device of `tensor`.
         device_sparse: Likewise.
-        compression: One of Compression, or any class with its two methods.
+        compression: One of Compression, or any class with the two methods of Compressor.
         op: Average (the default), Sum, Min, Max or Product.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
-        name: By which the ranks meet.
+        name: Identifies the collective on all ranks.
         process_set: The global one.
         ignore_name_scope: Leave name scopes out of the name.
 
     Raises:
-        MismatchError: On every rank, when the ranks disagree; eagerly it is a tf.errors.FailedPreconditionError too.
-        InvalidRequestError: On this rank, for a dtype that `op` has no meaning for, or a name in flight; eagerly it is
+        MismatchError: On every rank, when the ranks disagree. Eagerly it is a tf.errors.FailedPreconditionError too.
+        InvalidRequestError: On this rank, for a dtype that `op` does not support, or a name in flight. Eagerly it is
             a tf.errors.InvalidArgumentError too.
-        NotImplementedError: On this rank, for tf.IndexedSlices and another `op` than Average and Sum.
-        EngineError: The engine has ended; eagerly it is a tf.errors.UnknownError too.
+        NotImplementedError: On this rank, for tf.IndexedSlices with an `op` other than Average and Sum.
+        EngineError: The engine has ended. Eagerly it is a tf.errors.UnknownError too.
     """
     require_global(process_set)
     op = _op_for([tensor], op, average)
     tensor = _as_tensor(tensor)
     name = _wire_name("allreduce", tensor, name, ignore_name_scope)
-    return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, patient=False)[0]
+    return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, may_wait=False)[0]
 
 
 @without_autograph
-def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "",
-                      device_sparse: str = "", compression: Any = Compression.none, op: ReduceOp | None = None,
-                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None, device_dense: str = "",
+                      device_sparse: str = "", compression: type[Compressor] = Compression.none,
+                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Tensor]:
     """As allreduce, for a list of tensors that are reduced together. Dtypes may differ; `[]` gives `[]`."""
@@ -89,11 +82,11 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
 
 
 @without_autograph
-def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
+def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Return the ranks' tensors joined along the first dimension, which may differ among them. Collective.
+    """Return the ranks' tensors, concatenated along the first dimension, whose extents may differ. Collective.
 
-    Its gradient is, as in Horovod, this rank's part of the *average* of the ranks' gradients.
+    As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients.
 
     Raises:
         As allreduce.
@@ -104,11 +97,11 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
 
 @without_autograph
-def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
+def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
 
-    Its gradient is, as in Horovod, the average of the ranks' gradients on the root, and zero elsewhere.
+    As in Horovod, the gradient is the average of the ranks' gradients on the root, and zero on other ranks.
 
     Raises:
         As allreduce.
@@ -123,7 +116,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
 
 @dataclass(frozen=True)
 class BroadcastGradient(Gradient):
-    """The average of the ranks' gradients on the root, and zero elsewhere."""
+    """The average of the ranks' gradients on the root, and zero on other ranks."""
 
     name: str
     root_rank: int
@@ -139,15 +132,15 @@ def barrier() -> None:
 
 
 @without_autograph
-def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
+def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> None:
-    """Assign root_rank's values to the variables of all ranks, in one exchange. Collective, eager or in tf.function.
+    """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
 
     Args:
-        variables: tf.Variables or Keras variables, as many and of the same shapes and dtypes on all ranks.
-        root_rank: Whose values all ranks get.
+        variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.
+        root_rank: The rank whose values all ranks get.
         process_set: The global one.
-        inplace: Accepted for Horovod's sake; assignment is in place in any case.
+        inplace: Accepted for compatibility with Horovod, ignored. Assignment is always in place.
     """
     require_global(process_set)
     variables = list(variables)
@@ -162,7 +155,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
                    labels: tuple[str, ...] = ()) -> list[tf.Tensor]:
-    """Root_rank's values of dense tensors, in one exchange. Collective."""
+    """Root_rank's values of dense tensors, in one collective. Collective."""
     size, device = runtime.current().topology.size, gpu_graph.device_of(tensors)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
     run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
@@ -170,53 +163,53 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
                [t.shape for t in tensors])
 
 
-def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: Any, prescale: float, postscale: float,
-            name: str, patient: bool = True) -> list[Tensor]:
-    """Reduce dense tensors in one go, and each tf.IndexedSlices by gathering."""
-    results: list[Any] = [
+def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compressor], prescale: float, postscale: float,
+            name: str, may_wait: bool = True) -> list[Tensor]:
+    """Reduce dense tensors together, and gather each tf.IndexedSlices."""
+    results: list[Tensor] = [
         reduce_slices(tensor, op, prescale, postscale, f"{name}/{i}") if isinstance(tensor, tf.IndexedSlices) else None
         for i, tensor in enumerate(tensors)]
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     compressed = Compressed([tensors[i] for i in dense], compression)
-    reduced = reduce_dense(compressed.tensors, op, prescale, postscale, name, patient=patient, wire=compressed.wire)
+    reduced = reduce_dense(compressed.tensors, op, prescale, postscale, name, may_wait=may_wait, wire=compressed.wire)
     for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
         results[i] = tensor
     return results
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
-                 labels: Sequence[str] = (), patient: bool = True, wire: str = "") -> list[tf.Tensor]:
-    """As buckets.reduce_list, and differentiable: the gradient is reduced as the value was."""
+                 labels: Sequence[str] = (), may_wait: bool = True, wire: str = "") -> list[tf.Tensor]:
+    """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
 
     def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, op, prescale, postscale, labels, patient, wire=wire)
+        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire=wire)
 
     return with_gradient(reduced, ReduceGradient(name, int(op), float(prescale), float(postscale), tuple(labels),
-                                                 patient, wire), tensors)
+                                                 may_wait, wire), tensors)
 
 
 @dataclass(frozen=True)
 class ReduceGradient(Gradient):
-    """Reduced as the value was. The fields are arguments of reduce_dense."""
+    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
 
     name: str
     op: int
     prescale: float
     postscale: float
     labels: Sequence[str]
-    patient: bool
+    may_wait: bool
     wire: str
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, ReduceOp(self.op), self.prescale, self.postscale, name_of_gradient(self.name),
-                            self.labels, self.patient, self.wire)
+                            self.labels, self.may_wait, self.wire)
 
 
 def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float,
                   name: str) -> tf.IndexedSlices:
-    """All ranks' slices, one after the other; the values divided by the number of ranks for Average. Collective."""
+    """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective."""
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
     if prescale != 1.0 or postscale != 1.0:
@@ -248,7 +241,7 @@ class GatherGradient(Gradient):
 
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-    """The ranks' tensors, each joined along the first dimension, in one exchange. Collective; not differentiable."""
+    """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable."""
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
     run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name)
@@ -256,17 +249,17 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
                [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 
 
-def _op_for(tensors: Sequence[Any], op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The operation asked for, if tensors of these kinds can be reduced with it; raises as allreduce."""
+def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """The requested operation. Raises as allreduce if it does not support tensors of these kinds."""
     if average is None and op == Adasum and any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("The Adasum reduction does not currently support sparse tensors. As a workaround "
                                   "please pass sparse_as_dense=True to DistributedOptimizer")  # Horovod's words
     return resolve_op(op, average)
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(value: Reducible) -> Tensor:
     if isinstance(value, tf.IndexedSlices):
-        # In a graph, what was made outside of it becomes a tensor of the graph, which has a name.
+        # In a graph this turns tensors from outside into tensors of the graph, which have names.
         return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
                                 value.dense_shape)
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -287,5 +280,5 @@ def _wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_n
 
 
 def _is_numbered(tensor: tf.Tensor) -> bool:
-    """Whether this is an eager tensor that the graph captures. Its name is a number that each process counts alone."""
+    """Whether this is a captured eager tensor. Its name is a number, which may differ between processes."""
     return tensor.op.name.rsplit("/", 1)[-1].isdigit()

@@ -1,4 +1,4 @@
-"""pin_gpu: one GPU for each rank, before TensorFlow takes all of them."""
+"""pin_gpu: assigns one GPU to each rank, before TensorFlow takes all of them."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ _pinned: tuple[runtime.Runtime, Pin] | None = None
 
 
 def pin_gpu() -> int | None:
-    """Let TensorFlow use one GPU in this process, the one of this rank, and take its memory as it is needed.
+    """Make TensorFlow use only this rank's GPU, and allocate its memory as needed.
 
-    Call it after init() and before anything else of TensorFlow. The ranks of a host take its GPUs in order, or those
-    that CUDA_VISIBLE_DEVICES names; with more ranks than GPUs they share them; without a GPU nothing happens. It says
-    once for each host what it does. Not collective; a repeated call does nothing.
+    Call it after init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or those
+    that CUDA_VISIBLE_DEVICES names. If there are more ranks than GPUs, ranks share GPUs. Without a GPU it does nothing.
+    It logs one line per host. Not collective; a repeated call does nothing.
 
     Returns:
         The GPU's index among those that this process saw before; None without a GPU.

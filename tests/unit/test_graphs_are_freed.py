@@ -27,7 +27,7 @@ def hvd() -> Iterator[Any]:
 
 def live_call_sites() -> int:
     gc.collect()
-    return sum(isinstance(thing, cpu._CallSite) for thing in gc.get_objects())
+    return sum(isinstance(thing, cpu._CpuCallSite) for thing in gc.get_objects())
 
 
 def live_functions() -> int:

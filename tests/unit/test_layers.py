@@ -36,7 +36,7 @@ ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, each in one function: Horovod has DistributedOptimizer in mpistrat.tensorflow too, and the
 # first strategy integrates Keras, where there is one.
 UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras"),
-           ("tensorflow.distribute.strategy", "keras.distribute.patches")}
+           ("tensorflow.distribute.strategy", "keras.distribute")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {

@@ -126,7 +126,7 @@ def test_strangers_are_turned_away() -> None:
 def test_strangers_that_say_nothing_more_hold_up_nobody(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     # More than the chief lets in at once; all of them come before the rank. Only a failing test waits for so long.
     monkeypatch.setattr(liveness, "_HELLO_LIMIT_S", 3600.0)
-    monkeypatch.setattr(liveness, "_MOST_SILENT", 5)
+    monkeypatch.setattr(liveness, "_MAX_UNIDENTIFIED", 5)
     chief = LivenessServer(local=True)
     strangers = [socket.create_connection(("127.0.0.1", chief.port)) for _ in range(12)]
     for stranger in strangers:
@@ -192,7 +192,7 @@ def test_strangers_do_not_prolong_the_wait_for_a_rank(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", [b"[1", b"{}", b"[1.5]", b"[-1]", b"[true]", b"7", b"\xff", b"[" * 10_000,
-                                  b" " * (liveness._LONGEST_WORDS + 1) + b"[]"],
+                                  b" " * (liveness._MAX_FAREWELL_BYTES + 1) + b"[]"],
                          ids=lambda text: text[:9].decode("latin-1").strip())
 def test_a_farewell_that_is_none_is_the_death_of_the_chief(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_LAUNCHER_S", 0.0)

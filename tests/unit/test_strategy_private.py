@@ -3,7 +3,9 @@
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,29 +18,63 @@ tf = pytest.importorskip("tensorflow")
 
 def test_tensorflow_has_the_private_names() -> None:
     private = importlib.import_module("mpistrat.tensorflow._private")
+    private.require_for_strategy()
     assert all(hasattr(private, name) for name in private.__all__)
 
 
-def test_keras_has_what_is_patched_and_gets_it_back() -> None:
+def test_a_private_function_with_other_parameters_is_named() -> None:
+    private = importlib.import_module("mpistrat.tensorflow._private")
+
+    def moved(values: list, always_wrap: bool = False) -> None:
+        pass
+
+    assert private.rejected([private.Call(moved, 1, ("always_wrap",)), private.Call(moved, 2)]) == []
+    told, = private.rejected([private.Call(moved, 1, ("wrap",))])
+    assert "moved(values: list, always_wrap: bool = False) -> None has changed" in told and "'wrap'" in told
+
+
+def keras_integration() -> ModuleType:
+    """The package that replaces functions of Keras, with none replaced: a test before may have made a strategy."""
     pytest.importorskip("keras")
-    patches = importlib.import_module("mpistrat.keras.distribute.patches")
-    patches.undo()  # a test before may have made a strategy
-    originals = [getattr(patch.owner, patch.name) for patch in patches.PATCHES]
-    patches.apply()
-    patches.apply()
-    assert all(getattr(patch.owner, patch.name) is not original for patch, original in zip(patches.PATCHES, originals))
-    patches.undo()
-    assert [getattr(patch.owner, patch.name) for patch in patches.PATCHES] == originals
-    assert all(patch.reason for patch in patches.PATCHES)
+    integration = importlib.import_module("mpistrat.keras.distribute")
+    integration.undo()
+    return integration
+
+
+def test_keras_has_what_is_patched_and_gets_it_back() -> None:
+    integration = keras_integration()
+    originals = [getattr(patch.owner, patch.name) for patch in integration.PATCHES]
+    own = [patch.name in vars(patch.owner) for patch in integration.PATCHES]
+    integration.apply()
+    integration.apply()
+    assert all(getattr(patch.owner, patch.name) is not original
+               for patch, original in zip(integration.PATCHES, originals))
+    integration.undo()
+    assert [getattr(patch.owner, patch.name) for patch in integration.PATCHES] == originals
+    assert [patch.name in vars(patch.owner) for patch in integration.PATCHES] == own
+    assert all(patch.reason for patch in integration.PATCHES)
+    assert len({(patch.owner, patch.name) for patch in integration.PATCHES}) == len(integration.PATCHES)
+
+
+@pytest.mark.parametrize("changed", [
+    lambda self, step, jit: None, lambda self: None, lambda self, function: None,
+], ids=["one_more", "one_less", "renamed"])
+def test_a_function_of_keras_with_other_parameters_is_refused(changed: Callable,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    integration = keras_integration()
+    keras = pytest.importorskip("keras")
+    monkeypatch.setattr(keras.Model, "_make_function", changed)
+    text = r"Keras .*: Model\._make_function has the parameters \(self.*\), and not \(self, step_function\)"
+    with pytest.raises(mpistrat.MissingDependencyError, match=text):
+        integration.apply()
 
 
 def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keras = pytest.importorskip("keras")
-    patches = importlib.import_module("mpistrat.keras.distribute.patches")
-    patches.undo()
+    integration = keras_integration()
     monkeypatch.setattr(keras, "__version__", "3.9.2")
     with pytest.raises(mpistrat.MissingDependencyError, match=r"needs Keras 3\.10 or later, and this is 3\.9\.2 \(pip"):
-        patches.apply()
+        integration.apply()
 
 
 # -- names that have moved --------------------------------------------------------------------------------------------
@@ -46,21 +82,20 @@ def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.Monke
 TRAINS_WITHOUT = """
 import importlib, sys
 import keras, numpy, tensorflow as tf
-from keras.src.callbacks.swap_ema_weights import SwapEMAWeights
 
 moved = [(importlib.import_module(module), name) for module, name in [  # in the order in which they are imported
+    ("tensorflow.python.distribute.distribute_utils", "validate_colocate_distributed_variable"),
     ("tensorflow.python.distribute.input_util", "get_distributed_dataset"),
-    ("tensorflow.python.distribute.values", "SyncOnReadVariable"),
-    ("tensorflow.python.framework.func_graph", "FuncGraph")]]
+    ("tensorflow.python.distribute.values", "SyncOnReadVariable")]]
 moved.append((tf.train.Checkpoint, "_async_checkpointer"))
-moved += [(importlib.import_module("keras.src.callbacks.callback_list"), "CallbackList"),
-          (importlib.import_module("keras.src.optimizers.loss_scale_optimizer"), "LossScaleOptimizer"),
-          (SwapEMAWeights, "_tf_swap_variables")]
+moved += [(importlib.import_module("keras.src.trainers.data_adapters.generator_data_adapter"), "GeneratorDataAdapter"),
+          (importlib.import_module("keras.src.saving.saving_lib"), "save_model"),
+          (keras.callbacks.SwapEMAWeights, "_tf_swap_variables")]
 taken = [(owner, name, getattr(owner, name)) for owner, name in moved]
 for owner, name in moved:
     delattr(owner, name)
-hidden = sys.modules.pop("tensorflow.python.distribute.device_util")
-sys.modules["tensorflow.python.distribute.device_util"] = None
+hidden = sys.modules.pop("tensorflow.python.distribute.input_lib")
+sys.modules["tensorflow.python.distribute.input_lib"] = None
 
 import mpistrat.keras as hvd, mpistrat.tensorflow as hvt
 hvd.init()
@@ -75,6 +110,8 @@ optimizer.apply([tf.ones_like(v) for v in model.trainable_variables])
 print("trained")
 
 def strategy():
+    for module in ("mpistrat.tensorflow._private", "mpistrat.keras._private"):
+        sys.modules.pop(module, None)  # as in a process that begins now
     try:
         hvt.MPIStrategy()
         print("made")
@@ -82,7 +119,9 @@ def strategy():
         print(type(error).__name__, error)
 
 strategy()
-sys.modules["tensorflow.python.distribute.device_util"] = hidden
+setattr(*taken.pop(0))
+strategy()
+sys.modules["tensorflow.python.distribute.input_lib"] = hidden
 for owner, name, value in taken:
     strategy()
     setattr(owner, name, value)
@@ -97,13 +136,12 @@ def test_where_a_private_name_has_moved_only_the_strategy_is_refused() -> None:
     assert finished.returncode == 0, finished.stderr
     trained, *refused, made = finished.stdout.splitlines()
     assert (trained, made) == ("trained", "made")
-    missing = ["device_util", "get_distributed_dataset", "SyncOnReadVariable", "FuncGraph",
-               "Checkpoint._async_checkpointer", "CallbackList", "LossScaleOptimizer",
-               "SwapEMAWeights._tf_swap_variables"]
+    missing = ["validate_colocate", "input_lib", "get_distributed_dataset", "SyncOnReadVariable", "_async_checkpointer",
+               "GeneratorDataAdapter", "save_model", "SwapEMAWeights._tf_swap_variables"]
     assert len(refused) == len(missing)
     for i, (text, name) in enumerate(zip(refused, missing)):
         of = f"TensorFlow {tf.__version__}" if i < 5 else f"Keras {keras.__version__}"
-        assert text.startswith(f"MissingDependencyError MPIStrategy does not know {of}: ") and name in text
+        assert text.startswith(f"MissingDependencyError MPIStrategy does not support {of}: ") and name in text
 
 
 def test_where_keras_registries_have_moved_an_optimizer_still_trains_and_loads(

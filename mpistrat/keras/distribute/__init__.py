@@ -1,1 +1,25 @@
-"""Keras under MPIStrategy, where Keras' own trainer, files and optimizers need changes."""
+"""Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
+
+trainer: fit, evaluate, predict, and the random seeds of layers. optimizer: gradients, clipping, loss scaling, and the
+slots of variables="central". callbacks: which callbacks run where. saving: files of models. `patches` holds the list of
+replacements, and step_state what they share while a step is traced.
+
+MPIStrategy imports this package when the first strategy is created, then calls `check` and `apply`. The import raises
+MissingDependencyError where Keras is too old or lacks a private name.
+"""
+
+from .._private import require_for_strategy
+
+require_for_strategy()
+
+from . import callbacks, optimizer, patches, saving, step_state, trainer  # noqa: E402, F401
+from .patches import PATCHES, check, undo  # noqa: E402
+
+__all__ = ["PATCHES", "apply", "check", "undo"]
+
+
+def apply() -> None:
+    """Replace the functions, once. Raises as `check`."""
+    require_for_strategy()
+    step_state.create_flags()
+    patches.apply()

@@ -1,12 +1,13 @@
-"""What takes the place of functions of Keras under MPIStrategy. Each takes the original and returns the replacement.
+"""Keras' trainer under MPIStrategy: fit, evaluate and predict, the logs of a step, and the random seeds of layers.
 
-A replacement does what the original does unless an MPIStrategy is at work. Which are applied, and why, is in
-_strategy_patches.py.
+The replacements of methods of Model run outside of a replica, in the program's thread. The step function and the
+functions that it calls (reduce_per_replica, the seeds) run while TensorFlow traces the step.
 """
 
 import contextlib
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -15,216 +16,179 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
 from ...tensorflow.distribute import MPIStrategy, collectives
-from ...tensorflow.distribute.files import errors_shared
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
+from ...tensorflow.gradients import label_of
+from ...tensorflow.types import Structure
+from .._private import GeneratorDataAdapter
+from .._private import trainer as keras_trainer
 from ..optimizer import is_distributed
-from . import files, steps
-from ._private import GeneratorDataAdapter
+from . import step_state
+from .patches import Function, replaces
+from .step_state import state, strategy_here, strategy_of
 
-# Callbacks of Keras that define what to do after a batch, and look at no logs then, or only show them.
-_READ_NO_LOGS = (keras.callbacks.ProgbarLogger, keras.callbacks.History, keras.callbacks.BackupAndRestore)
-
-
-def _strategy_of(model: Any) -> MPIStrategy | None:
-    strategy = getattr(model, "_distribute_strategy", None)
-    return strategy if isinstance(strategy, MPIStrategy) else None
+T = TypeVar("T")
 
 
-def all_reduce_sum_gradients(original: Any) -> Any:
-    def replacement(self: Any, grads_and_vars: Any) -> Any:
-        strategy = steps.strategy_here()
-        if strategy is None:
-            return original(self, grads_and_vars)
-        pairs = list(grads_and_vars)
-        strategy.extended.assigned_in_lockstep(self._iterations.value)
-        present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
-        gradients = [pairs[i][0] for i in present]
-        reduced = getattr(self, "_mpistrat_clipped", None)
-        if reduced is None or len(reduced) != len(gradients) \
-                or any(a is not b for a, b in zip(reduced, gradients, strict=True)):
-            reduced = steps.reduce_gradients(self, gradients, [pairs[i][1] for i in present])
-        object.__setattr__(self, "_mpistrat_clipped", None)
-        for i, gradient in zip(present, reduced, strict=True):
-            pairs[i] = (gradient, pairs[i][1])
-        return pairs
-    return replacement
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def clip_gradients(original: Any) -> Any:
-    def replacement(self: Any, grads: Any) -> Any:
-        clips = any(getattr(self, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
-        if not clips or steps.strategy_here() is None:
-            return original(self, grads)
-        clipped = list(original(self, steps.reduce_gradients(self, list(grads), None)))
-        # Not by plain assignment, by which Keras would track them.
-        object.__setattr__(self, "_mpistrat_clipped", clipped)
-        return clipped
-    return replacement
+@replaces(keras.Model, "_make_function",
+          "the number of rows would not be known, and no warning would name a model that is not synchronised")
+def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
+    if strategy_of(self) is None:
+        if step_function == self.train_step:
+            _warn_of_model_outside(self)
+        return original(self, step_function)
+    if self.jit_compile:
+        warnings.warn("jit_compile=True is switched off: collectives cannot be compiled by XLA.", stacklevel=2)
+        self.jit_compile = False
+    logs_may_differ = _has_keras_own_steps(self)
+
+    def step(data: object) -> Any:
+        with step_state.step_of(self, data, logs_may_differ):
+            return _keep_statistics_without_rows(self, lambda: step_function(data))
+
+    function = original(self, step)
+
+    def call(iterator: Iterator) -> Any:
+        # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
+        is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
+        step_state.set_flag("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
+        return function(iterator)
+
+    return call
 
 
-def check_finite(original: Any) -> Any:
-    def replacement(self: Any, grads: Any) -> Any:
-        finite = original(self, grads)
-        if steps.strategy_here() is None:
-            return finite
-        not_finite = tf.cast(tf.logical_not(finite), tf.int32)
-        return collectives.all_reduce([not_finite], tf.distribute.ReduceOp.SUM, "finite")[0] == 0
-    return replacement
-
-
-def reduce_per_replica(original: Any) -> Any:
-    def replacement(values: Any, strategy: Any, reduction: str) -> Any:
-        if isinstance(strategy, MPIStrategy) and strategy.num_replicas_in_sync > 1 and reduction in ("auto", "mean"):
-            return steps.reduce_logs(strategy, values) if tf.nest.flatten(values) else values
-        return original(values, strategy, reduction)
-    return replacement
-
-
-def make_function(original: Any) -> Any:
-    def replacement(self: Any, step_function: Any) -> Any:
-        if _strategy_of(self) is None:
-            if step_function == self.train_step:
-                _warn_of_model_outside(self)
-            return original(self, step_function)
-        if self.jit_compile:
-            warnings.warn("jit_compile=True is switched off: collectives cannot be compiled by XLA.", stacklevel=2)
-            self.jit_compile = False
-        may_stay = _has_keras_own_steps(self)
-
-        def step(data: Any) -> Any:
-            with steps.step_of(self, data, may_stay):
-                return steps.keep_statistics_of_empty(self, lambda: step_function(data))
-
-        function = original(self, step)
-
-        def call(iterator: Any) -> Any:
-            # train_on_batch and test_on_batch give a generator, and return the logs to their caller.
-            wanted = not isinstance(iterator, tf.distribute.DistributedIterator) or self._mpistrat_logs_wanted
-            steps.tell("logs_wanted", wanted)
-            return function(iterator)
-
-        return call
-    return replacement
-
-
-def _has_keras_own_steps(model: Any) -> bool:
-    """Whether the logs of a step are the model's metrics, which are aggregated at the end of an epoch in any case."""
+def _has_keras_own_steps(model: keras.Model) -> bool:
+    """Whether a step's logs are the model's metrics, which Keras aggregates at the end of an epoch in any case."""
     names = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
     return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
 
-def _warn_of_model_outside(model: Any) -> None:
+def _warn_of_model_outside(model: keras.Model) -> None:
     if runtime.is_initialized() and runtime.current().topology.size > 1 and not is_distributed(model.optimizer):
         warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its own. "
                       "Build and compile it under `with strategy.scope():`.", stacklevel=2)
 
 
-def maybe_symbolic_build(original: Any) -> Any:
-    def replacement(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        strategy = _strategy_of(self)
-        if strategy is None or strategy.num_replicas_in_sync == 1:
-            return original(self, iterator, data_batch)
-        rows = None
-        if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
-            # What is taken from a generator cannot be given back.
-            data_batch = tf.nest.map_structure(_symbolic, iterator._distributed_dataset.element_spec)
-        else:
-            if iterator is not None:
-                for *_, batches in iterator:  # before Keras 3.9 the step comes with it, now the first and the last
-                    data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
-                    break
-            rows = steps.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-                                  for leaf in _without_none(data_batch)])
-        usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
-        steps.tell("usual_rows", max(1, int(usual)))
-        return original(self, None, data_batch)
-    return replacement
+@replaces(keras_trainer, "reduce_per_replica",
+          "every log would be a collective of its own in every step (keras#20585)")
+def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
+                       reduction: str) -> Structure:
+    if isinstance(strategy, MPIStrategy) and strategy.num_replicas_in_sync > 1 and reduction in ("auto", "mean"):
+        return _reduce_logs(strategy, values) if tf.nest.flatten(values) else values
+    return original(values, strategy, reduction)
 
 
-def _symbolic(spec: Any) -> Any:
+def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
+    """The ranks' mean of a step's logs, in one collective; this rank's own logs if no callback reads them."""
+    def reduced() -> Structure:
+        return strategy.reduce("MEAN", logs, axis=0)
+
+    may_differ, state.logs_may_differ = state.logs_may_differ, False
+    if not may_differ or not all(log.dtype.is_floating for log in tf.nest.flatten(logs)):
+        return reduced()
+    return tf.cond(step_state.flag("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, logs))
+
+
+# -- input ------------------------------------------------------------------------------------------------------------
+
+
+@replaces(keras.Model, "_maybe_symbolic_build",
+          "the first batch would be reduced over the ranks, with strings and different numbers of rows")
+def maybe_symbolic_build(original: Function, self: keras.Model, iterator: Any = None, data_batch: Any = None) -> None:
+    strategy = strategy_of(self)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return original(self, iterator, data_batch)
+    rows = None
+    if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
+        # A batch that is taken from a generator cannot be put back.
+        data_batch = tf.nest.map_structure(_symbolic, iterator._distributed_dataset.element_spec)
+    else:
+        if iterator is not None:
+            for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
+                data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
+                break
+        rows = step_state.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+                                   for leaf in _without_none(data_batch)])
+    usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
+    step_state.set_flag("usual_rows", max(1, int(usual)))
+    return original(self, None, data_batch)
+
+
+def _symbolic(spec: Any) -> keras.KerasTensor:
     spec = spec._value_specs[0]
     return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
-def _without_none(data: Any) -> list[Any]:
+def _without_none(data: object) -> list[Any]:
     return [leaf for leaf in keras.tree.flatten(data) if leaf is not None
             and not isinstance(leaf, tf.experimental.Optional)]
 
 
-def on_begin(original: Any) -> Any:
-    def replacement(self: Any, logs: Any = None) -> Any:
-        model = getattr(self, "_model", None)
-        strategy = _strategy_of(model)
-        if strategy is not None:
-            wanted = any(_reads_logs(callback) for callback in self.callbacks)
-            if strategy.num_replicas_in_sync > 1:
-                # A rank may have callbacks that others have not.
-                everybody = array_ops.allreduce([int(wanted), int(any(map(files.writes, self.callbacks)))], op=Max,
-                                                name=wire_name("callbacks"))
-                wanted = bool(everybody[0])
-                if everybody[1] and not hasattr(self, "_mpistrat_shared_out"):
-                    files.share_out(self)
-                    self._mpistrat_shared_out = True
-            object.__setattr__(model, "_mpistrat_logs_wanted", wanted)
-        with _errors_shared(self):
-            files.write_deferred(self)
-            return original(self, logs)
-    return replacement
+@replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order")
+def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
+                   distribute_strategy: tf.distribute.Strategy | None = None, *args: Any, **kwargs: Any) -> None:
+    is_shared = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
+    with state_of_first_rank() if is_shared else contextlib.nullcontext():
+        original(self, distribute_strategy, *args, **kwargs)
 
 
-def _errors_shared(callbacks: Any) -> Any:
-    """Where callbacks write files, an error on one rank is one on all."""
-    return errors_shared() if hasattr(callbacks, "_mpistrat_shared_out") else contextlib.nullcontext()
+@replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units")
+def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
+    seed = original(self, ordered)
+    strategy = strategy_here()
+    if strategy is None or not strategy.extended.random_per_rank:
+        return seed
+    rank = runtime.current().topology.rank
+    return seed + tf.cast(tf.constant([rank * 1_000_003, 0]), seed.dtype)
 
 
-def _reads_logs(callback: Any) -> bool:
-    """Whether a callback may look at the logs of a batch."""
-    if isinstance(callback, _READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
-        return False
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        return callback.update_freq != "epoch"
-    return not all(getattr(getattr(callback, name), "_is_default", False)
-                   for name in ("on_batch_end", "on_train_batch_end", "on_test_batch_end"))
+# -- running statistics -----------------------------------------------------------------------------------------------
 
 
-def epoch_iterator(original: Any) -> Any:
-    def replacement(self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        shared_out = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
-        with state_of_first_rank() if shared_out else contextlib.nullcontext():
-            original(self, distribute_strategy, *args, **kwargs)
-    return replacement
+@replaces(keras.Model, "evaluate", "the ranks would evaluate models with different running statistics")
+@replaces(keras.Model, "predict", "likewise")
+def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    average_statistics(self)
+    return original(self, *args, **kwargs)
 
 
-def on_epoch_end(original: Any) -> Any:
-    def replacement(self: Any, epoch: int, logs: Any = None) -> Any:
-        if getattr(self, "_model", None) is not None:
-            steps.average_statistics(self._model)
-        with _errors_shared(self):
-            return original(self, epoch, logs)
-    return replacement
+def average_statistics(model: keras.Model) -> None:
+    """Set the running statistics on all ranks to their mean. Collective; outside of a replica."""
+    strategy = strategy_of(model)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return
+    variables = _running_statistics(model)
+    values = collectives.all_reduce([strategy.extended.local(v.value) for v in variables],
+                                    tf.distribute.ReduceOp.MEAN, "statistics", [label_of(v) for v in variables])
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
-def on_train_end(original: Any) -> Any:
-    def replacement(self: Any, logs: Any = None) -> Any:
-        with _errors_shared(self):
-            return original(self, logs)
-    return replacement
+def _running_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The variables that layers such as BatchNormalization update without gradients, from each rank's own rows."""
+    found = {}
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_variables:
+            if keras.backend.is_float_dtype(variable.dtype):
+                found[id(variable)] = variable
+    return list(found.values())
 
 
-def with_averaged_statistics(original: Any) -> Any:
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.average_statistics(self)
-        return original(self, *args, **kwargs)
-    return replacement
+def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
+    """Run a step. On a rank without rows the running statistics keep their values."""
+    variables = _running_statistics(model) if state.rows is not None and model.built else []
+    if not variables:
+        return step()
+    before = [tf.identity(v.value) for v in variables]
+    outputs = step()
 
+    def restore() -> tf.Tensor:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        return tf.constant(0)
 
-def next_seed(original: Any) -> Any:
-    def replacement(self: Any, ordered: bool = True) -> Any:
-        seed = original(self, ordered)
-        strategy = steps.strategy_here()
-        if strategy is None or not strategy.extended.random_per_rank:
-            return seed
-        rank = runtime.current().topology.rank
-        return seed + tf.cast(tf.constant([rank * 1_000_003, 0]), seed.dtype)
-    return replacement
+    tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
+    return outputs

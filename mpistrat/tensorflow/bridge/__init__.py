@@ -1,1 +1,1 @@
-"""From TensorFlow's tensors, eager and in graphs, to the engine and back."""
+"""The bridge between TensorFlow's tensors, eager and in graphs, and the engine."""

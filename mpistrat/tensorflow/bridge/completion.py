@@ -1,16 +1,16 @@
-"""How the engine's thread wakes nodes of running graphs: by queues, which TensorFlow reads without holding a thread.
+"""Completion queues: the engine's thread wakes nodes of running graphs through TensorFlow queues.
 
-Every wait has a queue of its own while it lasts. One queue for all executions of a call site would not do: when an
-execution is given up, for an error elsewhere in its graph, its wake-up stays in the queue, and the next execution would
-run on before its collective is complete.
+TensorFlow's dequeue kernel is asynchronous, so a waiting node blocks no thread. Each wait has its own queue. One queue
+for all executions of a call site would be wrong: if TensorFlow cancels an execution because of an error elsewhere in
+its graph, the element stays in the queue, and the next execution would continue before its collective is complete.
 
-A graph captures no queue. The callback that begins a wait returns its ticket, in which the queue's handle is a string.
-So the gradient of a branch or of a loop, which can capture nothing, may wait like any other graph, and there are as
-many queues as collectives were ever under way at the same time.
+A graph captures no queue. The callback that starts a wait returns a ticket, which contains the queue's handle as a
+string. So the gradient of a branch or a loop, which can capture nothing, waits like any other graph. There are as many
+queues as collectives were ever in flight at the same time.
 
-A wait is over when its result is fetched. Some results are never fetched: the execution was given up, or has no use for
-them. That is seen from the references to the ticket's memory, which TensorFlow does not copy. While there is one, a
-node may still read the ticket or the queue.
+A wait ends when its result is fetched. Some results are never fetched: the execution was cancelled, or does not use
+them. The references to the ticket's memory, which TensorFlow does not copy, show that: as long as there is one, a node
+may still read the ticket or the queue.
 """
 
 import itertools
@@ -18,7 +18,6 @@ import sys
 import threading
 from collections import OrderedDict
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,23 +25,24 @@ import tensorflow as tf
 from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
+from ..types import Arrays
 from .own_executor import at_once
 
-# A ticket: the number of the execution and that of the queue, packed; how many elements to read from the queue (one);
-# and the queue's handle.
+# A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue
+# (one); and the queue's handle.
 TICKET = (tf.int64, tf.int32, tf.string)
-_QUEUES = 2**20  # no more than these
+_QUEUES = 2**20  # the largest number of queues
 
 _instances = itertools.count()
 
 
 class _Wait:
-    """From a ticket to the fetch of the result.
+    """A wait, from the ticket to the fetch of the result.
 
     Attributes:
-        queue: What is written to when the collective is complete.
-        handle: The collective; None until it is known.
-        is_woken: The queue has been written to.
+        queue: The queue that is written when the collective is complete.
+        handle: The collective's handle; None until `attach`.
+        is_woken: Whether the queue has been written.
     """
 
     __slots__ = ("handle", "is_woken", "queue")
@@ -54,7 +54,7 @@ class _Wait:
 
 
 class _Slot:
-    """A queue, for one wait after another."""
+    """A queue and the memory of its ticket, for one wait at a time."""
 
     __slots__ = ("_idle", "_ticket", "number", "queue", "serialized", "wait")
 
@@ -75,36 +75,36 @@ class _Slot:
         ticket, count, _ = self._ticket
         return sys.getrefcount(ticket) + sys.getrefcount(count) + sys.getrefcount(ticket.base)
 
-    def begin(self, execution: int) -> list[np.ndarray]:
-        """The ticket of a wait that begins. TensorFlow must get these very arrays."""
+    def begin(self, execution: int) -> Arrays:
+        """Start a wait; return its ticket. The callback must return these arrays, not copies."""
         if self._references() != self._idle:
-            self._renew()  # A tensor of an earlier execution is still there.
+            self._renew()  # A tensor of an earlier execution still refers to the memory.
         self._ticket[0][...] = execution * _QUEUES + self.number
         self.wait = _Wait(self.queue)
-        return self._ticket.copy()  # with references of its own, so that the wait is not taken for one that is left
+        return self._ticket.copy()  # The list's own references keep `is_abandoned` false.
 
-    def is_left(self) -> bool:
-        """Whether nobody can fetch the result, and nothing will be written to the queue or read from it any more."""
+    def is_abandoned(self) -> bool:
+        """Whether no node can fetch the result, and the queue will be neither written nor read any more."""
         wait = self.wait
         assert wait is not None
         return (wait.is_woken or wait.handle is None) and self._references() == self._idle
 
 
 class CompletionQueues:
-    """The queues, and which collective under way has which. Thread-safe."""
+    """The queues, and the collectives in flight that use them. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may come in the middle of anything
+        self._lock = threading.RLock()  # Re-entrant: a signal handler may interrupt any statement.
         self._name = f"mpistrat_wakeup_{next(_instances)}"
         self._slots: list[_Slot] = []  # by number
         self._free: list[_Slot] = []
         self._taken: OrderedDict[int, _Slot] = OrderedDict()  # by number
-        self._element: tf.Tensor | None = None  # to make one takes as long as to enqueue it
-        self._enqueues: dict[int, Any] = {}  # by how many queues they write to
-        self._done: list[np.ndarray] = []
+        self._element: tf.Tensor | None = None  # Creating one takes as long as enqueuing it.
+        self._enqueues: dict[int, tf.types.experimental.ConcreteFunction] = {}  # by the number of queues they write to
+        self._done: Arrays = []
 
     def prepare(self) -> None:
-        """Make what all waits have in common, while a graph is traced, so that its execution need not."""
+        """Create what all waits share. Called while a graph is traced, so that its execution need not."""
         with self._lock:
             if self._enqueues:
                 return
@@ -114,8 +114,8 @@ class CompletionQueues:
             self._grow()
             self._done = [np.array(0, np.int32), self._slots[0].serialized]
 
-    def done_ticket(self, execution: int) -> list[np.ndarray]:
-        """In place of a ticket, where there is nothing to wait for. Its queue is not read."""
+    def done_ticket(self, execution: int) -> Arrays:
+        """The ticket of a collective that is already complete. Its queue is not read."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
@@ -129,12 +129,12 @@ class CompletionQueues:
                 self._slots.append(_Slot(number, queue))
         self._free += self._slots[-COMPLETION_QUEUES_MADE:]
 
-    def ticket_for(self, handle: Handle, execution: int = 0) -> list[np.ndarray]:
-        """A ticket for the result of a collective. TensorFlow must get these very arrays.
+    def ticket_for(self, handle: Handle, execution: int = 0) -> Arrays:
+        """A ticket for the result of a collective. The callback must return these arrays, not copies.
 
         Args:
-            handle: Of the collective.
-            execution: What `execution_of` finds in the ticket, 0 or above.
+            handle: The collective's handle.
+            execution: The number that `execution_of` reads from the ticket, 0 or above.
         """
         with self._lock:
             slot = self._take()
@@ -142,13 +142,13 @@ class CompletionQueues:
         self._attach(slot, handle)
         return ticket
 
-    def open_ticket(self, execution: int = 0) -> list[np.ndarray]:
-        """As `ticket_for`, for a collective that will be attached to the ticket."""
+    def open_ticket(self, execution: int = 0) -> Arrays:
+        """As `ticket_for`, for a collective that `attach` adds later."""
         with self._lock:
             return self._take().begin(execution)
 
     def attach(self, ticket: int, handle: Handle) -> None:
-        """Let the wait of an open ticket end when this collective is complete."""
+        """Set the collective of an open ticket."""
         self._attach(self._slots[ticket % _QUEUES], handle)
 
     def _attach(self, slot: _Slot, handle: Handle) -> None:
@@ -158,9 +158,9 @@ class CompletionQueues:
         handle.when_done(self._wake, wait)
 
     def _take(self) -> _Slot:
-        """A free slot, for a wait that begins."""
+        """Take a free slot for a new wait."""
         if self._taken:
-            self._reclaim(1)  # so that results that nobody fetches do not stay for long
+            self._reclaim(1)  # So that results which are never fetched do not stay in memory for long.
             if not self._free:
                 self._reclaim(len(self._taken))
         if not self._free:
@@ -170,10 +170,10 @@ class CompletionQueues:
         return slot
 
     def _reclaim(self, count: int) -> None:
-        """Look at the waits that began the longest ago, or were looked at the longest ago; take back those left."""
+        """Check `count` waits, those started or checked the longest ago; free the slots of abandoned ones."""
         for _ in range(min(count, len(self._taken))):
             number, slot = next(iter(self._taken.items()))
-            if not slot.is_left():
+            if not slot.is_abandoned():
                 self._taken.move_to_end(number)
                 continue
             del self._taken[number]
@@ -199,7 +199,7 @@ class CompletionQueues:
             wait.is_woken = True
 
     def redeem(self, ticket: int) -> Handle:
-        """The handle of the collective whose wait is over."""
+        """End the wait; return the handle of its collective."""
         with self._lock:
             slot = self._taken.pop(ticket % _QUEUES)
             wait = slot.wait
@@ -208,11 +208,11 @@ class CompletionQueues:
         return wait.handle
 
 
-COMPLETIONS = CompletionQueues()  # of all graphs in this process
+COMPLETIONS = CompletionQueues()  # for all graphs in this process
 
 
-def _enqueue_to(count: int) -> Any:
-    """A function that writes an element to so many queues."""
+def _enqueue_to(count: int) -> tf.types.experimental.ConcreteFunction:
+    """A function that writes an element to `count` queues."""
     signature = [tf.TensorSpec([], tf.int64), *[tf.TensorSpec([], tf.resource)] * count]
 
     @tf.function(autograph=False, input_signature=signature)
@@ -223,19 +223,19 @@ def _enqueue_to(count: int) -> Any:
     return enqueue.get_concrete_function()
 
 
-def _run_here(function: Any, inputs: list[tf.Tensor]) -> None:
-    """Run a concrete function without results in this thread alone.
+def _run_here(function: tf.types.experimental.ConcreteFunction, inputs: list[tf.Tensor]) -> None:
+    """Run a concrete function without results in this thread only.
 
-    A call of the function would hand its nodes to the inter-op threads, and all of those may be waiting for what this
-    thread is about to do. Python's lock is free meanwhile, so that what is awakened runs at the same time; awakened one
-    by one, each takes two changes of threads, 150 us, for both sides want that lock again and again.
+    A plain call would run its nodes in the inter-op threads, and all of those may be waiting for this thread. One
+    operation for many queues releases Python's lock once, and the woken nodes run meanwhile. Waking them one by one
+    costs two switches of threads each, 150 us, because both sides contend for the lock.
     """
     with tf.device("CPU:0"):
         tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
 def is_done(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: whether there is nothing to wait for."""
+    """In a graph: whether the collective was complete when the ticket was made."""
     return ticket[0] < 0
 
 
@@ -247,8 +247,8 @@ def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
 def queue_of(ticket: list[tf.Tensor]) -> tf.Tensor:
     """In a graph: the queue's handle.
 
-    A branch that waits must get it from outside. TensorFlow executes what is stateful in the order of the program, and
-    so would start nothing more until the branch is done, unless the branch has a resource of its own for an input.
+    A branch that waits must get it from outside. TensorFlow runs stateful nodes in program order, so it would start no
+    further node until the branch is done, unless the branch has a resource as an input.
     """
     return tf.io.parse_tensor(ticket[2], tf.resource)
 
@@ -257,9 +257,9 @@ def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> tf.Tensor:
     """In a graph: the first part of the ticket, once its collective is complete.
 
     Args:
-        ticket: Scalars, what a callback returned. The dequeue takes the count from there, and not a constant, since an
-            input lives as long as the node: where nobody fetches the result nothing else would hold the ticket's
-            memory.
+        ticket: The scalars that a callback returned. The dequeue's count comes from the ticket and not from a constant,
+            because an input lives as long as the node: if the result is never fetched, nothing else keeps the ticket's
+            memory alive.
         queue: Its queue.
     """
     done = tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])

@@ -1,29 +1,28 @@
-"""The bridge between TensorFlow's tensors and the engine's arrays, eager and in tf.function.
+"""Collectives on tensors on the CPU, eager and in tf.function.
 
-Eagerly a tensor's memory is handed to the engine as it is, and the thread waits. In a graph a collective becomes three
-nodes, none of which holds a TensorFlow thread until other ranks are ready:
+Eagerly the engine gets the tensor's memory without a copy, and the calling thread waits. In a graph a collective
+becomes three nodes, none of which blocks a TensorFlow thread until other ranks are ready:
 
-1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, for a stateless
-   one would be pruned, and so runs in program order.
-2. *await*, the dequeue of a queue that the engine's completion hook writes to (wakeups.py). It is an asynchronous
-   kernel: with one inter-op thread, and other orders on every rank, nothing can block what others wait for.
-3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless, so that TensorFlow does not
-   put it in line with the submit of the next collective, which would make a loop of collectives wait one by one.
+1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, because
+   TensorFlow prunes stateless nodes. So submits run in program order.
+2. *await*, the dequeue of a queue that the engine writes to on completion (completion.py). It is an asynchronous
+   kernel: even with one inter-op thread, and a different order on every rank, it does not block the nodes that other
+   ranks wait for.
+3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless. TensorFlow would order a
+   stateful one before the submit of the next collective, and a loop of collectives would then wait for each in turn.
 
-After the last submit of a list, or of a graph, there is nothing to submit: that callback may as well wait, for ten
-milliseconds at most. A small list is complete by then, and its results leave by the same callback; the other two nodes
-stand in a branch that is not taken. (Each change of threads costs as much as reducing a megabyte.)
+After the last submit of a list, or of a graph, there is nothing left to submit. So that callback may wait itself, for
+ten milliseconds at most. A small list is usually complete by then, and the same callback returns its results; the other
+two nodes are in a branch that does not run. (Each switch of threads costs as much as reducing a megabyte.)
 """
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ...api import runtime
 from ...core.errors import (
@@ -36,14 +35,17 @@ from ...core.errors import (
 )
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
+from ...gpu.arrays import GpuInput
+from .._private import GraphOrParentsInXlaContext
+from ..types import Arrays
 from . import executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .program_order import calls_in_order
 from .python_op import host_call, keep_thread_state
 
-# Given this rank's arrays (GpuInputs, if they are on a GPU), the request to submit; the same for the same shapes.
-MakeRequest = Callable[[list[Any]], Request]
+# Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
+MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
 
 _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
     (MismatchError, tf.errors.FailedPreconditionError),
@@ -56,21 +58,21 @@ _merged: dict[type[MpistratError], type[Exception]] = {}
 
 
 class Wait(Enum):
-    """Whether the submit of a collective in a graph waits for a moment."""
+    """Whether the submit of a collective in a graph waits for the result."""
 
     NEVER = 0
-    IF_LAST = 1  # of the collectives in its graph, which when it is traced is not known
+    IF_LAST = 1  # If it is the last collective of its graph, which is known only when the graph runs.
     ALWAYS = 2
 
 
 class _CollectiveCounter:
-    """How many collectives stand in a graph, so far."""
+    """The number of collectives in a graph so far."""
 
     def __init__(self) -> None:
-        self.length = 0
+        self.count = 0
 
 
-_lines: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.WeakKeyDictionary()
+_counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.WeakKeyDictionary()
 
 
 def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -78,22 +80,22 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
-        make_request: Called with the arrays when they are ready; eagerly now, in a graph when their shapes are new.
+        make_request: Called with the arrays: eagerly at once, in a graph when it runs with new shapes.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
-        wait: In a graph, whether to wait in the submit for a moment.
+        wait: In a graph, whether the submit waits for the result.
 
     Raises:
-        The classes of mpistrat.core.errors that are also the classes of tf.errors that Horovod raises. In a graph,
-        TensorFlow's own exception with the same text.
+        Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.
+        In a graph, TensorFlow's own exception with the same text.
     """
     if tf.executing_eagerly():
         return _run_eagerly(make_request, tensors)
     require_function()
     dtypes = [t.dtype for t in tensors]
-    line = _lines.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
+    counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
     execution = executions.current() or Execution()
-    site = _CallSite(make_request, dtypes, line, wait, execution)
+    site = _CpuCallSite(make_request, dtypes, counter, wait, execution)
     past = [execution.number] if execution.is_past else []
     calls_in_order()
     COMPLETIONS.prepare()
@@ -107,15 +109,15 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return shaped(host_call(site.fetch, [awaited(ticket, queue)], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
-        if wait is Wait.NEVER or (wait is Wait.IF_LAST and line.length > SUBMIT_WAIT_BRANCHES):
+        if wait is Wait.NEVER or (wait is Wait.IF_LAST and counter.count > SUBMIT_WAIT_BRANCHES):
             ticket = scalars(host_call(site.submit, [*tensors, *past], TICKET, stateful=True))
             results = fetched(ticket, queue_of(ticket))
         else:
             returned = host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes], stateful=True)
             ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
             queue = queue_of(ticket)
-            # Bare Switch and Merge nodes are no quicker, and what stands in line behind the dequeue would be dead with
-            # it.
+            # Switch and Merge nodes instead of tf.cond are no faster, and the nodes ordered after the dequeue would not
+            # run when it does not.
             results = list(tf.cond(is_done(ticket), lambda: shaped([tf.identity(result) for result in ready]),
                                    lambda: fetched(ticket, queue)))
         if execution.number is None:
@@ -124,14 +126,14 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
 
 
 def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The tensors, which are known to have no dimensions."""
+    """Set the static shape of tensors to that of a scalar, and return them."""
     for tensor in tensors:
         tensor.set_shape([])
     return tensors
 
 
 def require_function() -> None:
-    """Raise InvalidRequestError where a graph is built that a collective cannot stand in."""
+    """Raise InvalidRequestError if the current graph cannot contain a collective."""
     graph = tf.compat.v1.get_default_graph()
     if GraphOrParentsInXlaContext(graph):
         raise InvalidRequestError(
@@ -153,32 +155,32 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> lis
     return [to_tensor(result) for result in results]
 
 
-class _CallSite:
-    """Where in a graph a collective stands. It may be executed many times, also before earlier ones end.
+class _CpuCallSite:
+    """The callbacks of one collective in a graph. Several executions may be in flight.
 
-    It lives as long as the graph, see host_call, and so must not refer to it: `make_request` must not.
+    It lives as long as the graph (see host_call), so neither it nor `make_request` may refer to the graph.
     """
 
-    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], line: _CollectiveCounter, wait: Wait,
+    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], counter: _CollectiveCounter, wait: Wait,
                  execution: Execution):
-        self._make_request, self._line, self._wait = make_request, line, wait
+        self._make_request, self._counter, self._wait = make_request, counter, wait
         self._has_past, self._counts = execution.is_past, execution.number is None
-        line.length += 1
-        self._position = line.length
+        counter.count += 1
+        self._position = counter.count
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: tuple[list[tuple[int, ...]], Request] | None = None
 
-    def submit(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """A ticket for the result."""
+    def submit(self, *inputs: np.ndarray) -> Arrays:
+        """Submit the collective; return a ticket for the result."""
         keep_thread_state()
         request, arrays, number = self._prepared(inputs)
         return COMPLETIONS.ticket_for(runtime.current().engine.submit(request, arrays), number)
 
-    def submit_and_wait(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """What stands for a ticket and the results, or a ticket and empty arrays."""
+    def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
+        """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
         keep_thread_state()
         engine, (request, arrays, number) = runtime.current().engine, self._prepared(inputs)
-        if self._wait is Wait.ALWAYS or self._position == self._line.length:
+        if self._wait is Wait.ALWAYS or self._position == self._counter.count:
             handle = engine.run(request, arrays, SUBMIT_WAIT_S)
             if handle.done():
                 return [*COMPLETIONS.done_ticket(number), *handle.wait()]
@@ -186,12 +188,13 @@ class _CallSite:
             handle = engine.submit(request, arrays)
         return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
 
-    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
-        """The results."""
+    def fetch(self, ticket: np.int64) -> Arrays:
+        """Return the results, or raise the collective's error."""
         keep_thread_state()
         return COMPLETIONS.redeem(int(ticket)).wait()
 
-    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, list[np.ndarray], int]:
+    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, Arrays, int]:
+        """The request, the arrays, and the number of the execution."""
         arrays = [np.asarray(array) for array in inputs]
         past = int(arrays.pop()) if self._has_past else None
         shapes = [array.shape for array in arrays]
@@ -209,7 +212,7 @@ def as_tf_error(error: MpistratError) -> Exception:
         if isinstance(error, ours):
             kind = _merged.get(type(error))
             if kind is None:
-                def initialise(self: Any, text: str, theirs: Any = theirs) -> None:
+                def initialise(self: tf.errors.OpError, text: str, theirs: type[tf.errors.OpError] = theirs) -> None:
                     theirs.__init__(self, None, None, text)
                 kind = type(type(error).__name__, (type(error), theirs), {"__init__": initialise,
                                                                           "__module__": __name__})
@@ -219,7 +222,7 @@ def as_tf_error(error: MpistratError) -> Exception:
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:
-    """The memory of an eager CPU tensor as an array, without a copy where numpy knows the dtype."""
+    """The memory of an eager CPU tensor as an array, without a copy where numpy has the dtype."""
     try:
         return np.asarray(memoryview(tensor))
     except (TypeError, BufferError, ValueError, RuntimeError, tf.errors.OpError):
@@ -227,7 +230,7 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
 
 
 def to_tensor(array: np.ndarray) -> tf.Tensor:
-    """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack knows the dtype."""
+    """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack supports the dtype."""
     if array.dtype.kind in "iufc" and array.size and array.dtype.itemsize <= 16:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)

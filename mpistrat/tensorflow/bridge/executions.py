@@ -1,9 +1,9 @@
-"""Which execution of a collective a gradient is the gradient of.
+"""Numbers of executions: they give the collectives of each execution of a gradient their own names.
 
-The gradient of a function that is called several times consists of several calls of one function too, in which the
-collectives have the same names. TensorFlow puts the former in the order of the program, the latter in no order. So a
-collective in a graph that has a gradient returns the number of its execution, which is the same on all ranks since its
-executions meet in this order, and the gradient has the number in its name.
+If a function is called several times, its gradient is too, and the collectives in all calls have the same names.
+TensorFlow runs the calls of the function in program order, but those of the gradient in any order. So a collective in a
+graph that has a gradient returns the number of its execution. The number is the same on all ranks, because they run the
+executions in the same order. The names of the gradient's collectives contain the number.
 """
 
 import weakref
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,11 +19,12 @@ from ...api import runtime
 
 @dataclass
 class Execution:
-    """What the collectives that are being traced know of their execution.
+    """The execution that the collectives being traced belong to.
 
     Attributes:
-        number: A tensor of the graph or of the one that it is the gradient of; None until a collective has made it.
-        is_past: They are the gradient of the execution with this number.
+        number: Its number, a tensor of this graph or of the graph that this is the gradient of. None until the first
+            collective has created it.
+        is_past: Whether the collectives are the gradient of the execution with this number.
     """
 
     number: tf.Tensor | None = None
@@ -32,17 +32,18 @@ class Execution:
 
 
 _current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-_counted: tuple[Callable[[], Any], dict[str, int]] = lambda: None, {}  # a reference to the engine, and by name
+# A weak reference to the engine, and the number of executions by the name of the collective.
+_counted: tuple[Callable[[], object], dict[str, int]] = lambda: None, {}
 
 
 def current() -> Execution | None:
-    """That of the collectives that are being traced; None if nobody asks for its number."""
+    """The execution of the collectives that are being traced; None if its number is not needed."""
     return _current.get()
 
 
 @contextmanager
 def scope(execution: Execution) -> Iterator[Execution]:
-    """Collectives that are traced here belong to the execution, and make its number unless it has one."""
+    """A context: collectives traced in it belong to the execution, and the first creates its number if it has none."""
     token = _current.set(execution)
     try:
         yield execution
@@ -51,20 +52,20 @@ def scope(execution: Execution) -> Iterator[Execution]:
 
 
 def next_number(name: str) -> int:
-    """The number of the execution that begins of a collective of this name."""
+    """The number of a new execution of the collective of this name."""
     global _counted
     engine = runtime.current().engine
     if _counted[0]() is not engine:
-        _counted = weakref.ref(engine), {}  # They begin anew with each engine, on all ranks.
+        _counted = weakref.ref(engine), {}  # Numbering restarts with each engine, on all ranks.
     counts = _counted[1]
     number = counts[name] = counts.get(name, -1) + 1
     return number
 
 
 def suffix(number: int) -> str:
-    """What is added to the names of the collectives that are the gradient of an execution.
+    """The suffix of the names of the collectives in the gradient of an execution.
 
-    It is never used again. How many executions of a gradient are under way has no bound, and ranks may start them in
+    A suffix is never reused: any number of executions of a gradient may be in flight, and the ranks may start them in
     different orders.
     """
     return f"#{number}"

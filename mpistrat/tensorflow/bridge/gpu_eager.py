@@ -1,13 +1,13 @@
-"""Eager tensors on a GPU: handed to the engine by DLPack, without a visit to the host. For graphs see `gpu_graph`.
+"""Collectives on eager tensors on a GPU: exported to the engine by DLPack, without a copy. For graphs see `gpu_graph`.
 
-TensorFlow's own export waits on the host until a tensor's memory is ready, so tensors that follow each other cost one
-wait. Memory for results is TensorFlow's own, in the order of its compute stream.
+TensorFlow's export blocks the calling thread until the tensor's memory is ready, so a list of tensors costs one wait.
+Memory for results is TensorFlow's own, in the order of its compute stream.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -17,11 +17,14 @@ from ...core.request import DEVICE_GPU, Request
 from ...gpu.arrays import GpuArray, GpuInput
 from .own_executor import at_once
 
+if TYPE_CHECKING:
+    from ...gpu.device import Device  # It needs cupy.
+
 
 class TensorFlow(AnyLibrary):
     """TensorFlow's eager tensors."""
 
-    def to_gpu(self, value: Any, device: Any) -> GpuInput:
+    def to_gpu(self, value: tf.Tensor, device: "Device") -> GpuInput:
         array, ready = device.imported(value)
         dtype, where = value.dtype, value.device
 
@@ -37,24 +40,24 @@ _PLAIN = (tf.float16, tf.float32, tf.float64)
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether the memory of all these eager tensors is a GPU's; one on the host takes the others along to the host.
+    """Whether all these eager tensors are reduced on the GPU. If one is in host memory, all go through the host.
 
-    TensorFlow keeps some (int32, mostly) in host memory although they are said to be on a GPU. False too where all are
-    to be taken to the host.
+    TensorFlow keeps some tensors (int32, mostly) in host memory although their device is a GPU. False too if the
+    settings send GPU tensors through the host.
     """
     return (has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
             and not go_by_host())
 
 
-def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Run one collective on eager tensors of this rank's GPU and return as many results, on the same. Collective.
+def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Run one collective on eager tensors of this rank's GPU and return as many results, on the same GPU. Collective.
 
     Args:
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
 
     Raises:
-        As `tensor_kinds.tensor_of` and `AsyncResult.wait`.
+        As `api.interop.tensor_of` and `AsyncResult.wait`.
     """
     device = _device_of(tensors[0])
     with device.current():
@@ -65,10 +68,10 @@ def run(make_request: Callable[[list[Any]], Request], tensors: Sequence[tf.Tenso
 
 
 def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """A tensor on the current device, whose contents are to be written. Eager only.
+    """A tensor on the current device, whose contents the caller overwrites. Eager only.
 
-    On a GPU TensorFlow has the operation for that for few dtypes; others are filled with zeros, for one on the host
-    would be of no use.
+    On a GPU TensorFlow has the Empty operation for a few dtypes only, and would place others on the host. So the others
+    are filled with zeros.
     """
     if dtype in _PLAIN:
         return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
@@ -76,10 +79,10 @@ def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
 
 
 def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[GpuInput]:
-    """Eager tensors of this rank's GPU for the engine, with as many others that the results go to. Waits for the GPU.
+    """Export eager tensors of this rank's GPU, each with the tensor that receives its result. Waits for the GPU.
 
     Raises:
-        As `tensor_kinds.tensor_of`.
+        As `api.interop.tensor_of`.
     """
     device, arrays = _device_of(tensors[0]), []
     with device.current():
@@ -90,13 +93,13 @@ def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> 
     return arrays
 
 
-def _device_of(tensor: tf.Tensor) -> Any:
+def _device_of(tensor: tf.Tensor) -> "Device":
     number = tf.DeviceSpec.from_string(tensor.backing_device).device_index or 0
-    return this_ranks_gpu(_as_cuda_counts(number))
+    return this_ranks_gpu(_cuda_number(number))
 
 
-def _as_cuda_counts(number: int) -> int:
-    """The number of TensorFlow's logical GPU among those that CUDA shows to this process."""
+def _cuda_number(number: int) -> int:
+    """The CUDA device number of TensorFlow's logical GPU `number`."""
     visible = tf.config.get_visible_devices("GPU")
     physical = tf.config.list_physical_devices("GPU")
     return physical.index(visible[number]) if number < len(visible) else number
@@ -105,5 +108,5 @@ def _as_cuda_counts(number: int) -> int:
 @cache
 def has_gpu() -> bool:
     """Whether TensorFlow sees a GPU."""
-    # Asked once: to ask each tensor takes a microsecond, which is much on a machine without a GPU.
+    # Cached: the call takes a microsecond per tensor, which matters on a machine without a GPU.
     return len(tf.config.list_physical_devices("GPU")) > 0

@@ -1,23 +1,23 @@
-"""Collectives on tensors on a GPU inside a tf.function: they stay on the GPU.
+"""Collectives on tensors on a GPU inside a tf.function: the tensors stay on the GPU.
 
-A collective is the three nodes that it is in `bridge`, with the work divided otherwise, and one more before them:
+A collective consists of four nodes, which divide the work differently from the three in `cpu`:
 
-1. *begin*, a callback on the host that returns a ticket. What a node on the GPU returns is there too, to be read only
-   when the GPU has done all that it was given before.
-2. *submit*, a py_function on the GPU, which gets the tensors as eager ones. It makes tensors for the results, whose
-   memory holds nothing yet, and returns them. Another thread exports both by DLPack and submits them: an export waits
-   until the GPU has made the tensor, and TensorFlow may have no other thread to go on with.
-3. *await*, as in `bridge`.
-4. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results takes
-   them, so that nobody reads the results earlier; it copies nothing. (A py_function would be stateful, and so in line
-   with the next submit. An identity with a control dependency may be taken out by TensorFlow's optimizer where a copy
-   to another device follows, which would then begin too early.)
+1. *begin*, a callback on the host that returns a ticket. (The results of a node on the GPU are on the GPU, and can be
+   read only when it has finished all earlier work.)
+2. *submit*, a py_function on the GPU, which gets the tensors as eager tensors. It allocates the results and returns
+   them before they are written. Another thread exports both by DLPack and submits them: an export waits until the GPU
+   has computed the tensor, and TensorFlow may have no other thread.
+3. *await*, as in `cpu`.
+4. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results uses
+   these shapes, so that no node reads the results earlier. It copies nothing. (A py_function would be stateful, so
+   TensorFlow would order it before the next submit. TensorFlow's optimizer may remove an identity with a control
+   dependency where a copy to another device follows, and the copy would then start too early.)
 
-The submit learns the ticket, and how many rows the ranks gather, as first dimensions of tensors without elements:
+The submit gets the ticket, and the number of gathered rows, as first dimensions of tensors without elements, because
 shapes are on the host.
 
-Where a tensor will be is decided by TensorFlow's placer once the function is traced, and a graph cannot be another one
-then. So it is decided here by what is known while it is traced, see `device_of`.
+TensorFlow's placer chooses the device of a tensor after the function has been traced, when the graph cannot change any
+more. So `device_of` decides from what is known during tracing.
 """
 
 import dataclasses
@@ -35,6 +35,8 @@ from ...api import runtime
 from ...api.interop import go_by_host
 from ...core.handle import Handle, complete_all
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
+from ...gpu.arrays import GpuInput
+from ..types import Arrays
 from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
 from .cpu import MakeRequest
@@ -46,10 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
-    """The GPU that tensors of a graph stay on; None: they go by way of the host, all of them.
+    """The GPU on which tensors of a graph are reduced; None: all of them go through the host.
 
-    They stay where there is a GPU, and none of them is said to be on the CPU, or of a kind that TensorFlow has no
-    kernels for on GPUs or keeps on the host: that is, gradients do. One that turns out to be on the host is copied.
+    They stay on the GPU if there is one, none of them is placed on the CPU, and all have floating-point or complex
+    dtypes, as gradients do: others TensorFlow has no GPU kernels for, or keeps on the host. A tensor that turns out to
+    be on the host is copied.
     """
     if tf.executing_eagerly() or not gpu_eager.has_gpu() or not _has_cupy() or go_by_host():
         return None
@@ -76,16 +79,16 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
 
     Args:
-        device: As `device_of` gives it.
-        name: What to call the collective.
+        device: The result of `device_of`.
+        name: Identifies the collective on all ranks.
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
-        rows: The first dimension of each result, int64 on the host; without it results are as large as the tensors.
+        rows: The first dimension of each result, int64 on the host. The default is the shapes of the tensors.
     """
     cpu.require_function()
     execution = executions.current() or Execution()
-    site = _CallSite(name, make_request, len(tensors), execution)
+    site = _GpuCallSite(name, make_request, len(tensors), execution)
     past = [execution.number] if execution.is_past else []
     calls_in_order()
     COMPLETIONS.prepare()
@@ -111,13 +114,13 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
 
 def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
            shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
-    """As `run`, for an all-gather. There must be memory for the results, so the ranks first gather how many rows.
+    """As `run`, for an all-gather. The ranks first gather their numbers of rows, to allocate the results.
 
     Args:
         tensors: Of one dimension or more.
     """
-    def rows_of(arrays: list[np.ndarray]) -> Request:
-        # Under the name that ranks whose tensors are on the host use, so that they and this one hear of it.
+    def rows_of(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
+        # The same name as on ranks whose tensors are on the host, so that all ranks get the mismatch error.
         return allgather_request(name, specs_of(arrays))
 
     with tf.device("CPU:0"):
@@ -129,26 +132,26 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
                shapes, totals)
 
 
-class _CallSite:
-    """Where in a graph a collective on GPU tensors stands; see cpu._CallSite."""
+class _GpuCallSite:
+    """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
 
     def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution):
         self._name, self._make_request, self._tensors = name, make_request, tensors
         self._counts = execution.number is None
         self._suffixes: dict[int, str] = {}  # by the number of the ticket
 
-    def begin(self, *past: np.int64) -> list[np.ndarray]:
-        """A ticket for the result."""
+    def begin(self, *past: np.int64) -> Arrays:
+        """Return a ticket for the result."""
         keep_thread_state()
         ticket = COMPLETIONS.open_ticket(executions.next_number(self._name) if self._counts else 0)
         self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
         return ticket
 
     def submit(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
-        """A tensor for each result.
+        """Start the export; return a tensor for each result, not yet written.
 
         Args:
-            inputs: The tensors, and then those whose first dimensions are the ticket and numbers of rows.
+            inputs: The tensors, and then those whose first dimensions are the ticket and the numbers of rows.
         """
         keep_thread_state()
         tensors, (ticket, *rows) = inputs[:self._tensors], inputs[self._tensors:]
@@ -164,25 +167,25 @@ class _CallSite:
         return results
 
     def _export(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor], handle: Handle) -> None:
-        """Give the engine the tensors, and let `handle` be done when their collective is."""
+        """Submit the tensors; `handle` completes with their collective. Runs in the export thread."""
         try:
             arrays = gpu_eager.with_results(tensors, results)
             request = dataclasses.replace(self._make_request(arrays), name=handle.name, device=DEVICE_GPU,
                                           in_graph=True)
             submitted = runtime.current().engine.submit(request, arrays)
-        except Exception as error:  # Raised by the fetch, where the function's caller gets it.
+        except Exception as error:  # The fetch raises it to the function's caller.
             handle.fail(error)
             return
         submitted.when_done(_pass_on, (submitted, handle))
 
-    def fetch(self, ticket: np.int64) -> list[np.ndarray]:
-        """The shapes of the results."""
+    def fetch(self, ticket: np.int64) -> Arrays:
+        """Return the shapes of the results, or raise the collective's error."""
         keep_thread_state()
         return [np.array(result.shape, np.int64) for result in COMPLETIONS.redeem(int(ticket)).wait()]
 
 
 def _pass_on(pairs: list[tuple[Handle, Handle]]) -> None:
-    """Give the results of the first of each pair to the second."""
+    """Complete the second handle of each pair with the results of the first."""
     complete = []
     for submitted, handle in pairs:
         try:
@@ -194,12 +197,12 @@ def _pass_on(pairs: list[tuple[Handle, Handle]]) -> None:
 
 @cache
 def _exporter() -> "queue.SimpleQueue[Callable[[], None]]":
-    """What is put here is done in turn, by a thread of its own. It waits for the GPU, and for no other rank."""
+    """The queue of the export thread, which calls its items in order. They wait for the GPU, never for another rank."""
     work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    def do() -> None:
+    def run_all() -> None:
         while True:
             work.get()()
 
-    threading.Thread(target=do, name="mpistrat-gpu-export", daemon=True).start()
+    threading.Thread(target=run_all, name="mpistrat-gpu-export", daemon=True).start()
     return work

@@ -1,55 +1,63 @@
-"""Eager operations of threads that must not stand in line with the program's."""
+"""Run eager operations of a thread synchronously, outside of the asynchronous queue that all threads share."""
 
 from functools import cache
+from types import TracebackType
 from typing import Any
 
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager.context import context
+from .._private import (
+    TFE_ContextGetExecutorForThread,
+    TFE_ContextSetExecutorForThread,
+    TFE_DeleteExecutor,
+    TFE_ExecutorIsAsync,
+    TFE_NewExecutor,
+    context,
+)
 
 
 class at_once:  # noqa: N801
-    """A context in which eager operations of this thread are executed in it, each before the next statement.
+    """A context in which this thread runs each of its eager operations before the next statement.
 
-    After tf.config.experimental.set_synchronous_execution(False) an eager operation is put into the queue of its
-    thread's executor, which is the same one for all threads. There a function that waits for a collective may be in
-    front of the operation that is to complete the collective or to wake the function.
+    After tf.config.experimental.set_synchronous_execution(False), eager operations go into the queue of the thread's
+    executor, and all threads have the same executor. In that queue, a function that waits for a collective may be ahead
+    of the operation that completes the collective or wakes the function.
 
-    TensorFlow's executor_scope does not serve: it reads the thread's executor as an object that, when it is deleted,
-    waits for all that is in the queue.
+    TensorFlow's executor_scope does not work here: it wraps the thread's executor in an object that waits for the whole
+    queue when it is deleted.
     """
 
     __slots__ = ("_previous",)
 
     def __enter__(self) -> None:
         context().ensure_initialized()
-        previous = pywrap_tfe.TFE_ContextGetExecutorForThread(context()._handle)
-        if pywrap_tfe.TFE_ExecutorIsAsync(previous):
-            pywrap_tfe.TFE_ContextSetExecutorForThread(context()._handle, _synchronous())
+        previous = TFE_ContextGetExecutorForThread(context()._handle)
+        if TFE_ExecutorIsAsync(previous):
+            TFE_ContextSetExecutorForThread(context()._handle, _synchronous())
             self._previous = previous
         else:
-            pywrap_tfe.TFE_DeleteExecutor(previous)  # this reference to it
+            TFE_DeleteExecutor(previous)  # Deletes this reference only.
             self._previous = None
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
         if self._previous is not None:
-            pywrap_tfe.TFE_ContextSetExecutorForThread(context()._handle, self._previous)
-            pywrap_tfe.TFE_DeleteExecutor(self._previous)
+            TFE_ContextSetExecutorForThread(context()._handle, self._previous)
+            TFE_DeleteExecutor(self._previous)
 
 
 def is_asynchronous() -> bool:
-    """Whether this thread's eager operations go on in the background.
+    """Whether this thread's eager operations run in the background.
 
     tf.config.experimental.get_synchronous_execution would wait for all of them.
     """
     context().ensure_initialized()
-    here = pywrap_tfe.TFE_ContextGetExecutorForThread(context()._handle)
+    here = TFE_ContextGetExecutorForThread(context()._handle)
     try:
-        return pywrap_tfe.TFE_ExecutorIsAsync(here)
+        return TFE_ExecutorIsAsync(here)
     finally:
-        pywrap_tfe.TFE_DeleteExecutor(here)
+        TFE_DeleteExecutor(here)
 
 
 @cache
 def _synchronous() -> Any:
-    """An executor for all threads; it has no queue."""
-    return pywrap_tfe.TFE_NewExecutor(False, True, 0)
+    """A synchronous executor, which has no queue; one for all threads."""
+    return TFE_NewExecutor(False, True, 0)

@@ -1,15 +1,16 @@
-"""The token: a variable by which TensorFlow sees what has to happen in the order of the program.
+"""The token: a variable that makes TensorFlow run collectives in program order.
 
-TensorFlow runs what does not depend on each other in any order, and also at once. Its automatic control dependencies
-keep the program's order among nodes that write to the same variable, also when they stand in functions, branches or
-loops, for what captures the variable there has it for an input. Callbacks are kept in order too, but a call of a
-function that uses variables is not kept in order with another call of it, and both have the same collectives, by the
-same names.
+TensorFlow runs independent nodes in any order, and at the same time. Its automatic control dependencies keep program
+order among nodes that write to the same variable. That includes nodes in functions, branches and loops, because a graph
+that captures the variable has it as an input. TensorFlow keeps callbacks in order too. But it does not order two calls
+of a function that uses variables, and both calls have the same collectives, with the same names.
 
 The gradient of a function has no token. TensorFlow adds no control dependencies there, and where such a function is
-called, as part of the gradient of a branch or a loop, nothing can be captured. Executions are told apart by name, see
-`executions`. The gradient of a branch or a loop, in a function of which it is a part, can capture a tensor only of the
-graph just around it. So a capture goes from graph to graph.
+called, as part of the gradient of a branch or a loop, nothing can be captured. There the names of collectives contain
+the number of the execution, see `executions`.
+
+The gradient of a branch or a loop inside a function can capture tensors only of the graph directly around it. So a
+capture goes from graph to graph.
 """
 
 import weakref
@@ -32,26 +33,27 @@ def token() -> tf.Tensor | None:
 
 
 def calls_in_order() -> None:
-    """Let calls of the function that is being traced be executed one after the other, in the order of the program."""
+    """Make the calls of the function that is being traced run one after the other, in program order."""
     function = current_function()
     if function in _with_call_order or _is_gradient(function):
         return
     _with_call_order.add(function)
     with function.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
-        tf.raw_ops.VarIsInitializedOp(resource=token())  # Of all that counts as writing to a variable the cheapest.
+        tf.raw_ops.VarIsInitializedOp(resource=token())  # The cheapest operation that counts as a write.
 
 
 def current_function() -> tf.Graph:
-    """The graph of the function that is being traced, also while one of its branches or loops is."""
+    """The graph of the function that is being traced, also inside of its branches and loops."""
     return function_of(tf.compat.v1.get_default_graph())
 
 
 def function_of(graph: tf.Graph) -> tf.Graph:
-    """The graph of the function of which this one is a branch or loop, or which it is."""
+    """The graph of the function that contains this graph as a branch or loop; the graph itself if it is a function."""
     return _path_from_function(graph)[0]
 
 
 def _path_from_function(graph: tf.Graph) -> list[tf.Graph]:
+    """The graphs from the function's to this one, from the outside in."""
     path = [graph]
     while getattr(path[0], "is_control_flow_graph", False):
         path.insert(0, path[0].outer_graph)
@@ -64,7 +66,7 @@ def _is_gradient(function: tf.Graph) -> bool:
 
 @cache
 def _handle() -> tf.Tensor:
-    # Not a tf.Variable: in a strategy's scope it would become a variable of that strategy.
+    # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
     with tf.init_scope(), tf.device("CPU:0"):
         handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], container="", shared_name="mpistrat_token")
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))

@@ -1,4 +1,4 @@
-"""This host's network: a TCP port that is held until its server starts, and the addresses others may reach it by."""
+"""This host's network: a TCP port that is reserved until its server starts, and the host's addresses."""
 
 import contextlib
 import fcntl
@@ -9,22 +9,22 @@ _SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 
 
 class ReservedPort:
-    """A TCP port of this host that no other program gets, and that a server in this process can take at any time.
+    """A TCP port of this host that no other program gets, and that a server in this process can bind at any time.
 
-    The port is bound with SO_REUSEPORT and does not listen. The kernel gives a bound port to nobody who asks for just
-    any port, neither to listen nor to connect from, and refuses it to those who ask for this number, unless they belong
-    to the same user and set SO_REUSEPORT too. That is what the server does; it takes the port while it is still held,
-    so there is no moment in between. Connections all go to the server, since nothing here listens.
+    The port is bound with SO_REUSEPORT and does not listen. The kernel never assigns a bound port to a program that
+    requests any free port, neither to listen nor to connect from. It rejects a request for this number, except from the
+    same user with SO_REUSEPORT. The server makes such a request, while the port is still reserved, so the port is never
+    free in between. All connections go to the server, because this socket does not listen.
 
     Args:
-        port: The number, or 0 for any that is free.
+        port: The number, or 0 for any free port.
 
     Raises:
         OSError: The port is taken.
     """
 
     def __init__(self, port: int = 0):
-        # gRPC's servers listen on all addresses, of IPv6 and IPv4 with one socket if the host has both.
+        # gRPC's servers listen on all addresses: with one socket for IPv6 and IPv4 if the host has both.
         both = socket.has_dualstack_ipv6()
         self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
         try:
@@ -38,7 +38,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Hold the port no longer. A server that has taken it keeps it. May be called twice."""
+        """Release the port. A server that has bound it keeps it. May be called twice."""
         self._socket.close()
 
 
@@ -48,7 +48,7 @@ def local_addresses() -> tuple[str, ...]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # the interface is down, or has no such address
+            with contextlib.suppress(OSError):  # The interface is down, or has no IPv4 address.
                 reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
                 found.append(socket.inet_ntoa(reply[20:24]))
     return tuple(address for address in found if not address.startswith("127."))

@@ -1,6 +1,6 @@
-"""How ranks become a cluster: they agree on roles, hold a port each, and find the addresses that reach each other.
+"""Form a cluster of the ranks: agree on roles, reserve a port per rank, and find addresses that reach each rank.
 
-All that can go wrong is found before anything is built on it, and is the same error on every rank.
+All problems are detected before the cluster is created, and raise the same error on every rank.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...api import runtime
 from ...api.ops import allgather_object
@@ -26,22 +25,32 @@ from .tf_config import TfConfig
 
 @dataclass(frozen=True)
 class Offer:
-    """What each rank tells all others first. `meeting` is the port of the chief's lifelines."""
+    """The first message of each rank to all others.
+
+    Attributes:
+        jobs: The number of ranks for each role, as given to `form`.
+        config: This rank's TF_CONFIG, if set.
+        problem: Why this rank cannot take part; "" if it can.
+        port: The reserved port of this rank's server.
+        addresses: The addresses of this rank's host.
+        liveness_port: On the chief, the port of its LivenessServer.
+        token: On the chief, the token of the job.
+    """
 
     jobs: Mapping[str, int] | None
     config: TfConfig | None
     problem: str
     port: int
     addresses: tuple[str, ...]
-    meeting: int
+    liveness_port: int
     token: bytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """What each rank found when it connected to the chief: both addresses of the connection, or a problem.
+    """The second message of each rank: both addresses of its connection to the chief, or a problem.
 
-    The chief itself has no addresses here.
+    The chief's own Link has no addresses.
     """
 
     own: str = ""
@@ -50,11 +59,11 @@ class Link:
 
 
 def form(jobs: Mapping[str, int] | None = None) -> Cluster:
-    """Make the ranks a cluster. Collective.
+    """Form a cluster of the ranks. Collective.
 
     Args:
-        jobs: As for `topology.assign_roles`; the same on all ranks. Where TF_CONFIG is set, it says the role of each
-            rank, and `jobs` may be left out; if given, the numbers must be the same.
+        jobs: As for `core.roles.assign_roles`; the same on all ranks. If TF_CONFIG is set, it determines the role of
+            each rank, and `jobs` may be left out; if given, the numbers must be the same.
 
     Raises:
         NotInitializedError: Before init().
@@ -64,33 +73,33 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
     current = runtime.current()
     topology = current.topology
     with contextlib.ExitStack() as on_failure:
-        port, meeting, offer = _offer(jobs, topology, on_failure)
+        port, server, offer = _offer(jobs, topology, on_failure)
         offers: list[Offer] = allgather_object(offer, name="mpistrat.tensorflow.cluster.cluster.offer")
         _raise_together([each.problem for each in offers])
         roles = _agree(offers)
-        line: LivenessClient | LivenessServer | None = meeting
-        if meeting is not None:
-            link = _accept(meeting, topology, offer.token)
+        liveness: LivenessClient | LivenessServer | None = server
+        if server is not None:
+            link = _accept(server, topology, offer.token)
         else:
-            line, link = _connect(topology, offers, on_failure)
+            liveness, link = _connect(topology, offers, on_failure)
         links: list[Link] = allgather_object(link, name="mpistrat.tensorflow.cluster.cluster.link")
         _raise_together([each.problem for each in links])
         on_failure.pop_all()
-    assert port is not None and line is not None  # otherwise there was a problem
-    spec: dict[str, Any]
+    assert port is not None and liveness is not None  # Otherwise _raise_together has raised.
+    spec: dict[str, list[str]]
     if offer.config is not None:
         spec = {role: list(addresses) for role, addresses in offer.config.cluster.items()}
     else:
         placed = dataclasses.replace(topology, host_of=addresses_of(topology, links))
         spec = cluster_spec(placed, [each.port for each in offers], jobs)["cluster"]
-    return Cluster(topology, roles, spec, port, line, current)
+    return Cluster(topology, roles, spec, port, liveness, current)
 
 
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
-    """The address of each rank by which others reach it; the names of the hosts if there is only one.
+    """The address at which other ranks reach each rank; the host names if there is only one host.
 
-    They are those of connections that were made between hosts: on the chief's host, where the first rank of another
-    host reached it, elsewhere, where a rank came from.
+    They come from the connections between hosts. For ranks on the chief's host it is the address at which the first
+    rank of another host reached the chief; for other ranks, the address from which they connected.
     """
     chief_host = topology.host_of[0]
     if len(topology.hosts) == 1:
@@ -101,7 +110,7 @@ def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
 
 def _offer(jobs: Mapping[str, int] | None, topology: Topology,
            on_failure: contextlib.ExitStack) -> tuple[ReservedPort | None, LivenessServer | None, Offer]:
-    config, port, meeting, problem = None, None, None, ""
+    config, port, server, problem = None, None, None, ""
     try:
         config = tf_config.read(os.environ.get(tf_config.NAME, ""))
         if config is None:
@@ -109,20 +118,20 @@ def _offer(jobs: Mapping[str, int] | None, topology: Topology,
         port = ReservedPort(config.port if config else 0)
         on_failure.callback(port.close)
         if topology.rank == 0:
-            meeting = LivenessServer(local=len(topology.hosts) == 1)
-            on_failure.callback(meeting.close)
+            server = LivenessServer(local=len(topology.hosts) == 1)
+            on_failure.callback(server.close)
     except ValueError as error:
         problem = str(error)
     except OSError as error:
         wanted = f"port {config.port} of {tf_config.NAME}" if config else "a port"
         taken = error.errno == errno.EADDRINUSE
         problem = f"{wanted} on {topology.host} {'is taken by another program' if taken else 'cannot be had'}: {error}."
-    return port, meeting, Offer(None if jobs is None else dict(jobs), config, problem, port.number if port else 0,
-                                local_addresses(), meeting.port if meeting else 0, secrets.token_bytes(32))
+    return port, server, Offer(None if jobs is None else dict(jobs), config, problem, port.number if port else 0,
+                                local_addresses(), server.port if server else 0, secrets.token_bytes(32))
 
 
 def _agree(offers: Sequence[Offer]) -> tuple[tuple[Role, int], ...]:
-    """The roles, from what all ranks have offered. Raises the same on every rank."""
+    """The roles, from the offers of all ranks. Raises the same error on every rank."""
     jobs = offers[0].jobs
     different = [rank for rank, offer in enumerate(offers) if offer.jobs != jobs]
     if different:
@@ -143,20 +152,20 @@ def _connect(topology: Topology, offers: Sequence[Offer],
     elif host == topology.host:
         addresses = [*chief.addresses, host]
     else:
-        # An address that both hosts have, of a bridge for containers mostly, leads back to this host.
+        # An address that both hosts have (usually of a container bridge) leads back to this host.
         addresses = [*(address for address in chief.addresses if address not in own.addresses), host]
     try:
-        line = LivenessClient(addresses, chief.meeting, chief.token, topology.rank)
+        liveness = LivenessClient(addresses, chief.liveness_port, chief.token, topology.rank)
     except OSError as error:
         return None, Link(problem=f"{topology.host} cannot reach {host}, where the chief is ({error}). Is there a "
                                   "firewall between them?")
-    on_failure.callback(line.close)
-    return line, Link(line.own_address, line.chief_address)
+    on_failure.callback(liveness.close)
+    return liveness, Link(liveness.own_address, liveness.chief_address)
 
 
-def _accept(meeting: LivenessServer, topology: Topology, token: bytes) -> Link:
+def _accept(server: LivenessServer, topology: Topology, token: bytes) -> Link:
     try:
-        meeting.accept(range(1, topology.size), token)
+        server.accept(range(1, topology.size), token)
     except OSError as error:
         return Link(problem=str(error))
     return Link()

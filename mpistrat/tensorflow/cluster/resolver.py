@@ -1,8 +1,7 @@
-"""MPIClusterResolver: tells TensorFlow's own strategies who is in the cluster, from the ranks, without TF_CONFIG."""
+"""MPIClusterResolver: describes the cluster to TensorFlow's own strategies, from the ranks, without TF_CONFIG."""
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -11,12 +10,12 @@ from ...core.roles import Role
 from .rendezvous import form
 
 # TensorFlow reads these when it starts its first server.
-_SHARE_HELD_PORTS = {"TF_GRPC_REUSE_PORT": "1"}  # without it gRPC's servers cannot take a reserved port
-_FAIL_FAST = {"GRPC_FAIL_FAST": "use_caller"}  # calls to a worker that has died fail, and do not wait for it
+_SHARE_RESERVED_PORTS = {"TF_GRPC_REUSE_PORT": "1"}  # Without it gRPC's servers cannot bind a reserved port.
+_FAIL_FAST = {"GRPC_FAIL_FAST": "use_caller"}  # Calls to a worker that has died fail instead of waiting for it.
 
 
 class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """Roles from the ranks, addresses gathered over MPI, and ports that are held until TensorFlow's servers take them.
+    """Roles from the ranks, addresses gathered over MPI, and ports reserved until TensorFlow's servers bind them.
 
         hvd.init()
         resolver = MPIClusterResolver({"chief": 1, "worker": 2, "ps": 1})
@@ -25,18 +24,18 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         else:
             strategy = tf.distribute.ParameterServerStrategy(resolver)
 
-    Making one is collective. Afterwards it needs no communication among the ranks, so any of them may use it at any
-    time. The others learn that the work is done when the chief calls `close`, or at the end of its script.
+    The constructor is collective. The methods are not, so any rank may call them at any time. The work of the other
+    ranks ends when the chief calls `close`, or at the end of the chief's script.
 
-    All ranks are reached as `localhost` if they share a host, and otherwise by the addresses with which their hosts
-    have connected to the chief's. Where a platform sets TF_CONFIG, its roles and addresses are taken, after a check
-    that they fit the ranks.
+    The address of each rank is `localhost` if all ranks share a host, and otherwise the address from which its host has
+    connected to the chief's host. If the platform sets TF_CONFIG, its roles and addresses are used, after a check that
+    they fit the ranks.
 
     Args:
-        jobs: How many ranks each role takes, in the order in which ranks are given out: chief, worker, ps, evaluator.
-            The default is rank 0 as the chief and all others as workers, or what TF_CONFIG says.
-        num_accelerators: Devices of each kind that each task has, for example `{"GPU": 1}`; the default is what this
-            process sees.
+        jobs: The number of ranks for each role. Ranks are assigned in the order chief, worker, ps, evaluator. The
+            default is rank 0 as the chief and all others as workers, or the roles in TF_CONFIG.
+        num_accelerators: The devices of each kind that each task has, for example `{"GPU": 1}`. The default is the
+            devices that this process sees.
         rpc_layer: The protocol of the servers.
 
     Raises:
@@ -51,17 +50,17 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._task_type, self._task_id = self._cluster.role.value, self._cluster.index
         self._num_accelerators = None if num_accelerators is None else dict(num_accelerators)
         self.rpc_layer = rpc_layer
-        self._server: Any = None
-        os.environ.update(_SHARE_HELD_PORTS)
+        self._server: tf.distribute.Server | None = None
+        os.environ.update(_SHARE_RESERVED_PORTS)
         if Role.PS.value in self._cluster.spec:
             os.environ.update(_FAIL_FAST)
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """The addresses of all tasks. An evaluator is not among them, as TensorFlow wants it."""
+        """The addresses of all tasks, without evaluators, as TensorFlow requires."""
         return tf.train.ClusterSpec(self._cluster.spec)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The URL of a task's server; of this rank's by default, or "" if it has none, as an evaluator."""
+        """The URL of a task's server, by default this rank's; "" for an evaluator, which has none."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type not in self._cluster.spec:
@@ -71,14 +70,14 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return f"{layer}://{address}" if layer else str(address)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None,
-                         config_proto: Any = None) -> dict[str, int]:
-        """How many devices of each kind a task has; all tasks are taken to have as many as this one."""
+                         config_proto: tf.compat.v1.ConfigProto | None = None) -> dict[str, int]:
+        """The number of devices of each kind that a task has. All tasks are assumed to have as many as this one."""
         if self._num_accelerators is not None:
             return dict(self._num_accelerators)
         return {"GPU": len(tf.config.get_visible_devices("GPU"))}
 
     def serve(self) -> None:
-        """Run this rank's tf.distribute.Server until the chief has ended. Sleeps meanwhile. For workers and ps.
+        """Run this rank's tf.distribute.Server until the chief has ended. For workers and ps. This thread sleeps.
 
         Raises:
             RankDiedError: The chief has died.
@@ -91,7 +90,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._cluster.wait_for_chief()
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chief has ended or called close(); whether it has when `timeout_s` has passed. Sleeps.
+        """Wait until the chief has ended or called close(). Returns False if it has not after `timeout_s`. Sleeps.
 
         Raises:
             RankDiedError: The chief has died.
@@ -100,8 +99,8 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return self._cluster.wait_for_chief(timeout_s)
 
     def close(self) -> None:
-        """On the chief: say that the work is done, which lets all others end. Elsewhere: leave the cluster early.
+        """On the chief: end the work, so that all other ranks can end. On others: leave the cluster early.
 
-        At the end of the script it happens by itself. May be called twice.
+        It is called automatically at the end of the script. May be called twice.
         """
         self._cluster.close()

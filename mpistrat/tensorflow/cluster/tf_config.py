@@ -1,4 +1,4 @@
-"""TF_CONFIG, which some platforms set for each process: read, and checked against the ranks. Nothing communicates."""
+"""Read TF_CONFIG, which some platforms set for each process, and check it against the ranks. Local."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ NAME = "TF_CONFIG"
 
 @dataclass(frozen=True)
 class TfConfig:
-    """What one rank's TF_CONFIG says.
+    """The content of one rank's TF_CONFIG.
 
     Attributes:
-        cluster: The addresses ("host:port") of the tasks of each role. Evaluators are mostly not among them.
-        role: This rank's.
-        index: This rank's place among the tasks of its role.
+        cluster: The addresses ("host:port") of the tasks of each role, usually without evaluators.
+        role: This rank's role.
+        index: This rank's index among the tasks of its role.
     """
 
     cluster: dict[str, tuple[str, ...]]
@@ -31,16 +31,16 @@ class TfConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank is the chief: the one that is called so, or worker 0 of a cluster that has none."""
+        """Whether this rank is the chief: the task of that role, or worker 0 of a cluster without that role."""
         first = Role.CHIEF if Role.CHIEF.value in self.cluster else Role.WORKER
         return self.role is first and self.index == 0
 
 
 def read(text: str) -> TfConfig | None:
-    """The content of TF_CONFIG, or None if it says nothing of a cluster, as on platforms that set it for one process.
+    """Parse TF_CONFIG. None if it contains no cluster, as on platforms that set it for a single process.
 
     Raises:
-        ValueError: It is not JSON, or lacks a part, or a part is not as TensorFlow has it.
+        ValueError: It is not JSON, or a part is missing or malformed.
     """
     try:
         content = json.loads(text or "{}")
@@ -68,7 +68,7 @@ def read(text: str) -> TfConfig | None:
 
 
 def port_of(address: str) -> int:
-    """The port of "host:port". Raises ValueError if there is none."""
+    """The port of "host:port". Raises ValueError if the text has another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(f"{NAME}: an address is host:port. Received: {address!r}")
@@ -76,11 +76,11 @@ def port_of(address: str) -> int:
 
 
 def check(configs: Sequence[TfConfig | None], jobs: Mapping[str, int] | None) -> tuple[tuple[Role, int], ...] | None:
-    """The role and the index of each rank as TF_CONFIG has them, or None if no rank has a TF_CONFIG.
+    """The role and the index of each rank according to TF_CONFIG, or None if no rank has a TF_CONFIG.
 
     Args:
-        configs: What TF_CONFIG says on each rank, by rank.
-        jobs: How many ranks each role should have, if that is known. The order does not matter here.
+        configs: The TF_CONFIG of each rank, by rank.
+        jobs: The expected number of ranks for each role, if known. The order does not matter.
 
     Raises:
         ValueError: Some ranks have a TF_CONFIG and others do not; their clusters differ; two ranks have the same task,

@@ -1,4 +1,4 @@
-"""MPIStrategy and what it is made of."""
+"""MPIStrategy and its parts: tf.distribute with one replica per rank."""
 
 from .strategy import MPIStrategy
 

@@ -1,11 +1,10 @@
-"""variables="central": what the chief alone keeps, and how the others get the values that it computes.
+"""variables="central": the optimizer's slots are on the chief only, which broadcasts the values that it computes.
 
-Every rank has a working copy of the model's variables, for it computes with them. What an optimizer remembers of them
-(its slots: momenta, averages) is on the chief only, and so the chief alone can update. It hands out the new values in
-one exchange.
+Every rank has a working copy of the model's variables. An optimizer's slots (momenta, averages) are on the chief, so
+only the chief can apply an update. It broadcasts the new values in one collective.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +17,9 @@ from .variables import CLASSES, RankMirroredVariable, create, create_alone
 
 
 class RemoteSlotVariable(RankMirroredVariable):
-    """A variable that only the chief has, as another rank has it: without elements. What is assigned to it is lost."""
+    """A slot on a rank other than the chief: it has no elements, and ignores what is assigned to it."""
 
-    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+    def _update(self, update_fn: Callable, value: object, **kwargs: Any) -> "RemoteSlotVariable":
         return self
 
 
@@ -28,17 +27,21 @@ _MARK = "_mpistrat_is_central"
 _ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: RemoteSlotVariable}
 
 
-def is_central(variable: Any) -> bool:
-    """Whether the chief alone has the contents of a variable; the same on all ranks."""
-    return _MARK in vars(variable)  # To ask for an attribute that is missing may be a collective; see checkpoints.
+def is_central(variable: tf.Variable) -> bool:
+    """Whether only the chief has the contents of a variable; the same on all ranks."""
+    return _MARK in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 
 class Slots:
-    """The optimizer's variables of a strategy whose variables are central.
+    """The optimizers' variables of one strategy.
+
+    Attributes:
+        are_central: Whether the chief alone has them. Never with one rank.
+        are_here: Whether this rank has them.
 
     Args:
-        strategy: Whose they are.
-        central: Whether the chief alone keeps them; with one rank it does in any case.
+        strategy: The strategy.
+        central: Whether the chief alone is to have them.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, central: bool):
@@ -46,20 +49,20 @@ class Slots:
         self._strategy = strategy
         self.are_central = central and topology.size > 1
         self.are_here = not self.are_central or topology.rank == 0
-        self._begun = False
+        self._creates_slots = False
 
     @contextmanager
     def created(self) -> Iterator[None]:
-        """Variables that are created within are slots."""
-        before, self._begun = self._begun, self.are_central
+        """A context in which new variables are slots."""
+        before, self._creates_slots = self._creates_slots, self.are_central
         try:
             yield
         finally:
-            self._begun = before
+            self._creates_slots = before
 
-    def create(self, device: str, next_creator: Any, **kwargs: Any) -> Any:
+    def create(self, device: str, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         """Create a variable, which may be a slot. Collective, unless it is one."""
-        if not self._begun:
+        if not self._creates_slots:
             return create(self._strategy, device, next_creator, **kwargs)
         if not self.are_here:
             dtype = kwargs["dtype"]
@@ -68,11 +71,11 @@ class Slots:
         setattr(slot, _MARK, True)
         return slot
 
-    def share(self, variables: Sequence[Any]) -> None:
-        """Give all ranks the chief's values of variables, in one exchange. Collective; nothing where none are central.
+    def share(self, variables: Sequence[tf.Variable]) -> None:
+        """Broadcast the chief's values of variables, in one collective. Collective; does nothing if none are central.
 
         Args:
-            variables: Of the strategy, or Keras' variables of it; on all ranks the same.
+            variables: Variables of the strategy, or Keras variables that have one; the same on all ranks.
 
         Raises:
             ValueError: One was not created in the strategy's scope.

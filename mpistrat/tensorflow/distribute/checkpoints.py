@@ -1,155 +1,141 @@
-"""tf.train.Checkpoint and CheckpointManager of a strategy's variables: called on all ranks, written by the chief.
+"""tf.train.Checkpoint and CheckpointManager with a strategy's variables: all ranks call them, the chief writes.
 
-Both are patched when the first strategy is made, and do what they always do where there is none of its variables.
+Both are patched when the first strategy is created. They behave as before for checkpoints without its variables.
 
-An asynchronous checkpoint (CheckpointOptions) is two of TensorFlow's objects: the user's, which copies the variables in
-the thread that saves, and one within it, which writes the copies in a thread of its own. Only the former reads the
-variables, so that values on all ranks are those of the moment of the call. The threads of the ranks meet before and
-after the chief writes, in a name space of this checkpoint.
+An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's, which copies the variables in the
+thread that saves, and an inner one, which writes the copies in its own thread. Only the user's reads the variables, so
+the values on all ranks are those at the time of the call. The writing threads of the ranks synchronise before and after
+the chief writes, in the name space of this checkpoint.
 """
 
 import copy
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from ...core.errors import ShutdownError
-from .._private import unknown
 from . import files, threads
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
-_originals: dict[str, Any] = {}
-_SPACE = "_mpistrat_name_space"  # an attribute of what writes asynchronously
+Options: TypeAlias = tf.train.CheckpointOptions | None
+
+_originals: dict[str, Callable[..., Any]] = {}
+_NAME_SPACE = "_mpistrat_name_space"  # an attribute of the checkpoint that writes asynchronously
 _numbers: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))  # by the name space of the thread
 
 
-def _replacements() -> list[tuple[type, str, Any]]:
-    return [(tf.train.Checkpoint, "_write", _write), (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),
-            (tf.train.CheckpointManager, "save", _save)]
-
-
 def patch() -> None:
-    """Replace what writes; once. Run with TensorFlow 2.21."""
+    """Replace the methods, once. `_private` has checked their signatures."""
     if not _originals:
-        for owner, name, replacement in _replacements():
+        for owner, name, replacement in ((tf.train.Checkpoint, "_write", _write),
+                                         (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),
+                                         (tf.train.CheckpointManager, "save", _save)):
             _originals[name] = getattr(owner, name)
             setattr(owner, name, replacement)
 
 
-def check() -> None:
-    """Raise MissingDependencyError where TensorFlow lacks something that is replaced."""
-    missing = [f"{owner.__name__}.{name}" for owner, name, _ in _replacements() if not hasattr(owner, name)]
-    if missing:
-        raise unknown(f"it has no {', '.join(missing)}")
-
-
-def undo() -> None:
-    """Put back what `patch` has replaced."""
-    if _originals:
-        for owner, name, _ in _replacements():
-            setattr(owner, name, _originals.pop(name))
-
-
-def with_values_of(trackable: Any) -> Any:
-    """A context in which this rank knows the aggregated values of what `trackable` has, for it to write. Collective."""
+def with_values_of(trackable: object) -> AbstractContextManager[None]:
+    """A context in which this rank can read the aggregated values of `trackable` without a collective. Collective."""
     values = {}
-    for variable in _of_strategy(trackable):
+    for variable in _strategy_variables(trackable):
         if isinstance(variable, RankSyncOnReadVariable):
             try:
                 values[variable.ref()] = tf.convert_to_tensor(variable._get_cross_replica())
             except ShutdownError:
-                # The others have ended, so that there is nothing of theirs to add.
+                # The other ranks have ended, so this rank's value is all there is.
                 values[variable.ref()] = variable._get_replica(0).read_value()
     return files.known(values)
 
 
-def _of_strategy(trackable: Any) -> Iterable[Any]:
-    """The variables of an MPIStrategy that a checkpoint of `trackable` has, in the same order on all ranks."""
-    # A variable of Keras is no tf.Variable; it has one. (To ask a variable that is synchronised on reading for an
-    # attribute that it does not have is a collective: TensorFlow looks for it in the value.)
+def _strategy_variables(trackable: object) -> Iterable[RankMirroredVariable | RankSyncOnReadVariable]:
+    """The variables of an MPIStrategy that a checkpoint of `trackable` contains, in the same order on all ranks."""
+    # A Keras variable is no tf.Variable but has one. (getattr of a missing attribute is a collective for a variable
+    # that is synchronised on reading: TensorFlow looks for the attribute in its value.)
     found = (node if isinstance(node, tf.Variable) else getattr(node, "_value", node)
              for node in tf.train.TrackableView(trackable).descendants())
     return (variable for variable in found if isinstance(variable, RankMirroredVariable | RankSyncOnReadVariable))
 
 
-def _is_of_strategy(checkpoint: Any) -> bool:
-    return tf.executing_eagerly() and not files.is_alone() and any(True for _ in _of_strategy(checkpoint))
+def _is_of_strategy(checkpoint: tf.train.Checkpoint) -> bool:
+    return tf.executing_eagerly() and not files.is_alone() and any(True for _ in _strategy_variables(checkpoint))
 
 
-def _write(self: Any, file_prefix: str, options: Any = None) -> str:
-    """Checkpoint._write, which `write`, `save` and CheckpointManager call."""
+def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None) -> str:
+    """Replaces Checkpoint._write, which `write`, `save` and CheckpointManager call."""
     original = _originals["_write"]
     if not _is_of_strategy(self) or _is_asynchronous(options):
         return original(self, file_prefix, options)
-    space = getattr(self, _SPACE, None)
-    if space is not None:
-        with threads.name_space(space):
+    name_space = getattr(self, _NAME_SPACE, None)
+    if name_space is not None:
+        with threads.name_space(name_space):
             return _write_copies(self, file_prefix, options)
-    # A rank may still be looking for the newest checkpoint, and is not to find this one.
-    files.meet()
+    # A rank may still be looking for the newest checkpoint, and must not find this one.
+    files.exchange_status()
     with with_values_of(self):
         files.write_once(f"{file_prefix}.index", lambda: original(self, file_prefix, options))
     return file_prefix
 
 
-def _write_copies(checkpoint: Any, file_prefix: str, options: Any) -> str:
-    """Write what has been copied, in the thread that does so; the variables themselves have gone on."""
-    files.meet()
+def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Options) -> str:
+    """Write the copies, in the writing thread. The variables themselves may have changed since."""
+    files.exchange_status()
     files.write_once(f"{file_prefix}.index", lambda: _originals["_write"](checkpoint, file_prefix, options))
     for callback in getattr(options, "experimental_write_callbacks", None) or ():
-        if isinstance(callback, _Managed):
+        if isinstance(callback, _ManagerMark):
             _share_state(callback.manager)
     return file_prefix
 
 
-def _is_asynchronous(options: Any) -> bool:
+def _is_asynchronous(options: Options) -> bool:
     return bool(options is not None and options.experimental_enable_async_checkpoint)
 
 
-def _async_checkpointer(self: Any) -> Any:
-    """Checkpoint._async_checkpointer, which makes what writes asynchronously; in the thread that saves.
+def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
+    """Replaces Checkpoint._async_checkpointer, which creates the inner checkpoint, in the thread that saves.
 
-    It is made by the first save. So the ranks agree on which of a thread's asynchronous checkpoints this is.
+    The first save creates it, so the ranks agree on the number of each asynchronous checkpoint of a thread.
     """
     helper = _originals["_async_checkpointer"](self)
     writer = helper.checkpointer()
-    if not hasattr(writer, _SPACE) and _is_of_strategy(self):
+    if not hasattr(writer, _NAME_SPACE) and _is_of_strategy(self):
         thread = threads.prefix()
-        setattr(writer, _SPACE, f"{thread}checkpoint{next(_numbers[thread])}")
+        setattr(writer, _NAME_SPACE, f"{thread}checkpoint{next(_numbers[thread])}")
     return helper
 
 
-class _Managed:
-    """Among the callbacks of an asynchronous write, for a CheckpointManager whose state the ranks are to share."""
+class _ManagerMark:
+    """Marks an asynchronous write of a CheckpointManager whose state the ranks share, among the write's callbacks."""
 
-    def __init__(self, manager: Any):
+    def __init__(self, manager: tf.train.CheckpointManager):
         self.manager = manager
 
     def __call__(self) -> None:
-        """Nothing; TensorFlow calls it where a checkpoint is written."""
+        """Does nothing. TensorFlow calls it on the rank that has written."""
 
 
-def _save(self: Any, checkpoint_number: Any = None, check_interval: bool = True, options: Any = None) -> str | None:
-    """CheckpointManager.save; all ranks then know what the one that wrote has kept and deleted."""
+def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable | None = None,
+          check_interval: bool = True, options: Options = None) -> str | None:
+    """Replaces CheckpointManager.save; all ranks then have the writer's list of kept and deleted checkpoints."""
     together = _is_of_strategy(self.checkpoint)
-    if together and _is_asynchronous(options):
+    if together and options is not None and _is_asynchronous(options):
         options = copy.copy(options)
-        options.experimental_write_callbacks = [_Managed(self), *(options.experimental_write_callbacks or ())]
+        options.experimental_write_callbacks = [_ManagerMark(self), *(options.experimental_write_callbacks or ())]
     path = _originals["save"](self, checkpoint_number, check_interval, options)
     if together and path is not None and not _is_asynchronous(options):
         _share_state(self)
     return path
 
 
-def _share_state(manager: Any) -> None:
-    """Give a CheckpointManager the state of the one that wrote to its directory. Collective."""
+def _share_state(manager: tf.train.CheckpointManager) -> None:
+    """Copy the state of the manager that wrote to this directory. Collective."""
     directory = os.path.abspath(manager.directory)
-    everybody = files.meet(value=(directory, manager._maybe_delete, manager._latest_checkpoint,
-                                  manager._last_preserved_timestamp))
-    if everybody is not None:
+    statuses = files.exchange_status(value=(directory, manager._maybe_delete, manager._latest_checkpoint,
+                                            manager._last_preserved_timestamp))
+    if statuses is not None:
         _, manager._maybe_delete, manager._latest_checkpoint, manager._last_preserved_timestamp = next(
-            told.value for told in everybody if told.value[0] == directory)
+            status.value for status in statuses if status.value[0] == directory)

@@ -1,17 +1,16 @@
-"""The collectives of strategies: by way of the engine, and in a graph one after the other in the order of the program.
+"""The collectives of strategies. In a graph they run one after the other, in program order.
 
-TensorFlow runs what does not depend on each other in any order, and also at once: the same function, called twice,
-would have two collectives of one name in flight. So each collective in a graph reads a variable, the token, before it
-begins and assigns it when it is complete; TensorFlow's automatic control dependencies then keep all of them in the
-order of the program, through nested functions, branches and loops (see program_order). The tensors of one call are
-reduced together.
+TensorFlow runs independent nodes in any order, and at the same time. If a function were called twice, two collectives
+of one name would be in flight. So each collective in a graph reads a variable, the token, before it starts and assigns
+it when it is complete. TensorFlow's automatic control dependencies then keep all collectives in program order, also
+through nested functions, branches and loops (see bridge.program_order). The tensors of one call are reduced together.
 """
 
 import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -19,25 +18,28 @@ from ...api import runtime
 from ...core.errors import MismatchError
 from ...core.request import Average, ReduceOp, Sum
 from ...core.tuning import BUCKET_BYTES
-from .._private import FuncGraph
 from ..bridge.buckets import reduce_list
 from ..bridge.program_order import token
 from ..ops import broadcast_list, gather_list, reduce_slices
+from ..types import Tensor, TensorLike
 from . import threads
+
+T = TypeVar("T")
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
 
 
-def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str = "all_reduce",
-               labels: Sequence[str] = (), bucket_bytes: int = BUCKET_BYTES) -> list[Any]:
-    """Reduce tensors and tf.IndexedSlices over the ranks, in one go. Collective.
+def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp,
+               operation: str = "all_reduce", labels: Sequence[str] = (),
+               bucket_bytes: int = BUCKET_BYTES) -> list[Tensor]:
+    """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective.
 
     Args:
         values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
         op: SUM or MEAN.
-        operation: What it is, for the name by which the ranks meet.
-        labels: What users call the values, for error messages.
-        bucket_bytes: The size of the buckets that they are reduced in.
+        operation: The purpose; part of the name that identifies the collective on all ranks.
+        labels: Users' names of the values, for error messages.
+        bucket_bytes: The size of the buckets.
     """
     tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     if runtime.current().topology.size == 1 or not tensors:
@@ -46,7 +48,7 @@ def all_reduce(values: Sequence[Any], op: tf.distribute.ReduceOp, operation: str
     return _in_program_order(operation, lambda name: _reduced(tensors, engine_op, name, labels, bucket_bytes))
 
 
-def _reduced(tensors: list[Any], op: ReduceOp, name: str, labels: Sequence[str], bucket_bytes: int) -> list[Any]:
+def _reduced(tensors: list[Tensor], op: ReduceOp, name: str, labels: Sequence[str], bucket_bytes: int) -> list[Tensor]:
     results = list(tensors)
     dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     for i, tensor in enumerate(tensors):
@@ -59,12 +61,12 @@ def _reduced(tensors: list[Any], op: ReduceOp, name: str, labels: Sequence[str],
     return results
 
 
-def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
-    """Join the ranks' values along `axis`, in which they may differ, in the order of the ranks. Collective.
+def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
+    """Concatenate the ranks' values along `axis`, in rank order. Their extents there may differ. Collective.
 
     Raises:
         ValueError: A value is a scalar, or has no such axis.
-        tf.errors.InvalidArgumentError: On every rank, when the values differ in more than that. Eagerly it is a
+        tf.errors.InvalidArgumentError: On every rank, when the values differ in anything else. Eagerly it is a
             MismatchError too.
     """
     tensors = [tf.convert_to_tensor(v) for v in values]
@@ -82,7 +84,7 @@ def all_gather(values: Sequence[Any], axis: int) -> list[tf.Tensor]:
 
 
 class GatherError(MismatchError, tf.errors.InvalidArgumentError):
-    """The ranks' values cannot be joined: of the class that TensorFlow's own strategies raise for that."""
+    """The ranks' values cannot be concatenated. TensorFlow's own strategies raise the second base class for that."""
 
     def __init__(self, text: str):
         tf.errors.InvalidArgumentError.__init__(self, None, None, text)
@@ -104,14 +106,14 @@ def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label:
 
 def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labels: Sequence[str] = ()
                               ) -> list[tf.Tensor]:
-    """Rank 0's values on every rank, in one exchange. Collective."""
+    """Rank 0's values on every rank, in one collective. Collective."""
     if runtime.current().topology.size == 1 or not tensors:
         return list(tensors)
     return _in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
 
 
-def _in_program_order(operation: str, collective: Callable[[str], list[Any]]) -> list[Any]:
-    """Call `collective(name)` in such a way that it runs after all earlier ones of the program."""
+def _in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
+    """Call `collective(name)` so that it runs after all earlier collectives of the program."""
     if tf.executing_eagerly():
         return collective(threads.wire_name(operation))
     name, order = _name_in_graph(operation), token()
@@ -129,7 +131,7 @@ def _name_in_graph(operation: str) -> str:
     graph = tf.compat.v1.get_default_graph()
     number = next(_counters.setdefault(graph, itertools.count()))
     places = [f"{operation}_{number}"]
-    while isinstance(graph, FuncGraph):
-        places.append(re.sub(r"_\d+(?=_|$)", "", graph.name))  # the numbers are counted over all of the process
+    while graph.building_function:
+        places.append(re.sub(r"_\d+(?=_|$)", "", graph.name))  # Without the numbers, which the whole process counts.
         graph = graph.outer_graph
     return threads.wire_name("/".join(reversed(places)))

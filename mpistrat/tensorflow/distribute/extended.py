@@ -1,17 +1,16 @@
-"""What tf.distribute calls under the names of `strategy.extended`: one replica here, and as many as there are ranks.
+"""`strategy.extended`, the interface that tf.distribute and Keras call: one replica per rank.
 
-TensorFlow's own class for several processes cannot run collectives in branches and loops, since it runs each replica
-in a thread of its own. With one replica per process there is no need for threads, and `merge_call` is a plain call.
+TensorFlow's own class for several processes runs each replica in its own thread, and so cannot run collectives in
+branches and loops. One replica per process needs no thread, and `merge_call` is a plain call.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from ...api import runtime
 from .._private import (
-    DistributedValues,
     DistributedVariable,
     UpdateContext,
     is_mirrored,
@@ -22,34 +21,39 @@ from .._private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
-from .options import apply_timeout, bucket_bytes
-from .replica_context import RankReplicaContext
+from .options import CommunicationOptions, apply_timeout, bucket_bytes
+from .replica_context import RankReplicaContext, reduce_op_of
 from .variables import RankMirroredVariable
+
+ReduceOp: TypeAlias = tf.distribute.ReduceOp | str
+T = TypeVar("T")
 
 
 class RankExtended(tf.compat.v1.distribute.StrategyExtended):
-    """The extended part of MPIStrategy. Its methods are called by TensorFlow and Keras.
+    """The extended part of MPIStrategy. TensorFlow and Keras call its methods.
 
     Args:
         strategy: The strategy that this is a part of.
         device: Where variables and computation are.
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
-        cluster_resolver: What `strategy.cluster_resolver` is.
-        random_per_rank: Whether Keras' layers draw other random numbers on each rank.
-        central: Whether the chief alone keeps the optimizers' slots.
+        cluster_resolver: The value of `strategy.cluster_resolver`.
+        random_per_rank: Whether Keras' layers draw different random numbers on each rank.
+        central: Whether the chief alone has the optimizers' slots.
     """
 
-    # Gradients are averaged here; DistributedOptimizer and DistributedGradientTape look at this, and refuse.
+    # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
     averages_gradients = True
     # TensorFlow's handling of datasets that end earlier on some ranks, where input.py does not switch it off.
     experimental_enable_get_next_as_optional = True
-    # A function that is called with other devices need not be traced again: there is one.
+    # There is one device, so no function needs a trace per device.
     _retrace_functions_for_each_device = False
 
-    def __init__(self, strategy: tf.distribute.Strategy, device: str, options: Any, cluster_resolver: Any,
-                 random_per_rank: bool, central: bool):
+    def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
+                 cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, random_per_rank: bool,
+                 central: bool):
         super().__init__(strategy)
         self._options = options
         self._device, self._cluster_resolver, self.random_per_rank = device, cluster_resolver, random_per_rank
@@ -60,34 +64,34 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
         colocated = kwargs.pop("colocate_with", None)
         device = self._device if colocated is None else colocated.device
         return self.slots.create(device, next_creator, **kwargs)
 
-    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         validate_colocate_distributed_variable(colocate_with_variable, self)
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: tf.Variable) -> bool:
         """Whether `v` is a variable of this strategy."""
         return getattr(v, "_distribute_strategy", None) is self._container_strategy()
 
-    def read_var(self, v: Any) -> tf.Tensor:
+    def read_var(self, v: DistributedVariable) -> tf.Tensor:
         """The aggregated value. Collective for variables that are synchronised on reading."""
         return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> object:
         """The distributed variable that `value` is a component of, or `value`."""
         return value_container(value)
 
-    def assigned_in_lockstep(self, variable: Any) -> None:
-        """Say that the ranks assign equal values to a variable of ONLY_FIRST_REPLICA, and none need be sent.
+    def assigned_in_lockstep(self, variable: tf.Variable) -> None:
+        """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so none needs to be sent.
 
-        Keras counts its optimizer's steps in such a variable: that would be a broadcast in every step.
+        Keras counts its optimizer's steps in such a variable. Without this, each step would have a broadcast.
         """
         variable.is_in_lockstep = True
 
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def _broadcast_to(self, tensor: TensorLike, destinations: object) -> TensorLike:
         if isinstance(tensor, float | int):
             return tensor
         if isinstance(destinations, RankMirroredVariable) and destinations.is_in_lockstep:
@@ -96,59 +100,64 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     # -- running and updating -----------------------------------------------------------------------------------------
 
-    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+    def _call_for_each_replica(self, fn: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
         with RankReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._rank):
             return regroup((fn(*select_replica(0, args), **select_replica(0, kwargs)),))
 
-    def _update(self, var: Any, fn: Callable, args: Any, kwargs: Any, group: bool) -> Any:
+    def _update(self, var: DistributedVariable, fn: Callable, args: tuple, kwargs: dict[str, Any], group: bool) -> Any:
         component = self.component(var)
         with tf.device(component.device), UpdateContext(0), tf.name_scope("update"):
             result = fn(component, *select_replica(0, args), **select_replica(0, kwargs))
         return update_regroup(self, (result,), group)
 
-    def _replica_ctx_update(self, var: Any, fn: Callable, args: Any = (), kwargs: Any = None,
-                            group: bool = True) -> Any:
+    def _replica_ctx_update(self, var: DistributedVariable, fn: Callable[..., T], args: tuple = (),
+                            kwargs: dict[str, Any] | None = None, group: bool = True) -> T:
         component = self.component(var)
         with tf.device(component.device), tf.name_scope("update"):
             return fn(component, *args, **(kwargs or {}))
 
-    def component(self, var: Any) -> Any:
-        """This rank's part of a distributed variable. Raises ValueError for any other variable."""
+    def component(self, var: tf.Variable) -> tf.Variable:
+        """This rank's component of a distributed variable. Raises ValueError for any other variable."""
         if not isinstance(var, DistributedVariable):
             raise ValueError(f"the variable {getattr(var, 'name', var)!r} was not created in this strategy's scope. "
                              "Create models, optimizers and variables under `with strategy.scope():`.")
         return var._get_replica(0)
 
-    def _update_non_slot(self, colocate_with: Any, fn: Callable, args: Any, kwargs: Any, group: bool) -> Any:
+    def _update_non_slot(self, colocate_with: object, fn: Callable, args: tuple, kwargs: dict[str, Any],
+                         group: bool) -> Any:
         with tf.device(self._device), UpdateContext(0), tf.name_scope("update"):
             result = fn(*select_replica(0, args), **select_replica(0, kwargs))
         return update_regroup(self, (result,), group)
 
-    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+    def non_slot_devices(self, var_list: Sequence[tf.Variable]) -> tuple[str, ...]:
         """The one device."""
         return self.worker_devices
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), _op(reduce_op),
+    def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Structure,
+                                options: CommunicationOptions | None = None) -> Structure:
+        return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), reduce_op_of(reduce_op),
                                                                       bucket_bytes=self.bucket_bytes(options)))
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(self, reduce_op: ReduceOp, value: Structure, destinations: object,
+                   options: CommunicationOptions | None) -> Structure:
         return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, tf.nest.flatten(value), options))
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+    def _batch_reduce_to(self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[TensorLike, object]],
+                         options: CommunicationOptions | None) -> list[Tensor]:
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def bucket_bytes(self, options: Any = None) -> int:
-        """The size of the buckets of a call with options of its own, or None. A timeout in those is applied."""
+    def bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
+        """The size of the buckets of a call; `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
         return bucket_bytes(self._options.merge(options))
 
-    def _reduced(self, reduce_op: Any, values: Sequence[Any], options: Any) -> list[Any]:
-        op = _op(reduce_op)
-        # The mean of what is equal on all ranks is that.
+    def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
+                 options: CommunicationOptions | None) -> list[Tensor]:
+        op = reduce_op_of(reduce_op)
+        # Averaging identical values is a no-op.
         equal = [op == tf.distribute.ReduceOp.MEAN and is_mirrored(value) for value in values]
         results = [self.local(value) for value in values]
         sent = [i for i, is_equal in enumerate(equal) if not is_equal]
@@ -159,41 +168,46 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return results
 
     def local(self, value: Any) -> Any:
-        """This rank's part of a distributed value, or of a distributed variable the value here."""
+        """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
         if isinstance(value, DistributedVariable):
             return value._get_replica(0).read_value()
-        return value._values[0] if isinstance(value, DistributedValues) else value
+        if isinstance(value, tf.distribute.DistributedValues):
+            return self._container_strategy().experimental_local_results(value)[0]
+        return value
 
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> tf.Tensor:
+    def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
+                                  options: CommunicationOptions | None) -> tf.Tensor:
         return collectives.all_gather([self.local(value)], axis)[0]
 
     # -- input --------------------------------------------------------------------------------------------------------
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
+                                         ) -> tf.distribute.DistributedDataset:
         return self._input.distribute(dataset, options)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: tf.distribute.InputOptions | None
+                                           ) -> tf.distribute.DistributedDataset:
         return self._input.distribute_from_function(dataset_fn, options)
 
-    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
+    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> tf.distribute.DistributedValues:
         value = value_fn(tf.distribute.experimental.ValueContext(self._rank, self._size))
         return regroup((value,), always_wrap=True)
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of the replica here."""
+        """The device of this rank's replica."""
         return (self._device,)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Where the variables are: on the same device."""
+        """The device of the variables, which is the same."""
         return (self._device,)
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        """The devices of each replica here."""
+        """The devices of each replica of this rank."""
         return [[self._device]]
 
     @property
@@ -222,7 +236,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Each rank has a program of its own."""
+        """Each rank runs its own program."""
         return True
 
     @property
@@ -239,7 +253,3 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def should_save_summary(self) -> bool:
         """The chief writes summaries."""
         return self._rank == 0
-
-
-def _op(reduce_op: Any) -> tf.distribute.ReduceOp:
-    return tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op

@@ -1,17 +1,19 @@
-"""Files under a strategy: what all ranks write to one path is written once, and nobody goes on before it is there.
+"""Files under a strategy: a file that all ranks write is written once, and all ranks wait until it is there.
 
-All ranks call `write_once`, and the chief writes. Then the ranks meet, each with its path and the error that it has
-had, so that an error reaches all of them, whichever of these calls they are in. Ranks that name a path of their own
-write it themselves, and so does one rank of a host that does not see the chief's file: hosts need not share a file
-system to have what was written, as long as they find it under the same path.
+All ranks call `write_once`, and the chief writes. Then the ranks exchange their paths and errors, so that an error is
+raised on all of them, whichever of these functions they have called. Ranks that name a different path write that file
+themselves. So does one rank of each host that does not see the chief's file: hosts need no common file system, as long
+as each finds the file under the same path.
 """
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...api import runtime
@@ -19,19 +21,19 @@ from ...core.errors import CollectiveError, EngineError, ShutdownError
 from .threads import wire_name
 
 T = TypeVar("T")
-# An attribute of exceptions that all ranks know of.
+# An attribute of exceptions that have been raised on all ranks.
 SHARED = "_mpistrat_shared"
 
 
 @dataclass(frozen=True)
 class FileStatus:
-    """What a rank tells the others of a file.
+    """The status of a file on one rank.
 
     Attributes:
-        path: Its absolute path; "" where it is about no file.
-        error: What went wrong: errno or None, whether it is an OSError, and the text.
-        stamp: Time of change and size of the file, as this rank sees it; None where there is none.
-        value: What else the others are to know.
+        path: Its absolute path; "" if this is about no file.
+        error: The error there was: errno or None, whether it is an OSError, and the text.
+        stamp: Time of change and size of the file, as this rank sees it; None if there is none.
+        value: Anything else to send to the other ranks.
     """
 
     path: str = ""
@@ -43,20 +45,20 @@ class FileStatus:
 class _State(threading.local):
     def __init__(self) -> None:
         self.alone = False
-        self.known: dict[Any, Any] = {}
+        self.known: dict[Hashable, tf.Tensor] = {}
 
 
 _state = _State()
 
 
 def is_alone() -> bool:
-    """Whether what this thread writes is its own business: within `alone`, or there is one rank."""
+    """Whether this thread writes without the other ranks: inside `alone`, or because there is one rank."""
     return _state.alone or not runtime.is_initialized() or runtime.current().topology.size == 1
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Within it, write_once and on_chief only call what they are given, on this rank."""
+    """A context in which write_once and on_chief only call their function, on this rank, without a collective."""
     before, _state.alone = _state.alone, True
     try:
         yield
@@ -65,8 +67,8 @@ def alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known(values: dict[Any, Any]) -> Iterator[None]:
-    """Within it, variables have these values, by their ref(), for a rank that reads them alone to write them."""
+def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
+    """A context in which `alone` code reads these values of variables, by their ref(), instead of aggregating."""
     before, _state.known = _state.known, values
     try:
         yield
@@ -74,17 +76,17 @@ def known(values: dict[Any, Any]) -> Iterator[None]:
         _state.known = before
 
 
-def known_value(variable: Any) -> Any:
-    """What `known` was given for a variable, where this rank is alone; else None."""
+def known_value(variable: tf.Variable) -> tf.Tensor | None:
+    """The value that `known` was given for a variable, inside `alone`; else None."""
     return _state.known.get(variable.ref()) if _state.alone else None
 
 
-def write_once(path: str, write: Callable[[], Any], value: Callable[[], Any] = lambda: None) -> Any:
-    """Have `write` called on the chief, and on whatever rank else needs it to have the file. Collective.
+def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] = lambda: None) -> Any:
+    """Call `write` on the chief, and on each other rank that must write to have the file. Collective.
 
     Args:
-        path: Of the file or directory, on this rank.
-        write: Writes it; it may not be collective.
+        path: The file or directory, on this rank.
+        write: Writes it; must not be collective.
         value: Called on the chief after the write.
 
     Returns:
@@ -100,26 +102,26 @@ def write_once(path: str, write: Callable[[], Any], value: Callable[[], Any] = l
     topology = runtime.current().topology
     own = path if "://" in path else os.path.abspath(path)
     _, error = _attempt(write) if topology.rank == 0 else (None, None)
-    everybody = meet(error, own, value() if topology.rank == 0 and error is None else None)
-    if everybody is None:
+    statuses = exchange_status(error, own, value() if topology.rank == 0 and error is None else None)
+    if statuses is None:
         return value()
-    if len(topology.hosts) > 1 or any(told.path != own for told in everybody):
+    if len(topology.hosts) > 1 or any(status.path != own for status in statuses):
         error = None
-        if writes_too(topology.rank, [told.path for told in everybody], topology.local_ranks,
-                      everybody[0].stamp == _stamp(own)):
+        if writes_too(topology.rank, [status.path for status in statuses], topology.local_ranks,
+                      statuses[0].stamp == _stamp(own)):
             _, error = _attempt(write)
-        meet(error, own)
-    return everybody[0].value
+        exchange_status(error, own)
+    return statuses[0].value
 
 
 def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees_file: bool) -> bool:
     """Whether a rank writes after the chief has.
 
     Args:
-        rank: Which.
+        rank: The rank.
         paths: Every rank's path.
         local_ranks: The ranks of its host.
-        sees_file: Whether the chief's file is there, as the chief has written it, if the paths are the same.
+        sees_file: If its path is the chief's: whether it sees the file as the chief has written it.
     """
     if rank == 0:
         return False
@@ -130,62 +132,65 @@ def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees
 
 
 def on_chief(action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, which alone calls it. Collective; errors as in write_once."""
+    """Call `action` on rank 0 only, and return its result on all ranks. Collective; errors as in write_once."""
     if is_alone():
         return action()
     result, error = _attempt(action) if runtime.current().topology.rank == 0 else (None, None)
-    everybody = meet(error, value=result)
-    return result if everybody is None else everybody[0].value  # type: ignore[return-value]
+    statuses = exchange_status(error, value=result)
+    return result if statuses is None else statuses[0].value  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def errors_shared() -> Iterator[None]:
-    """When one rank fails within it, all do; in its next meeting, or at the end. Collective: all ranks enter it."""
+    """A context that raises on all ranks when one rank fails in it: at their next exchange, or at the end. Collective.
+
+    All ranks must enter it.
+    """
     try:
         yield
     except Exception as error:
         if not getattr(error, SHARED, False) and not isinstance(error, EngineError):
-            meet(error)
+            exchange_status(error)
         raise
-    meet(None)
+    exchange_status(None)
 
 
-def meet(error: Exception | None = None, path: str = "", value: Any = None) -> list[FileStatus] | None:
-    """Tell all ranks what has become of a file here, and hear of theirs. Collective.
+def exchange_status(error: Exception | None = None, path: str = "", value: object = None) -> list[FileStatus] | None:
+    """Exchange the status of a file with all ranks. Collective.
 
     Returns:
-        What each rank tells; None where the other ranks have ended, so that nobody waits for the file.
+        Every rank's status; None where the other ranks have ended, so that no rank waits for the file.
 
     Raises:
         Exception: `error`, if that is not None.
         OSError, CollectiveError: Another rank had an error.
     """
-    told = FileStatus(path, _description(error), _stamp(path) if path else None, value)
+    own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
     try:
-        everybody = array_ops.allgather_object(told, wire_name("files"))
+        statuses = array_ops.allgather_object(own, wire_name("files"))
     except ShutdownError:
-        # The usual end of a script: the chief saves the model, and the others have nothing left to do.
+        # Usual at the end of a script: the chief saves the model, and the other ranks have nothing left to do.
         if error is not None:
             raise error from None
         return None
     if error is not None:
         setattr(error, SHARED, True)
         raise error
-    for rank, other in enumerate(everybody):
+    for rank, other in enumerate(statuses):
         if other.error is not None:
             number, is_os_error, text = other.error
             text = f"rank {rank}: {text}"
             raised = (OSError(number, text) if number else OSError(text)) if is_os_error else CollectiveError(text)
             setattr(raised, SHARED, True)
             raise raised
-    return everybody
+    return statuses
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         with alone():
             return action(), None
-    except Exception as error:  # raised when the other ranks know of it
+    except Exception as error:  # Raised once the other ranks have it too.
         return None, error
 
 
@@ -196,11 +201,11 @@ def _description(error: Exception | None) -> tuple[int | None, bool, str] | None
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
-    """The time of change and the size; of a file elsewhere, which all hosts see, the same on all of them."""
+    """The time of change and the size; for a URL, which all hosts see, a constant."""
     if "://" in path:
         return 0, 0
     try:
-        # Opening makes network file systems look at the server, and not at what they remember.
+        # Opening a file makes network file systems query the server instead of their cache.
         file = os.open(path, os.O_RDONLY)
     except OSError:
         return None

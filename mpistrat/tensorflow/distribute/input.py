@@ -1,12 +1,13 @@
-"""Datasets of a strategy: each rank reads its part of every global batch, by TensorFlow's own sharding and rebatching.
+"""Datasets of a strategy: each rank reads its part of every global batch. TensorFlow shards and rebatches.
 
-TensorFlow can ask all ranks before each step whether any has data left, so that datasets may end at different times.
-That is a collective per step; it is switched off where the ranks are known to have equally many batches.
+Datasets may end at different times on different ranks. For that, TensorFlow runs a collective before each step, which
+finds out whether any rank has data left. It is switched off where all ranks are known to have the same number of
+batches.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -17,6 +18,7 @@ from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
+InputOptions: TypeAlias = tf.distribute.InputOptions | None
 _Policy = tf.data.experimental.AutoShardPolicy
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
@@ -24,12 +26,12 @@ _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset",
 
 
 class Pipelines:
-    """Makes distributed datasets.
+    """Creates the distributed datasets of a strategy.
 
     Args:
-        strategy: Whose datasets they are.
+        strategy: The strategy.
         rank: This rank.
-        size: How many there are.
+        size: The number of ranks.
         device: Where the replica computes.
     """
 
@@ -37,13 +39,13 @@ class Pipelines:
         self._strategy, self._device = strategy, device
         self._rank, self._size = rank, size
 
-    def distribute(self, dataset: Any, options: Any) -> Any:
+    def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         """This rank's part of a dataset that has global batches. Collective.
 
         Raises:
             NotImplementedError: For InputReplicationMode.PER_REPLICA.
-            ValueError: On every rank, when the elements are not of one kind on all of them, or the policy is FILE and
-                there are fewer files than ranks.
+            ValueError: On every rank, when the ranks' elements differ in structure, dtype or shape (except for the
+                number of rows), or the policy is FILE and there are fewer files than ranks.
         """
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
@@ -69,15 +71,18 @@ class Pipelines:
             distributed._enable_get_next_as_optional = False
         return distributed
 
-    def _distributed(self, dataset: Any, options: Any) -> Any:
+    def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         distributed = get_distributed_dataset(
             dataset, self._workers(options), self._strategy, num_replicas_in_sync=self._size,
             input_context=self._context(), options=self._iteration(options))
         distributed._cloned_datasets = self._read_ahead(distributed._cloned_datasets, options)
         return distributed
 
-    def _problem_with_files(self, distributed: Any) -> str:
-        """What TensorFlow says about sharding by files; it says so of the first element, and not on every rank."""
+    def _problem_with_files(self, distributed: tf.distribute.DistributedDataset) -> str:
+        """Why TensorFlow cannot shard by files; "" if it can. Collective.
+
+        TensorFlow raises the error with the first element, and not on every rank.
+        """
         own = ""
         try:
             for _ in distributed._cloned_datasets[0].take(1):
@@ -89,8 +94,9 @@ class Pipelines:
         everybody = array_ops.allgather_object(own, wire_name("files_of_input"))
         return next((problem for problem in everybody if problem), "")
 
-    def distribute_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
-        """The dataset that `dataset_fn` makes of an InputContext, as it is. Collective."""
+    def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+                                 options: InputOptions) -> tf.distribute.DistributedDataset:
+        """The dataset that `dataset_fn` returns, without sharding or rebatching. Collective."""
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA has no meaning with one replica per process; "
                                       "leave it out.")
@@ -105,34 +111,33 @@ class Pipelines:
     def _context(self) -> tf.distribute.InputContext:
         return tf.distribute.InputContext(self._size, self._rank, self._size)
 
-    def _workers(self, options: Any) -> InputWorkers:
+    def _workers(self, options: InputOptions) -> InputWorkers:
         return InputWorkers([("/device:CPU:0", ("/device:CPU:0" if self._reads_on_host(options) else self._device,))])
 
-    def _reads_on_host(self, options: Any) -> bool:
+    def _reads_on_host(self, options: InputOptions) -> bool:
         return "GPU" not in self._device or (options is not None and not options.experimental_fetch_to_device)
 
-    def _iteration(self, options: Any) -> Any:
-        """How TensorFlow iterates: on the host by a plain iterator.
+    def _iteration(self, options: InputOptions) -> InputOptions:
+        """Options that make TensorFlow use a plain iterator where the input is read on the host.
 
-        Its iterator for several devices is for GPUs. Without one it is a detour over two more threads for each epoch,
-        and twice in some thousands of epochs (TensorFlow 2.21) a thread that is not Python's crashed while Keras
-        dropped such an iterator.
+        Its iterator for several devices is for GPUs. On the host it adds two threads per epoch. Twice in some thousands
+        of epochs (TensorFlow 2.21) one of its C++ threads crashed while Keras deleted such an iterator.
         """
         if not self._reads_on_host(options):
             return options
-        return tf.distribute.InputOptions(  # what tells TensorFlow so; there is one replica
+        return tf.distribute.InputOptions(  # With one replica PER_REPLICA has no other effect.
             experimental_fetch_to_device=False,
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
 
-    def _read_ahead(self, datasets: Sequence[Any], options: Any) -> list[Any]:
-        """The datasets with the buffer that TensorFlow's iterator for devices has."""
+    def _read_ahead(self, datasets: Sequence[tf.data.Dataset], options: InputOptions) -> list[tf.data.Dataset]:
+        """The datasets with the prefetch buffer that TensorFlow's iterator for devices has."""
         if not self._reads_on_host(options):
             return list(datasets)
         size = 1 if options is None else options.experimental_per_replica_buffer_size
         return [dataset.prefetch(size) if size else dataset for dataset in datasets]
 
-    def _agree(self, dataset: Any) -> tuple[int, bool]:
-        """The number of batches on this rank, and whether it is the same on all of them."""
+    def _agree(self, dataset: tf.data.Dataset) -> tuple[int, bool]:
+        """The number of batches on this rank, and whether it is the same on all ranks. Collective."""
         if not tf.executing_eagerly():
             return tf.data.UNKNOWN_CARDINALITY, False
         batches = int(dataset.cardinality())
@@ -147,16 +152,16 @@ class Pipelines:
         return batches, all(other == batches for other, _ in everybody)
 
 
-def _kind(spec: Any) -> str:
-    """What must be equal on all ranks: everything but the number of rows."""
+def _kind(spec: tf.TypeSpec) -> str:
+    """The part of a spec that must be equal on all ranks: everything but the number of rows."""
     shape = getattr(spec, "shape", None)
     if shape is None or shape.rank is None:
         return str(spec)
     return f"{spec.dtype.name}{[None, *shape.as_list()[1:]] if shape.rank else []}"
 
 
-def _operations(dataset: Any) -> Iterator[str]:
-    """The kinds of the datasets that a dataset is made from, and of the operations in the functions that it calls."""
+def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
+    """The class names of a dataset and its inputs, and the types of the operations in their functions."""
     yield type(dataset).__name__
     for wrapper in dataset._functions():
         graph_def = wrapper.function.graph.as_graph_def()
@@ -166,16 +171,17 @@ def _operations(dataset: Any) -> Iterator[str]:
         yield from _operations(other)
 
 
-def _reads_files(dataset: Any) -> bool:
+def _reads_files(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset reads files that TensorFlow can shard."""
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
 
 
-def _with_own_memory(dataset: Any) -> Any:
-    """A dataset whose elements are no memory of Python's.
+def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset whose elements are copies of arrays that Python owns.
 
-    TensorFlow hands over what a generator yields as it is. Split up into the ranks' parts, it takes that memory for
-    its own and writes results to it: the user's arrays would change (seen in TensorFlow 2.21 without mpistrat too).
+    TensorFlow does not copy what a generator yields. After it has split an element into the ranks' parts, it treats
+    that memory as its own and writes results to it, which would change the user's arrays. (Seen in TensorFlow 2.21
+    without mpistrat too.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless") for operation in _operations(dataset)):
         return dataset
@@ -183,21 +189,21 @@ def _with_own_memory(dataset: Any) -> Any:
                     else x)
 
 
-def _in_order(dataset: Any) -> Any:
-    """A dataset whose sparse tensors have their indices in order, for TensorFlow splits up no others.
+def _in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset whose sparse tensors have sorted indices, which TensorFlow needs to split them.
 
-    Those of scipy have the order of the columns, or none: only some operations need one.
+    scipy's matrices may have column order or no order.
     """
     if not any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec)):
         return dataset
     return _changed(dataset, lambda x: tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x)
 
 
-def _changed(dataset: Any, change: Callable[[Any], Any]) -> Any:
-    """A dataset with each tensor of its elements changed; they keep their structure, also that of a tuple of one."""
+def _changed(dataset: tf.data.Dataset, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.data.Dataset:
+    """A dataset with `change` applied to each tensor. Elements keep their structure, also a tuple of one."""
     return dataset.map(lambda *element: tf.nest.pack_sequence_as(
         dataset.element_spec, [change(leaf) for leaf in tf.nest.flatten(element)]))
 
 
-def _is_per_replica(options: Any) -> bool:
+def _is_per_replica(options: tf.distribute.InputOptions) -> bool:
     return options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA

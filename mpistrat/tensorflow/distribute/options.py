@@ -1,13 +1,13 @@
-"""tf.distribute.experimental.CommunicationOptions: what each of its fields means here.
+"""tf.distribute.experimental.CommunicationOptions: the meaning of each field under MPIStrategy.
 
 bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: core.tuning.BUCKET_BYTES.
-timeout_seconds: after how long a collective that only some ranks have called ends the job, in place of
-    MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. It is the engine's, and so holds for all that follows, whoever calls it.
-implementation: NCCL is warned of where it is not there. RING and AUTO: shared memory or MPI, as the settings say.
+timeout_seconds: the time after which a collective that only some ranks have called ends the job, instead of
+    MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. It is set in the engine, so it applies to all later collectives.
+implementation: NCCL logs a warning where NCCL is not available. RING and AUTO have no effect; the settings choose.
 """
 
 import logging
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -19,9 +19,11 @@ from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
+CommunicationOptions: TypeAlias = tf.distribute.experimental.CommunicationOptions
 
-def agreed(options: Any) -> tf.distribute.experimental.CommunicationOptions:
-    """The options that a strategy was given, or the default ones; checked, and applied to the engine. Collective.
+
+def agreed(options: CommunicationOptions | None) -> CommunicationOptions:
+    """Check the options of a strategy, apply them to the engine, and return them, or the defaults. Collective.
 
     Raises:
         ValueError: Not CommunicationOptions, on this rank; or not the same on all ranks, on every rank.
@@ -29,7 +31,7 @@ def agreed(options: Any) -> tf.distribute.experimental.CommunicationOptions:
     if options is not None and not hasattr(options, "bytes_per_pack"):
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
                          f"Received: {options!r}")
-    options = options or tf.distribute.experimental.CommunicationOptions()
+    options = options or CommunicationOptions()
     everybody = array_ops.allgather_object(_fields(options), wire_name("options"))
     if any(other != everybody[0] for other in everybody):
         raise InvalidRequestError("communication_options differ among the ranks: "
@@ -41,8 +43,8 @@ def agreed(options: Any) -> tf.distribute.experimental.CommunicationOptions:
     return options
 
 
-def apply_timeout(options: Any) -> None:
-    """Let the engine end stalls as the options say, if they do."""
+def apply_timeout(options: CommunicationOptions) -> None:
+    """Set the engine's stall limit to the timeout in the options, if there is one."""
     if options.timeout_seconds is not None:
         if options.timeout_seconds <= 0:
             raise InvalidRequestError("CommunicationOptions.timeout_seconds must be above 0. "
@@ -51,11 +53,11 @@ def apply_timeout(options: Any) -> None:
                                                                "CommunicationOptions.timeout_seconds")
 
 
-def bucket_bytes(options: Any) -> int:
-    """The size of the buckets that tensors are reduced in."""
+def bucket_bytes(options: CommunicationOptions) -> int:
+    """The size of the buckets in which tensors are reduced."""
     return int(options.bytes_per_pack) or BUCKET_BYTES
 
 
-def _fields(options: Any) -> dict[str, Any]:
+def _fields(options: CommunicationOptions) -> dict[str, object]:
     return {"bytes_per_pack": options.bytes_per_pack, "timeout_seconds": options.timeout_seconds,
             "implementation": options.implementation.value}

@@ -1,32 +1,34 @@
-"""The context of the one replica that a rank runs: what tf.distribute.get_replica_context() is in strategy.run."""
+"""The replica context: what tf.distribute.get_replica_context() returns in strategy.run. A rank runs one replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from ...api import runtime
 from ..bridge.differentiable import Gradient, with_gradient
+from ..types import Structure
 from . import collectives
+from .options import CommunicationOptions
 
 _SUM = tf.distribute.ReduceOp.SUM
 
 
 class RankReplicaContext(tf.distribute.ReplicaContext):
-    """merge_call and the rest are TensorFlow's; they call the strategy's `extended`, also in branches."""
+    """TensorFlow's replica context with two collectives of its own; the other methods call `strategy.extended`."""
 
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Reduce over the replicas. Collective, differentiable, but for tf.IndexedSlices.
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
+                   options: CommunicationOptions | None = None) -> Structure:
+        """Reduce over the replicas. Collective. Differentiable, except for tf.IndexedSlices.
 
-        As TensorFlow's own, of which each call in a graph would keep the graph for as long as the process lives.
+        It replaces TensorFlow's method, each call of which in a graph keeps that graph alive until the process ends.
 
         Args:
             reduce_op: tf.distribute.ReduceOp, or its name.
             value: A tensor or a nested structure of tensors.
             options: tf.distribute.experimental.CommunicationOptions.
         """
-        op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        op = reduce_op_of(reduce_op)
         flat = tf.nest.flatten(value)
         if not flat or any(isinstance(v, tf.IndexedSlices) for v in flat):
             return super().all_reduce(op, value, options)
@@ -35,15 +37,15 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
                                 AllReduceGradient(op.value), [tf.convert_to_tensor(v) for v in flat])
         return tf.nest.pack_sequence_as(value, results)
 
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Join the replicas' values along `axis`, in which they may differ. Collective, differentiable.
+    def all_gather(self, value: Structure, axis: int, options: CommunicationOptions | None = None) -> Structure:
+        """Concatenate the replicas' values along `axis`, where their extents may differ. Collective, differentiable.
 
-        TensorFlow's own has a gradient for values of one shape only.
+        TensorFlow's method has a gradient for equal shapes only.
 
         Args:
             value: A tensor or a nested structure of tensors.
             axis: A number, the same on all ranks.
-            options: tf.distribute.experimental.CommunicationOptions; there is nothing in it to choose here.
+            options: tf.distribute.experimental.CommunicationOptions; ignored.
 
         Raises:
             NotImplementedError: For tf.IndexedSlices.
@@ -59,9 +61,14 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
         return tf.nest.pack_sequence_as(value, results)
 
 
+def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:
+    """The operation that `op` names."""
+    return tf.distribute.ReduceOp(op.upper()) if isinstance(op, str) else op
+
+
 @dataclass(frozen=True)
 class AllReduceGradient(Gradient):
-    """Reduced as the value was; `op` is the value of a tf.distribute.ReduceOp."""
+    """The gradient of an all-reduce: the same all-reduce. `op` is the value of a tf.distribute.ReduceOp."""
 
     op: str
 
@@ -72,7 +79,7 @@ class AllReduceGradient(Gradient):
 
 @dataclass(frozen=True)
 class AllGatherGradient(Gradient):
-    """Of each sum over the replicas the part that this one brought."""
+    """The gradient of an all-gather: of the sum over the replicas, the part that this one contributed."""
 
     axis: int
 

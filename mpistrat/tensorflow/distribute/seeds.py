@@ -1,10 +1,9 @@
-"""Random numbers that are the same on all ranks, so that all shuffle alike before each takes its share."""
+"""Equal random states on all ranks, so that all shuffle the data alike before each takes its part."""
 
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,10 +24,10 @@ def seed_alike() -> None:
 
 @contextmanager
 def state_of_first_rank() -> Iterator[None]:
-    """Within it, what is shuffled is shuffled as on rank 0. Collective.
+    """A context in which all ranks shuffle as rank 0 does. Collective.
 
-    TensorFlow's state is given back afterwards; that of Python's `random`, from which Keras shuffles a PyDataset in a
-    thread of its own later, stays rank 0's.
+    TensorFlow's random state is restored afterwards. The state of Python's `random` stays rank 0's, because Keras
+    shuffles a PyDataset from it later, in another thread.
     """
     own = _state()
     if own[0] is None:
@@ -39,7 +38,7 @@ def state_of_first_rank() -> Iterator[None]:
     try:
         yield
     finally:
-        if runtime.current().topology.rank != 0:  # rank 0 has gone on, as one process would have
+        if runtime.current().topology.rank != 0:  # Rank 0 keeps its new state, as a single process would.
             _set(own[0], own[1])
 
 
@@ -47,11 +46,11 @@ def _drawn() -> int:
     return int.from_bytes(os.urandom(4), "little") % 2**31
 
 
-def _state() -> tuple[int | None, Any, Any]:
-    """The seed, the state of what TensorFlow draws the seeds of its operations from, and that of `random`."""
+def _state() -> tuple[int | None, tuple, tuple]:
+    """The global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
     return global_seed(), context()._rng.getstate(), random.getstate()
 
 
-def _set(seed: int | None, numbers: Any) -> None:
+def _set(seed: int | None, numbers: tuple) -> None:
     tf.random.set_seed(seed)
     context()._rng.setstate(numbers)

@@ -1,4 +1,4 @@
-"""TensorFlow's strategies by their names, and what answers to each under mpirun: switching is one word."""
+"""strategy(name): the counterpart under mpirun of each of TensorFlow's strategies, by name."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ from .strategy import MPIStrategy
 logger = logging.getLogger(__name__)
 
 
-def strategy(name: str, **options: Any) -> Any:
-    """The strategy that answers here to the one of that name in TensorFlow's guide. Collective.
+def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
+    """Return the counterpart of the strategy of that name in TensorFlow's guide. Collective.
 
         strategy = mpistrat.tensorflow.strategy("mirrored")
 
@@ -28,37 +28,38 @@ def strategy(name: str, **options: Any) -> Any:
             "multi_worker_mirrored": MPIStrategy.
             "central_storage": MPIStrategy(variables="central").
             "parameter_server": tf.distribute.ParameterServerStrategy over an MPIClusterResolver, on rank 0, which is
-                the coordinator. The last rank keeps the variables, and those between compute: there the call serves
-                the coordinator until that has ended, and then ends the script as sys.exit() does. So what follows the
-                call is for rank 0 only.
+                the coordinator. The last rank holds the variables, and the ranks between compute. On those ranks the
+                call runs TensorFlow's server until the coordinator has ended, and then ends the script as sys.exit()
+                does. So only rank 0 runs the code after the call.
             "one_device", "default": MPIStrategy on one rank, started with plain `python`.
-        **options: As for MPIStrategy, and by name besides:
-            "mirrored": `cross_device_ops`, as for tf.distribute.MirroredStrategy. How tensors are reduced is chosen for
-                the whole run, with MPISTRAT_CPU_OPERATIONS; where that is another way, a warning says so.
-            "parameter_server": only `jobs`, as for MPIClusterResolver but without evaluators, if not all ranks between
-                the first and the last are workers; and `variable_partitioner`, as for ParameterServerStrategy.
+        **options: As for MPIStrategy, with these additions and exceptions:
+            "mirrored": `cross_device_ops`, as for tf.distribute.MirroredStrategy. It has no effect, because
+                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run; a warning says where the two differ.
+            "parameter_server": only `jobs` and `variable_partitioner`. `jobs` is as for MPIClusterResolver, without
+                evaluators; by default all ranks between the first and the last are workers. `variable_partitioner` is
+                as for ParameterServerStrategy.
 
     Raises:
         InvalidRequestError: An unknown name; "tpu"; more than one rank for "one_device" or "default"; fewer than three
             for "parameter_server", or an evaluator among its jobs.
         ClusterError: The jobs do not fit the ranks, on every rank.
     """
-    if name not in _ANSWERS:
-        raise InvalidRequestError(f"there is no strategy {name!r}; the names are {', '.join(_ANSWERS)}.")
-    return _ANSWERS[name](**options)
+    if name not in _FACTORIES:
+        raise InvalidRequestError(f"there is no strategy {name!r}; the names are {', '.join(_FACTORIES)}.")
+    return _FACTORIES[name](**options)
 
 
-def _mirrored(cross_device_ops: Any = None, **options: Any) -> MPIStrategy:
+def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **options: Any) -> MPIStrategy:
     runtime.init()
     if cross_device_ops is not None and basics.rank() == 0:
-        sentence = _what_differs(cross_device_ops)
-        if sentence:
-            logger.warning("%s", sentence)
+        difference = _difference(cross_device_ops)
+        if difference:
+            logger.warning("%s", difference)
     return MPIStrategy(**options)
 
 
-def _what_differs(cross_device_ops: Any) -> str:
-    """What is not as those cross_device_ops would do it; empty if nothing is."""
+def _difference(cross_device_ops: tf.distribute.CrossDeviceOps) -> str:
+    """How the reduction differs from that of `cross_device_ops`; "" if it does not."""
     name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
     if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
         return "" if runtime.current().settings.cpu_operations != "mpi" else \
@@ -81,7 +82,7 @@ def _alone(**options: Any) -> MPIStrategy:
 
 
 def _parameter_server(jobs: Mapping[str, int] | None = None,
-                      variable_partitioner: Any = None) -> tf.distribute.ParameterServerStrategy:
+                      variable_partitioner: Callable | None = None) -> tf.distribute.ParameterServerStrategy:
     runtime.init()
     if jobs is not None and jobs.get("evaluator"):
         raise InvalidRequestError("an evaluator runs a program of its own, and has no strategy. Take "
@@ -102,7 +103,7 @@ def _platform_gives_roles() -> bool:
     try:
         return tf_config.read(os.environ.get(tf_config.NAME, "")) is not None
     except ValueError:
-        return True  # MPIClusterResolver says what is wrong, on every rank.
+        return True  # MPIClusterResolver raises an error on every rank.
 
 
 def _tpu(**options: Any) -> None:
@@ -110,7 +111,7 @@ def _tpu(**options: Any) -> None:
                               'the same program runs with "multi_worker_mirrored".')
 
 
-_ANSWERS: dict[str, Callable[..., Any]] = {
+_FACTORIES: dict[str, Callable[..., Any]] = {
     "mirrored": _mirrored, "multi_worker_mirrored": MPIStrategy, "central_storage": _central_storage,
     "parameter_server": _parameter_server, "one_device": _alone, "default": _alone, "tpu": _tpu,
 }

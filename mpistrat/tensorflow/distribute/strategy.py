@@ -1,8 +1,9 @@
 """MPIStrategy: tf.distribute's synchronous training with one replica per rank."""
 
 import logging
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import tensorflow as tf
 
@@ -10,83 +11,85 @@ from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
 from ..pin_gpu import pin_gpu
-from .options import agreed
+from ..types import Structure, Tensor, TensorLike
+from .options import CommunicationOptions, agreed
 from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
 
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is shared out.
+    """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is sharded.
 
         strategy = mpistrat.tensorflow.MPIStrategy()
         with strategy.scope():
             model = build_and_compile_model()
         model.fit(dataset_of_global_batches, epochs=3)
 
-    It takes no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a
-    MultiWorkerMirroredStrategy, since Keras asks for that class, but has nothing of it. Making one is collective, and
-    calls mpistrat.init() if need be. It seeds TensorFlow alike on all ranks, so that all shuffle alike: with the seed
-    that rank 0 has set, or a random one.
+    It needs no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a subclass of
+    MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. Creating one is
+    collective, and calls mpistrat.init() if that has not been called. It sets TensorFlow's seed on all ranks to rank
+    0's, or to a random one if rank 0 has none, so that all ranks shuffle alike.
 
-    Threads of one rank may use it at the same time, to read a metric for example, if the ranks can tell them apart: by
-    the name that a thread was given, or else by the function that it runs. See threads.py.
+    Several threads of a rank may use it at the same time, for example to read a metric. The ranks must be able to
+    distinguish the threads: by the name that a thread was given, or else by the function that it runs. See threads.py.
 
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
-        device: Where variables and computation are, for example "GPU:0"; by default the GPU that pin_gpu(), which it
-            calls, gives to this rank, or the CPU where there is none.
-        random_per_rank: Whether Keras' layers (Dropout, augmentation) draw other numbers on each rank, as one process
-            does for each row of the global batch.
-        variables: "mirrored", or "central" to save memory. Then what Keras' optimizers remember of each variable, their
-            slots (for Adam twice the size of the model), is on rank 0 only: there the sum of the gradients updates, and
-            all get the new values in one exchange. The numbers are those of "mirrored". On the other ranks slots have
-            no elements, and an optimizer that is saved there has none either. Every rank still has what it computes
-            with: a working copy of the model's variables (BatchNormalization's statistics among them), and its own
-            gradients, summed up over steps where an optimizer does so. The sum of the gradients comes from an
-            all-reduce, so a step sends more than in "mirrored", and not less.
+        device: Where variables and computation are, for example "GPU:0". The default is the GPU that pin_gpu() assigns
+            to this rank (it is called here), or the CPU if there is none.
+        random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
+            process does for each row of the global batch.
+        variables: "mirrored", or "central" to save memory. With "central" the slots of Keras' optimizers (for Adam
+            twice the size of the model) are on rank 0 only. Rank 0 applies the sum of the gradients and broadcasts the
+            new values in one collective. The numbers are those of "mirrored". On the other ranks slots have no
+            elements, and an optimizer saved there has none either. Every rank still has a working copy of the model's
+            variables (BatchNormalization's statistics among them) and its own gradients, accumulated over steps where
+            an optimizer does so. The sum of the gradients comes from an all-reduce, so a step sends more than with
+            "mirrored", not less.
 
     Raises:
-        InvalidRequestError: There is no such kind of variables; on this rank, before anything is sent.
-        MissingDependencyError: The version of TensorFlow or Keras is one that it cannot work with; on this rank, before
-            anything is sent.
-        MismatchError: The ranks disagree on the kind of variables; on every rank.
+        InvalidRequestError: `variables` has another value; on this rank, before anything is sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported; on this rank, before anything is
+            sent.
+        MismatchError: The ranks disagree on `variables`; on every rank.
     """
 
-    def __init__(self, communication_options: Any = None, device: str | None = None, random_per_rank: bool = True,
-                 variables: str = "mirrored"):
+    def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
+                 random_per_rank: bool = True, variables: str = "mirrored"):
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
-        # Not imported above, for they need names of TensorFlow and Keras that are not public, and may be missing.
-        from .._private import resolve
+        # Not imported at the top of the module: they need private names of TensorFlow, which may be missing.
+        from .._private import require_for_strategy
+        require_for_strategy()
         from . import checkpoints
         from .extended import RankExtended
         from .seeds import seed_alike
-        checkpoints.check()
-        patches = _patches_of_keras()
+        keras_integration = _keras_integration()
         runtime.init()
         options = agreed(communication_options)
         kinds = array_ops.allgather_object(variables, wire_name("variables"))
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
-        extended = RankExtended(self, resolve(device or _default_device()), options, _resolver(), random_per_rank,
+        extended = RankExtended(self, _full_name(device or _default_device()), options, _resolver(), random_per_rank,
                                 variables == "central")
-        # Not the constructor of MultiWorkerMirroredStrategy, which would look for TF_CONFIG and start a server.
+        # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
         checkpoints.patch()
-        if patches is not None:
-            patches.apply()
+        if keras_integration is not None:
+            keras_integration.apply()
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduce over the replicas, and over `axis` of each value before. Collective.
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
+               axis: int | Sequence[int] | None = None) -> Structure:
+        """Reduce over the replicas, after reducing each value over `axis`. Collective.
 
-        As tf.distribute.Strategy.reduce, with these differences: `value` may be nested, all of it is reduced in one
-        go, and an axis is ignored for scalars, for Keras asks for the mean of its logs in that way.
+        As tf.distribute.Strategy.reduce, with these differences: `value` may be nested and is reduced in one
+        collective, and an axis is ignored for scalars, because Keras reduces its logs in that way.
 
         Args:
-            reduce_op: SUM or MEAN; with an axis, MEAN is of all rows of all replicas.
-            value: What `run` returned, on all ranks.
+            reduce_op: SUM or MEAN. With an axis, MEAN is the mean over all rows of all replicas.
+            value: The result of `run`, on all ranks.
             axis: A number, a list of numbers, or None.
         """
         op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
@@ -99,7 +102,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return tf.nest.pack_sequence_as(value, tf.nest.flatten(super().reduce(op, summed, None)))
         return tf.nest.pack_sequence_as(value, self._means(flat, axis))
 
-    def _means(self, values: list[Any], axis: Any) -> list[tf.Tensor]:
+    def _means(self, values: list[Tensor], axis: int | Sequence[int]) -> list[tf.Tensor]:
         counts = [tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), axis)) if _has_axes(v) else tf.constant(1, tf.int64)
                   for v in values]
         sums = [tf.reduce_sum(v, axis) if _has_axes(v) else tf.convert_to_tensor(v) for v in values]
@@ -108,12 +111,18 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 for numerator, denominator in zip(total[:len(values)], total[len(values):], strict=True)]
 
 
-def _has_axes(value: Any) -> bool:
+def _has_axes(value: TensorLike) -> bool:
     return isinstance(value, tf.Tensor) and value.shape.rank != 0
 
 
+def _full_name(device: str) -> str:
+    """The full name of a device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0"."""
+    name, = tf.distribute.OneDeviceStrategy(device).extended.worker_devices
+    return name
+
+
 def _default_device() -> str:
-    """This rank's GPU, the only one that TensorFlow then sees, or the CPU where there is none."""
+    """This rank's GPU, which is then the only one that TensorFlow sees; the CPU if there is none."""
     try:
         pin_gpu()
     except InvalidRequestError as error:
@@ -123,10 +132,10 @@ def _default_device() -> str:
 
 
 def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
-    """What programs ask who is the chief: all ranks are workers, of which TensorFlow takes the first for the chief.
+    """The resolver from which programs find out the chief. All ranks are workers; worker 0 counts as the chief.
 
-    That answer is right also for programs that know no task "chief", and what TensorFlow's own strategies say of a
-    cluster without one. Nothing listens on the ports; a cluster of servers is what MPIClusterResolver forms.
+    TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
+    workers are right too. No server listens on the ports; MPIClusterResolver forms a cluster of servers.
     """
     topology = runtime.current().topology
     alone = len(topology.hosts) == 1
@@ -136,14 +145,18 @@ def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
         num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})
 
 
-def _patches_of_keras() -> Any:
-    """The module with what Keras is to do otherwise; None where there is no Keras 3."""
+def _keras_integration() -> ModuleType | None:
+    """The package that adapts Keras to MPIStrategy, after a check that it can; None if there is no Keras 3.
+
+    Raises:
+        MissingDependencyError: It cannot. Without it each rank would train a model of its own, and no error would say
+            so.
+    """
     try:
         import_module("mpistrat.keras")
     except MissingDependencyError as error:
         logger.info("MPIStrategy is for custom training loops here: %s", error)
         return None
-    # An error if it cannot be done, since ranks would train models of their own without a word.
-    patches = import_module("mpistrat.keras.distribute.patches")
-    patches.check()
-    return patches
+    integration = import_module("mpistrat.keras.distribute")
+    integration.check()
+    return integration

@@ -1,9 +1,9 @@
-"""Names of a strategy's collectives: each thread has a name space of its own, which is the same on all ranks.
+"""Names of a strategy's collectives: each thread has its own name space, which is the same on all ranks.
 
-Collectives of one name meet in the order in which each rank runs them. That order is the program's within a thread, and
-chance between threads, so that two threads must not share names. What the ranks agree on about a thread is what the
-program says of it: that it is the main thread, the name that it was given, or else the function that it runs. Numbers
-that Python puts into a thread's name are left out: they count threads that another rank may not have.
+Collectives of one name are matched in the order in which each rank runs them. Within a thread that is program order;
+between threads it is random, so two threads must not share names. The ranks identify a thread by what the program
+determines: that it is the main thread, the name it was given, or else the function that it runs. Numbers that Python
+adds to a thread's name are left out: they count threads that another rank may not have.
 """
 
 import re
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 from ...core.errors import InvalidRequestError
 
-# What Python calls threads by itself: threading.Thread's default, executors' threads, and threads of other origin.
+# Names that Python generates: threading.Thread's default, executors' threads, and threads of other origin.
 _NUMBERED = re.compile(r"(?:(?P<thread>Thread)-\d+(?P<target> \(.*\))?|(?P<foreign>Dummy)-\d+|"
                        r"(?P<executor>ThreadPoolExecutor)-\d+_\d+|(?P<prefix>.+)_\d+)")
-# TensorFlow's threads, which run a tf.py_function: any of them, in the order of the graph.
+# Any of TensorFlow's threads may run a tf.py_function, in the order of the graph.
 _FOREIGN = "Dummy"
 
 
@@ -28,16 +28,16 @@ _state = _State()
 
 
 def wire_name(operation: str) -> str:
-    """The name by which the ranks meet in this thread's `operation`.
+    """The name that identifies this thread's `operation` on all ranks.
 
     Raises:
-        InvalidRequestError: There is another thread here that the ranks cannot tell from this one.
+        InvalidRequestError: This process has another thread that the ranks cannot distinguish from this one.
     """
     return f"strategy/{prefix()}{operation}"
 
 
 def prefix() -> str:
-    """What tells this thread's names from those of others: empty in the main thread; raises as `wire_name`."""
+    """The prefix of this thread's names: empty in the main thread. Raises as `wire_name`."""
     if _state.space is not None:
         return _state.space
     thread = threading.current_thread()
@@ -56,14 +56,14 @@ def prefix() -> str:
 
 
 def kind_of(name: str) -> str:
-    """The name of a thread without the numbers that Python has put into it."""
+    """The name of a thread without the numbers that Python has added."""
     found = _NUMBERED.fullmatch(name)
     return "".join(part for part in found.groups() if part) if found else name
 
 
 @contextmanager
 def name_space(name: str) -> Iterator[None]:
-    """Within it, this thread's collectives have names that begin with `name`, in place of those of the thread."""
+    """A context in which the names of this thread's collectives begin with `name` instead of the thread's prefix."""
     before, _state.space = _state.space, f"{name}/"
     try:
         yield

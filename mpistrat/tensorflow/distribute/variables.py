@@ -1,16 +1,20 @@
-"""Variables of a strategy: TensorFlow's distributed ones, with one component here, that begin with rank 0's value.
+"""The variables of a strategy: TensorFlow's distributed variables, with one component here and rank 0's initial value.
 
-In what they do differently from TensorFlow's own, those assume that this process has all replicas.
+They differ from TensorFlow's where TensorFlow assumes that this process has all replicas.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from .._private import DistributedVariable, MirroredVariable, SyncOnReadVariable, create_mirrored_variable
+from ..types import TensorLike
 from . import collectives, files
+
+# The value of a variable, or a function that returns it.
+Initial: TypeAlias = TensorLike | Callable[[], TensorLike] | None
 
 
 class _Number:
@@ -24,25 +28,25 @@ class _Number:
 
 
 class RankMirroredVariable(_Number, MirroredVariable):
-    """A variable that is equal on all ranks, as long as it is not assigned to without aggregation in a replica.
+    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation.
 
     Attributes:
-        is_in_lockstep: Whether the ranks assign equal values to it; see RankExtended.assigned_in_lockstep.
+        is_in_lockstep: Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
     """
 
     is_in_lockstep = False
 
-    def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
-        # TensorFlow would leave a Python number out of the aggregation, and add 1 where the ranks add 1 each.
+    def _update_replica(self, update_fn: Callable, value: TensorLike, **kwargs: Any) -> Any:
+        # TensorFlow does not aggregate Python numbers: when each rank adds 1, it would add 1 instead of the sum.
         if self.aggregation == tf.VariableAggregation.SUM and not isinstance(value, tf.Tensor | tf.IndexedSlices):
             value = tf.convert_to_tensor(value, dtype=self.dtype)
         return super()._update_replica(update_fn, value, **kwargs)
 
 
 class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
-    """A variable that every rank writes on its own, and that is aggregated when it is read outside of a replica."""
+    """A variable that each rank writes without the others. It is aggregated when it is read outside of a replica."""
 
-    def _get_cross_replica(self) -> Any:
+    def _get_cross_replica(self) -> tf.Tensor:
         known = files.known_value(self)
         if known is not None:
             return known
@@ -50,10 +54,11 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
             return collectives.broadcast_from_first(self._get_replica(0).read_value(), "read", self.name)
         return super()._get_cross_replica()
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign(self, value: TensorLike, use_locking: bool = False, name: str | None = None,
+               read_value: bool = True) -> Any:
         """As SyncOnReadVariable.assign, but outside of a replica it does not read the value back.
 
-        That would be a collective for each metric's variable that Keras resets, whose result nobody looks at.
+        That would be a collective, with an unused result, for each metric variable that Keras resets.
         """
         in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if tf.executing_eagerly() and not in_replica:
@@ -63,7 +68,7 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
 
 
 CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
-            tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
+           tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
 
 
 def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
@@ -74,23 +79,23 @@ def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable
 
 def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Callable,
                  classes: Mapping[tf.VariableSynchronization, type], **kwargs: Any) -> DistributedVariable:
-    """As `create`, with the value that this rank gives, and of one of `classes`. Not collective."""
-    def component(**kwargs: Any) -> list[Any]:
+    """As `create`, but with this rank's own initial value, and of one of `classes`. Not collective."""
+    def component(**kwargs: Any) -> list[tf.Variable]:
         with tf.device(device):
             return [next_creator(**kwargs)]
 
     return create_mirrored_variable(strategy, component, classes, {}, **kwargs)
 
 
-def _of_first_rank(initial: Any, dtype: Any, name: str | None) -> Any:
-    """Rank 0's initial value: a callable that fetches it, or for a tensor of a graph, the tensor."""
-    if initial is None:  # A SavedModel is loaded: each variable gets its value later, from the file.
+def _of_first_rank(initial: Initial, dtype: tf.DType | None, name: str | None) -> Initial:
+    """Rank 0's initial value: a function that broadcasts it; for a tensor of a graph, the broadcast tensor."""
+    if initial is None:  # A SavedModel is being loaded, and each variable gets its value later, from the file.
         return None
     if isinstance(initial, tf.Tensor) and not hasattr(initial, "numpy"):
         return _broadcast(initial, name)
 
     def fetch() -> tf.Tensor:
-        # In a function, the variable is made once for all calls of it, and so is its value.
+        # In a function, the variable and its value are created once for all calls.
         with tf.init_scope():
             value = initial() if callable(initial) else initial
             return _broadcast(tf.convert_to_tensor(value, dtype=dtype), name)

@@ -1,4 +1,4 @@
-"""The same as mpistrat.keras, where a Horovod script looks for it: `import mpistrat.tensorflow.keras as hvd`."""
+"""The names of mpistrat.keras under Horovod's module name: `import mpistrat.tensorflow.keras as hvd`."""
 
 from ...keras import *  # noqa: F403
 from ...keras import __all__, callbacks  # noqa: F401

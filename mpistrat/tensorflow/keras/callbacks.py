@@ -1,4 +1,4 @@
-"""The same as mpistrat.keras.callbacks: `from mpistrat.tensorflow.keras.callbacks import ...`."""
+"""The names of mpistrat.keras.callbacks under Horovod's: `from mpistrat.tensorflow.keras.callbacks import ...`."""
 
 from ...keras.callbacks import (
     BroadcastGlobalVariablesCallback,

@@ -1,0 +1,241 @@
+"""Keras' callbacks under MPIStrategy: which run on which rank, which need the logs, and how they write files.
+
+Callbacks that only write (CSVLogger, TensorBoard) run on the lowest rank that has them. ModelCheckpoint and
+BackupAndRestore run on all ranks: the chief writes, the others wait. SwapEMAWeights swaps where the averages are. All
+functions run outside of a replica, in the thread that called fit or evaluate.
+"""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+from keras.callbacks import (
+    BackupAndRestore,
+    Callback,
+    CallbackList,
+    CSVLogger,
+    History,
+    ModelCheckpoint,
+    ProgbarLogger,
+    SwapEMAWeights,
+    TensorBoard,
+)
+from keras.optimizers import Optimizer
+
+from ...api import ops as array_ops
+from ...api import runtime
+from ...core.request import Max
+from ...tensorflow.distribute import collectives, files
+from ...tensorflow.distribute.central import is_central
+from ...tensorflow.distribute.checkpoints import with_values_of
+from ...tensorflow.distribute.files import errors_shared
+from ...tensorflow.distribute.threads import wire_name
+from .optimizer import slots_of
+from .patches import Function, replaces
+from .saving import writes_together
+from .step_state import strategy_of
+from .trainer import average_statistics
+
+Logs = dict[str, Any] | None
+
+# One rank's callback does all the work. Only these classes themselves: a subclass may call collectives.
+_ONE_RANK_ONLY = (CSVLogger, TensorBoard)
+_TOGETHER = (ModelCheckpoint, BackupAndRestore)
+# These have a method that runs after a batch, but it ignores the logs or only displays them.
+_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore)
+
+
+# -- the list of callbacks --------------------------------------------------------------------------------------------
+
+
+@replaces(CallbackList, "on_train_begin", "logs that no callback reads would be reduced in every step")
+@replaces(CallbackList, "on_test_begin", "likewise")
+def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
+    model = getattr(self, "_model", None)
+    strategy = strategy_of(model)
+    if strategy is not None:
+        wanted = any(_reads_logs(callback) for callback in self.callbacks)
+        if strategy.num_replicas_in_sync > 1:
+            # The ranks may have different callbacks.
+            anywhere = array_ops.allreduce([int(wanted), int(any(map(_writes, self.callbacks)))], op=Max,
+                                           name=wire_name("callbacks"))
+            wanted = bool(anywhere[0])
+            if anywhere[1] and not hasattr(self, "_mpistrat_assigned"):
+                _assign_to_ranks(self)
+                self._mpistrat_assigned = True
+        object.__setattr__(model, "_mpistrat_logs_wanted", wanted)
+    with _errors_shared(self):
+        _write_deferred(self)
+        original(self, logs)
+
+
+@replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only")
+def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
+    if getattr(self, "_model", None) is not None:
+        average_statistics(self._model)
+    with _errors_shared(self):
+        original(self, epoch, logs)
+
+
+@replaces(CallbackList, "on_train_end", "an error on one rank would leave the others waiting")
+def on_train_end(original: Function, self: CallbackList, logs: Logs = None) -> None:
+    with _errors_shared(self):
+        original(self, logs)
+
+
+def _errors_shared(callbacks: CallbackList) -> AbstractContextManager[None]:
+    """Where callbacks write files, an error on one rank is raised on all."""
+    return errors_shared() if hasattr(callbacks, "_mpistrat_assigned") else contextlib.nullcontext()
+
+
+def _reads_logs(callback: Callback) -> bool:
+    """Whether a callback may read the logs of a batch."""
+    if isinstance(callback, _READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
+        return False
+    if isinstance(callback, TensorBoard):
+        return callback.update_freq != "epoch"
+    return not all(getattr(getattr(callback, name), "_is_default", False)
+                   for name in ("on_batch_end", "on_train_batch_end", "on_test_batch_end"))
+
+
+def _assign_to_ranks(callbacks: CallbackList) -> None:
+    """Remove callbacks whose work another rank's callback does. Collective.
+
+    Raises:
+        ValueError: On every rank, when only some have a BackupAndRestore.
+    """
+    own = [(type(c).__name__, _path(c)) for c in callbacks.callbacks if _writes(c)]
+    statuses = files.exchange_status(value=own)
+    lists = [status.value for status in statuses] if statuses is not None else [own]
+    backups = [rank for rank, found in enumerate(lists) if any(name == "BackupAndRestore" for name, _ in found)]
+    if 0 < len(backups) < len(lists):
+        raise ValueError(f"only ranks {backups} have a BackupAndRestore, and the others would not begin where those "
+                         "do. Give it to all ranks; only the chief writes.")
+    kinds = [[name for name, _ in found] for found in lists]
+    rank = runtime.current().topology.rank
+    kept = []
+    for callback in callbacks.callbacks:
+        if type(callback) in _ONE_RANK_ONLY:
+            entry = (type(callback).__name__, _path(callback))
+            if any(entry in found for found in lists[:rank]):
+                callback.__dict__.pop("_mpistrat_deferred", None)
+                continue
+        elif isinstance(callback, ModelCheckpoint):
+            callback._mpistrat_on_this_rank_only = any(other != kinds[0] for other in kinds)
+        kept.append(callback)
+    callbacks.callbacks = kept
+
+
+def _writes(callback: Callback) -> bool:
+    """Whether a callback writes files in a way that this module coordinates."""
+    return type(callback) in _ONE_RANK_ONLY or isinstance(callback, _TOGETHER)
+
+
+def _path(callback: Callback) -> str:
+    return str(getattr(callback, "filename", None) or getattr(callback, "log_dir", ""))
+
+
+# -- ModelCheckpoint and BackupAndRestore -----------------------------------------------------------------------------
+
+
+@replaces(ModelCheckpoint, "_save_model", "all ranks would write to one file at the same time")
+def save_checkpoint(original: Function, self: ModelCheckpoint, epoch: int, batch: int | None,
+                    logs: Logs) -> None:
+    # Where the ranks have different callbacks that write, none can wait for the others.
+    if not writes_together(self.model) or getattr(self, "_mpistrat_on_this_rank_only", False):
+        with files.alone():
+            return original(self, epoch, batch, logs)
+    if batch is not None:  # At the end of an epoch they have been averaged.
+        average_statistics(self.model)
+    path = self._get_file_path(epoch, batch, logs)
+    with with_values_of(self.model):
+        self.best = files.write_once(path, lambda: original(self, epoch, batch, logs), lambda: self.best)
+    return None
+
+
+@replaces(BackupAndRestore, "_save_model", "all ranks would write to one file at the same time")
+def save_backup(original: Function, self: BackupAndRestore) -> None:
+    if not writes_together(self.model):
+        return original(self)
+    if self.save_freq != "epoch":
+        average_statistics(self.model)
+    with with_values_of(self.model):
+        return files.write_once(self._training_metadata_path, lambda: original(self))
+
+
+@replaces(BackupAndRestore, "on_train_end", "two ranks would delete one directory at the same time")
+def delete_backup(original: Function, self: BackupAndRestore, logs: Logs = None) -> None:
+    if not writes_together(self.model):
+        return original(self, logs)
+    return files.write_once(self.backup_dir, lambda: original(self, logs))
+
+
+@replaces(BackupAndRestore, "on_train_begin", "ranks that do not see the backup would start anew")
+def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None) -> None:
+    """The chief reads the backup and broadcasts it; the other ranks' hosts need no access to the file."""
+    model = self.model
+    if not writes_together(model) or not model.built:
+        return original(self, logs)
+    optimizer = model.optimizer
+
+    def exists() -> bool:
+        return tf.io.gfile.exists(self._weights_path)
+
+    if files.on_chief(exists) and optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)  # Creating variables is collective.
+
+    def read() -> tuple[bool, int]:
+        original(self, logs)
+        return exists(), model._initial_epoch
+
+    found, model._initial_epoch = files.on_chief(read)
+    if found:
+        variables = [v for v in (*model.variables, *(optimizer.variables if optimizer is not None else ()))
+                     if not is_central(v.value)]
+        values = [model.distribute_strategy.extended.local(v.value) for v in variables]
+        values = collectives.broadcast_list_from_first(values, "restore")
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+    return None
+
+
+# -- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+@replaces(TensorBoard, "_write_keras_model_summary",
+          "all ranks would write events, before the ranks have agreed on the one that does")
+@replaces(TensorBoard, "_configure_embeddings", "likewise")
+def defer(original: Function, self: TensorBoard) -> None:
+    """Defer a write until `on_begin` has assigned the callbacks to ranks."""
+    if not writes_together(self._model) or type(self) not in _ONE_RANK_ONLY:
+        return original(self)
+    self.__dict__.setdefault("_mpistrat_deferred", []).append(lambda: original(self))
+    return None
+
+
+def _write_deferred(callbacks: CallbackList) -> None:
+    for callback in callbacks.callbacks:
+        for write in callback.__dict__.pop("_mpistrat_deferred", ()):
+            write()
+
+
+# -- SwapEMAWeights with central slots --------------------------------------------------------------------------------
+
+
+@replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages")
+def finalize_averages(original: Function, self: SwapEMAWeights,
+                      optimizer: Optimizer) -> None:
+    slots = slots_of(optimizer)
+    if slots is None or slots.are_here:
+        original(self, optimizer)
+
+
+@replaces(SwapEMAWeights, "_tf_swap_variables", "only the chief has averages")
+def swap_averages(original: Function, self: SwapEMAWeights,
+                  optimizer: Optimizer) -> None:
+    slots = slots_of(optimizer)
+    if slots is None or slots.are_here:
+        original(self, optimizer)
+    if slots is not None:
+        slots.share(optimizer._trainable_variables)

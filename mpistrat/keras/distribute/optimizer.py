@@ -1,0 +1,181 @@
+"""Keras' optimizers under MPIStrategy: gradients of uneven batches, clipping, loss scaling, and central slots.
+
+Keras sums the gradients over the ranks and expects each rank to have the same number of rows. Where a global batch does
+not divide evenly (the last one, or fewer rows than ranks) that is not the gradient of the global batch. So each rank's
+gradients are weighted by its number of rows. The numbers are reduced together with the gradients, and when all ranks
+have the usual number nothing is multiplied.
+
+With variables="central" the slots (momenta, averages) are on the chief only. Gradients are reduced as in the mirrored
+mode, on all ranks and in the same order. Methods that read or write slots run on the chief only, which then broadcasts
+the updated variables.
+
+The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer, Optimizer
+
+from ...tensorflow.distribute import MPIStrategy, collectives
+from ...tensorflow.distribute.central import Slots
+from ...tensorflow.gradients import label_of
+from ...tensorflow.types import OptionalGradient, Tensor
+from . import step_state
+from .patches import Function, replaces
+
+GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
+
+_HALVES = (tf.float16, tf.bfloat16)
+_SUM = tf.distribute.ReduceOp.SUM
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@replaces(Optimizer, "_all_reduce_sum_gradients",
+          "uneven batches would not have the gradient of the global batch, and errors would lack variable names")
+def all_reduce_sum_gradients(original: Function, self: Optimizer,
+                             grads_and_vars: GradientsAndVariables) -> GradientsAndVariables:
+    strategy = step_state.strategy_here()
+    if strategy is None:
+        return original(self, grads_and_vars)
+    pairs = list(grads_and_vars)
+    strategy.extended.assigned_in_lockstep(self._iterations.value)
+    present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
+    gradients = [pairs[i][0] for i in present]
+    reduced = getattr(self, "_mpistrat_clipped", None)
+    if reduced is None or len(reduced) != len(gradients) \
+            or any(a is not b for a, b in zip(reduced, gradients, strict=True)):
+        reduced = reduce_gradients(self, gradients, [pairs[i][1] for i in present])
+    object.__setattr__(self, "_mpistrat_clipped", None)
+    for i, gradient in zip(present, reduced, strict=True):
+        pairs[i] = (gradient, pairs[i][1])
+    return pairs
+
+
+@replaces(Optimizer, "_clip_gradients", "each rank would clip its own gradients, and not their average")
+def clip_gradients(original: Function, self: Optimizer, grads: list[Tensor]) -> list[Tensor]:
+    clips = any(getattr(self, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+    if not clips or step_state.strategy_here() is None:
+        return original(self, grads)
+    clipped = list(original(self, reduce_gradients(self, list(grads), None)))
+    # By plain assignment Keras would track the tensors.
+    object.__setattr__(self, "_mpistrat_clipped", clipped)
+    return clipped
+
+
+@replaces(LossScaleOptimizer, "check_finite",
+          "a rank with an overflow would skip the step, and the others would wait for its gradients")
+def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tensor]) -> tf.Tensor:
+    finite = original(self, grads)
+    if step_state.strategy_here() is None:
+        return finite
+    not_finite = tf.cast(tf.logical_not(finite), tf.int32)
+    return collectives.all_reduce([not_finite], _SUM, "finite")[0] == 0
+
+
+def reduce_gradients(optimizer: Optimizer, gradients: Sequence[Tensor],
+                     variables: Sequence[tf.Variable] | None) -> list[Tensor]:
+    """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
+
+    Args:
+        optimizer: The optimizer that applies them.
+        gradients: Tensors or tf.IndexedSlices; no None.
+        variables: Their variables, for error messages, if known.
+    """
+    labels = [label_of(v) for v in variables] if variables is not None else \
+        [f"gradient {i}" for i in range(len(gradients))]
+    strategy = tf.distribute.get_strategy()
+    bucket_bytes = strategy.extended.bucket_bytes()
+    # The sum of several steps' gradients has no single number of rows.
+    if step_state.state.rows is None or optimizer.gradient_accumulation_steps:
+        return collectives.all_reduce(gradients, _SUM, "gradients", labels, bucket_bytes)
+    # Read here and not at the start of the step: this may be in a branch of it.
+    rows, usual = step_state.state.rows, step_state.flag("usual_rows")
+    weight = tf.cast(rows, tf.float32) / tf.cast(usual, tf.float32)
+    weighted = tf.cond(rows == usual, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
+    *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"], bucket_bytes)
+    size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
+    return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
+
+
+def _copied(gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in gradients]
+
+
+def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    wide = tf.cast(gradient, tf.float32) if gradient.dtype in _HALVES else gradient
+    # The gradient of a rank without rows may be anything, also NaN, and must not spoil the sum.
+    return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
+
+
+# -- central slots ----------------------------------------------------------------------------------------------------
+
+
+def slots_of(optimizer: Optimizer) -> Slots | None:
+    """The slots of an optimizer, or None if they are not central."""
+    strategy = optimizer._distribution_strategy
+    return strategy.extended.slots if isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_central \
+        else None
+
+
+@replaces(Optimizer, "add_variable", "central slots would be on every rank")
+def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> keras.Variable:
+    slots = slots_of(self)
+    # Every rank scales its own loss and accumulates its own gradients.
+    if slots is None or isinstance(self, LossScaleOptimizer) \
+            or str(kwargs.get("name")).endswith("_gradient_accumulator"):
+        return original(self, *args, **kwargs)
+    with slots.created():
+        return original(self, *args, **kwargs)
+
+
+@replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have")
+@replaces(Optimizer, "_update_model_variables_moving_average", "likewise")
+@replaces(Optimizer, "_overwrite_model_variables_with_average_value", "likewise")
+@replaces(Optimizer, "save_own_variables",
+          "a file of another rank would have slots without elements, and could not be loaded")
+def only_where_slots_are(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    slots = slots_of(self)
+    return original(self, *args, **kwargs) if slots is None or slots.are_here else None
+
+
+@replaces(Optimizer, "apply", "only the chief would have the new values")
+def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient],
+          trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
+    grads = list(grads)
+    variables = None if trainable_variables is None else list(trainable_variables)
+    result = original(self, grads, variables)
+    slots = slots_of(self)
+    if slots is None or not grads:
+        return result
+    if self.ema_overwrite_frequency:  # Every so many steps it overwrites all variables.
+        slots.share(self._trainable_variables)
+        return result
+    variables = self._trainable_variables if variables is None else variables
+    updated = [v for v, gradient in zip(variables, grads, strict=True) if gradient is not None]
+    if not self.gradient_accumulation_steps:
+        slots.share(updated)
+        return result
+
+    def share() -> tf.Tensor:
+        slots.share(updated)
+        return tf.constant(0)
+
+    complete = self._iterations % self.gradient_accumulation_steps == 0
+    tf.cond(complete, share, lambda: tf.constant(0))
+    return result
+
+
+@replaces(Optimizer, "finalize_variable_values", "only the chief's model would end with the averages")
+def finalize_variable_values(original: Function, self: Optimizer, var_list: Iterable[keras.Variable]) -> None:
+    """Called by Keras at the end of training, outside of a replica."""
+    original(self, var_list)
+    slots = slots_of(self)
+    if slots is not None and self.use_ema:
+        slots.share(list(var_list))

@@ -1,0 +1,49 @@
+"""Saving under MPIStrategy: functions that write a model to a file. All ranks call them, the chief writes, all wait.
+
+See tensorflow.distribute.files for hosts that share no file system. Callbacks that save are in `callbacks`.
+"""
+
+from typing import Any
+
+import keras
+
+from ...core.errors import ShutdownError
+from ...tensorflow.distribute import MPIStrategy, files
+from ...tensorflow.distribute.checkpoints import with_values_of
+from .._private import legacy_h5_format, saving_lib
+from .patches import Function, replaces
+from .step_state import strategy_of
+from .trainer import average_statistics
+
+
+def writes_together(model: keras.Model) -> bool:
+    """Whether all ranks take part in writing this model: they have copies of it, and none is being written."""
+    return strategy_of(model) is not None and not files.is_alone()
+
+
+@replaces(saving_lib, "save_model", "all ranks would write to one file at the same time")
+@replaces(saving_lib, "save_weights_only", "likewise")
+@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise")
+@replaces(keras.Model, "export", "likewise")
+def save(original: Function, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(model, keras.Model) or not writes_together(model) or hasattr(filepath, "write"):
+        return original(model, filepath, *args, **kwargs)
+    try:
+        average_statistics(model)
+    except ShutdownError:
+        # The other ranks have ended, so this rank saves its own statistics. files.exchange_status
+        # explains why that is no error.
+        pass
+    with with_values_of(model):
+        return files.write_once(str(filepath), lambda: original(model, filepath, *args, **kwargs))
+
+
+@replaces(keras.Variable, "_copy_trackable_to_cpu",
+          "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable")
+def copy_to_cpu(original: Function, self: keras.Variable, object_map: dict) -> None:
+    """An asynchronous checkpoint copies each variable to the CPU; from the second one on it reuses the copy."""
+    if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):
+        return original(self, object_map)
+    self.value._copy_trackable_to_cpu(object_map)
+    object_map[self].assign(object_map[self.value])
+    return None

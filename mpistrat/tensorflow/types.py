@@ -1,0 +1,28 @@
+"""Types in the signatures of this package. (TensorFlow and Keras have no type information, so mypy checks few.)"""
+
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+# What a collective on one tensor returns.
+Tensor: TypeAlias = tf.Tensor | tf.IndexedSlices
+# What tf.convert_to_tensor accepts.
+TensorLike: TypeAlias = tf.types.experimental.TensorLike
+# None stands for a variable that the loss does not depend on.
+OptionalGradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+# A tensor or a nested structure of tensors, as tf.nest has it.
+Structure = TypeVar("Structure")
+# The result of a callback that runs outside of TensorFlow.
+Arrays = list[np.ndarray]
+
+
+class Variable(Protocol):
+    """A tf.Variable or a Keras variable."""
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+
+    def assign(self, value: TensorLike) -> object:
+        """Overwrite the value."""
