@@ -9,7 +9,7 @@ from ..core.errors import InvalidRequestError
 from ..core.request import Average, ReduceOp, resolve_op
 from .compression import Compressed, Compressor
 from .identity import IdentitySet
-from .ops import reduce_dense, reduce_slices
+from .ops import reduce_dense, reduce_mixed
 from .types import OptionalGradient, Tensor, Variable
 
 
@@ -66,21 +66,16 @@ class GradientReducer:
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 results[i] = tf.convert_to_tensor(gradient)
             shared.append(i)
-        self._reduce_sparse(results, [i for i in shared if isinstance(results[i], tf.IndexedSlices)])
-        self._reduce_dense(results, [i for i in shared if not isinstance(results[i], tf.IndexedSlices)], variables)
+        reduced = reduce_mixed([results[i] for i in shared], self._op, self._name, self._reduce_dense,
+                               labels=[label_of(variables[i]) for i in shared], numbers=shared)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
         return results
 
-    def _reduce_sparse(self, results: list[OptionalGradient], indices: list[int]) -> None:
-        for i in indices:
-            results[i] = reduce_slices(results[i], self._op, 1.0, 1.0, f"{self._name}/{i}")
-
-    def _reduce_dense(self, results: list[OptionalGradient], indices: list[int], variables: Sequence[Variable]) -> None:
-        compressed = Compressed([tf.convert_to_tensor(results[i]) for i in indices], self._compression)
-        labels = [label_of(variables[i]) for i in indices]
-        reduced = reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide, self._name, labels,
-                               wire=compressed.wire)
-        for i, tensor in zip(indices, compressed.restored(reduced), strict=True):
-            results[i] = tensor
+    def _reduce_dense(self, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
+        compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
+        return compressed.restored(reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide,
+                                                self._name, labels, wire=compressed.wire))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:

@@ -5,7 +5,7 @@ default name is made from the tensor's name, as in Horovod.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -165,14 +165,38 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compressor], prescale: float, postscale: float,
             name: str, may_wait: bool = True) -> list[Tensor]:
-    """Reduce dense tensors together, and gather each tf.IndexedSlices."""
-    results: list[Tensor] = [
-        reduce_slices(tensor, op, prescale, postscale, f"{name}/{i}") if isinstance(tensor, tf.IndexedSlices) else None
-        for i, tensor in enumerate(tensors)]
-    dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
-    compressed = Compressed([tensors[i] for i in dense], compression)
-    reduced = reduce_dense(compressed.tensors, op, prescale, postscale, name, may_wait=may_wait, wire=compressed.wire)
-    for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
+    """Reduce dense tensors in one collective, and each tf.IndexedSlices by gathering."""
+    def dense(values: list[tf.Tensor], _: list[str]) -> list[tf.Tensor]:
+        compressed = Compressed(values, compression)
+        return compressed.restored(reduce_dense(compressed.tensors, op, prescale, postscale, name, may_wait=may_wait,
+                                                wire=compressed.wire))
+
+    return reduce_mixed(tensors, op, name, dense, prescale, postscale)
+
+
+def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
+                 reduce: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]], prescale: float = 1.0,
+                 postscale: float = 1.0, labels: Sequence[str] = (), numbers: Sequence[int] = ()) -> list[Tensor]:
+    """Reduce dense tensors by one call of `reduce`, and each tf.IndexedSlices by gathering. Collective.
+
+    Args:
+        tensors: Dense tensors and tf.IndexedSlices.
+        op: How to reduce.
+        name: The name by which the ranks match the operation.
+        reduce: Called with the dense tensors and their labels.
+        prescale, postscale: For the slices, which refuse other factors than 1.
+        labels: What users call the tensors, for error messages.
+        numbers: The number of each tensor in the names of sparse ones, if that is not its place.
+    """
+    results = list(tensors)
+    dense = []
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            results[i] = reduce_slices(tensor, op, prescale, postscale, f"{name}/{numbers[i] if numbers else i}")
+        else:
+            dense.append(i)
+    reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [])
+    for i, tensor in zip(dense, reduced, strict=True):
         results[i] = tensor
     return results
 

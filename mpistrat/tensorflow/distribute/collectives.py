@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core.errors import MismatchError
-from ...core.request import Average, ReduceOp, Sum
+from ...core.request import Average, Sum
 from ...core.tuning import BUCKET_BYTES
 from ..bridge.buckets import reduce_list
 from ..bridge.program_order import token
-from ..ops import broadcast_list, gather_list, reduce_slices
+from ..ops import broadcast_list, gather_list, reduce_mixed
 from ..types import Tensor, TensorLike
 from . import threads
 
@@ -45,20 +45,12 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     engine_op = Sum if op == tf.distribute.ReduceOp.SUM else Average
-    return _in_program_order(operation, lambda name: _reduced(tensors, engine_op, name, labels, bucket_bytes))
 
+    def reduced(name: str) -> list[Tensor]:
+        return reduce_mixed(tensors, engine_op, name, lambda dense, its_labels: reduce_list(
+            dense, name, engine_op, labels=its_labels, bucket_bytes=bucket_bytes), labels=labels)
 
-def _reduced(tensors: list[Tensor], op: ReduceOp, name: str, labels: Sequence[str], bucket_bytes: int) -> list[Tensor]:
-    results = list(tensors)
-    dense = [i for i, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
-    for i, tensor in enumerate(tensors):
-        if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, op, 1.0, 1.0, f"{name}/{i}")
-    reduced = reduce_list([tensors[i] for i in dense], name, op, labels=[labels[i] for i in dense] if labels else (),
-                          bucket_bytes=bucket_bytes)
-    for i, tensor in zip(dense, reduced, strict=True):
-        results[i] = tensor
-    return results
+    return _in_program_order(operation, reduced)
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
