@@ -111,7 +111,7 @@ class BucketPlans:
             request = entry.request
             if request.kind in FUSED:
                 key = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                       request.device, request.wire)
+                       request.device, request.wire_dtype)
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []

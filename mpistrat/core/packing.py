@@ -46,7 +46,7 @@ def segments(arrays: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
     return [(slice(end - array.size, end), array.reshape(-1)) for array, end in zip(arrays, ends) if array.size]
 
 
-def join(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:
+def pack(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:
     """Pack: copy `arrays`, multiplied by `scale`, one after the other to 1-D `target`, which has as many elements."""
     if len(arrays) == 1:
         scaled_copy(arrays[0].reshape(-1), scale, target)
@@ -55,7 +55,7 @@ def join(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -
         scaled_copy(view, scale, target[elements])
 
 
-def split(source: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+def unpack(source: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
     """Unpack: copy 1-D `source` to `arrays`, one after the other, which have as many elements together."""
     if len(arrays) == 1:
         np.copyto(arrays[0].reshape(-1), source)

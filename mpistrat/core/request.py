@@ -63,7 +63,7 @@ class Request:
         device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
         layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
             concatenated or reordered; () for one array per tensor, in order.
-        wire: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
+        wire_dtype: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
         labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
         in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
     """
@@ -77,14 +77,14 @@ class Request:
     postscale: float = 1.0
     device: str = DEVICE_CPU
     layout: tuple[tuple[int, ...], ...] = ()
-    wire: str = ""
+    wire_dtype: str = ""
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
-                     self.device, self.layout, self.wire))
+                     self.device, self.layout, self.wire_dtype))
 
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
@@ -99,7 +99,7 @@ class Request:
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire, self.labels,
+                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire_dtype, self.labels,
                 self.in_graph)
 
     @classmethod
@@ -111,7 +111,8 @@ class Request:
         """
         if type(values) is not tuple or tuple(map(type, values)) != _REQUEST_TYPES:
             raise ValueError("a request with other fields")
-        kind, name, tensors, reduce_op, root_rank, prescale, postscale, device, layout, wire, labels, in_graph = values
+        (kind, name, tensors, reduce_op, root_rank, prescale, postscale, device, layout, wire_dtype, labels,
+         in_graph) = values
         if root_rank not in RANKS:
             raise ValueError("a root that is no rank")
         if device not in (DEVICE_CPU, DEVICE_GPU):
@@ -121,7 +122,7 @@ class Request:
         if labels and not is_tuple_of(str, labels):
             raise ValueError("labels that are no texts")
         return cls(CollectiveType(kind), name, tuple(map(_spec_from, tensors)), ReduceOp(reduce_op), root_rank,
-                   prescale, postscale, device, layout, wire, labels, in_graph)
+                   prescale, postscale, device, layout, wire_dtype, labels, in_graph)
 
 
 def _spec_from(values: object) -> TensorSpec:
@@ -160,7 +161,8 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 @lru_cache(KEPT_REQUESTS)
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = (),
-                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU, wire: str = "") -> Request:
+                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU,
+                      wire_dtype: str = "") -> Request:
     """A request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
@@ -172,7 +174,7 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
     return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   device=device, layout=layout, wire=wire, labels=labels)
+                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels)
 
 
 @lru_cache(KEPT_REQUESTS)

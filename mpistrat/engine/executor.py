@@ -14,7 +14,7 @@ from ..core.fusion import BucketPlans, FusionBucket
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
-from ..core.packing import join, split
+from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType
 from ..core.tuning import AUTOTUNE_FUSION_BYTES
 
@@ -187,9 +187,9 @@ class Executor:
             self._data.broadcast(targets[0].reshape(-1), root_rank)
             return
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        join(sources, packed)
+        pack(sources, packed)
         self._data.broadcast(packed, root_rank)
-        split(packed, targets)
+        unpack(packed, targets)
 
     def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         # The numbers of rows are gathered here and not negotiated, so that a step with other row counts is still a

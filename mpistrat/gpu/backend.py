@@ -51,8 +51,8 @@ class GpuBackend(ABC):
     """
 
     @abstractmethod
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
-        """Why it cannot all-reduce these arrays; "" if it can. The same on all ranks. For `wire` see `allreduce`."""
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
+        """Why it cannot all-reduce these arrays, as `allreduce`; "" if it can. The same on all ranks."""
 
     @abstractmethod
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
@@ -64,10 +64,10 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire: str = "") -> None:
+                  wire_dtype: str = "") -> None:
         """Reduce each of `sources` over all ranks into the target of the same index, as DataPlane.allreduce.
 
-        Floating-point tensors wider than the dtype `wire` may be sent and reduced in that dtype.
+        Floating-point tensors wider than `wire_dtype` may be sent and reduced in that dtype.
         """
 
     @abstractmethod

@@ -166,11 +166,11 @@ class GpuExecutor(DeviceExecutor):
         if request.kind is CollectiveType.BROADCAST:
             backend.broadcast(sources, targets, request.root_rank)
             return
-        reason = backend.why_not(sources, bucket.reduction.op, request.wire)
+        reason = backend.why_not(sources, bucket.reduction.op, request.wire_dtype)
         if reason:
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
-        backend.allreduce(sources, targets, bucket.reduction, request.wire)
+        backend.allreduce(sources, targets, bucket.reduction, request.wire_dtype)
 
     def _allgather(self, arrays: Sequence[GpuInput]) -> list[GpuArray]:
         backend = self._backends[0]

@@ -35,7 +35,7 @@ class StagedData(GpuBackend):
         self._to_host, self._to_gpu = device.stream(), device.stream()
         self._slots: list[np.ndarray] = []
 
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         return ""
 
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
@@ -47,7 +47,7 @@ class StagedData(GpuBackend):
             self._device.wait(self._to_gpu, event)
 
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire: str = "") -> None:
+                  wire_dtype: str = "") -> None:
         dtype = sources[0].dtype
 
         def reduce(chunk: np.ndarray) -> None:

@@ -30,7 +30,7 @@ def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
                 ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
                 ("root rank", lambda r: r.root_rank),
                 ("device", lambda r: r.device),
-                ("compression", lambda r: r.wire or "none"),
+                ("compression", lambda r: r.wire_dtype or "none"),
                 ("how the list is packed (an eager call and a tf.function differ in that)",
                  lambda r: r.layout or "one by one")]
     for what, get in aspects:

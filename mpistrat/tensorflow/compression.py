@@ -80,16 +80,16 @@ class Compressed:
 
     Attributes:
         tensors: The tensors to reduce.
-        wire: As in Request.
+        wire_dtype: As in Request.
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor]):
         self._compression = compression
-        self.tensors, self.wire = list(tensors), ""
+        self.tensors, self.wire_dtype = list(tensors), ""
         self._contexts: list[Any] | None = None
         is_cast = compression in (Compression.fp16, Compression.bf16)
         if is_cast and (gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
-            self.wire = compression.dtype.name  # type: ignore[attr-defined]
+            self.wire_dtype = compression.dtype.name  # type: ignore[attr-defined]
             return
         pairs = [compression.compress(tensor) for tensor in tensors]
         self.tensors, self._contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]

@@ -75,7 +75,7 @@ class GradientReducer:
     def _reduce_dense(self, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
         return compressed.restored(reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide,
-                                                self._name, labels, wire=compressed.wire))
+                                                self._name, labels, wire_dtype=compressed.wire_dtype))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:

@@ -169,7 +169,7 @@ def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compresso
     def dense(values: list[tf.Tensor], _: list[str]) -> list[tf.Tensor]:
         compressed = Compressed(values, compression)
         return compressed.restored(reduce_dense(compressed.tensors, op, prescale, postscale, name, may_wait=may_wait,
-                                                wire=compressed.wire))
+                                                wire_dtype=compressed.wire_dtype))
 
     return reduce_mixed(tensors, op, name, dense, prescale, postscale)
 
@@ -202,16 +202,16 @@ def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
-                 labels: Sequence[str] = (), may_wait: bool = True, wire: str = "") -> list[tf.Tensor]:
+                 labels: Sequence[str] = (), may_wait: bool = True, wire_dtype: str = "") -> list[tf.Tensor]:
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
 
     def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire=wire)
+        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire_dtype=wire_dtype)
 
     return with_gradient(reduced, ReduceGradient(name, int(op), float(prescale), float(postscale), tuple(labels),
-                                                 may_wait, wire), tensors)
+                                                 may_wait, wire_dtype), tensors)
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,11 @@ class ReduceGradient(Gradient):
     postscale: float
     labels: Sequence[str]
     may_wait: bool
-    wire: str
+    wire_dtype: str
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, ReduceOp(self.op), self.prescale, self.postscale, name_of_gradient(self.name),
-                            self.labels, self.may_wait, self.wire)
+                            self.labels, self.may_wait, self.wire_dtype)
 
 
 def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float,

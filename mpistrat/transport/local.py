@@ -13,7 +13,7 @@ import numpy as np
 from ..core.arithmetic import Reduction, combine
 from ..core.interfaces import ControlPlane, DataPlane
 from ..core.memory import FusionBuffer
-from ..core.packing import join, split
+from ..core.packing import pack, unpack
 from .shm.agreement import SharedMemoryAgreement
 from .shm.segment import HostMemory
 
@@ -69,9 +69,9 @@ class ThreadData(DataPlane):
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        join(sources, packed, reduction.prescale)
+        pack(sources, packed, reduction.prescale)
         combine(self._exchange(packed), reduction.op, packed, reduction.scale)
-        split(packed, targets)
+        unpack(packed, targets)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         np.concatenate(self._exchange(source), out=target)

@@ -113,7 +113,7 @@ def test_a_fingerprint_stands_for_what_is_compared() -> None:
               allreduce_request("a", specs, Sum, 0.5, 0.5), allreduce_request("a", specs, Sum),
               allreduce_request("a", specs_of([np.ones(3)]), Sum, 1.0, 0.5),
               allreduce_request("a", specs, Sum, 1.0, 0.5, layout=((0,),)),
-              dataclasses.replace(first, wire="float16"), dataclasses.replace(first, device="gpu")]
+              dataclasses.replace(first, wire_dtype="float16"), dataclasses.replace(first, device="gpu")]
     assert len({request.fingerprint for request in (first, *others)}) == 9
 
 

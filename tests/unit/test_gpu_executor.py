@@ -83,7 +83,7 @@ class Job:
     def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
         """Submit a sum."""
         arrays = self.input(*values)
-        request = allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU, wire=wire)
+        request = allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU, wire_dtype=wire)
         return self.engine.submit(request, arrays)
 
     def settle(self) -> None:

@@ -39,6 +39,7 @@ def captured(graph: Any) -> int:
     return sum(int(outside.shape.num_elements()) for outside, _ in graph.captures if outside.dtype == tf.resource)
 
 
+@pytest.mark.long
 def test_a_thousand_functions(hvd: Any) -> None:
     x, graphs, kept = tf.ones([3]), [], []
     COMPLETIONS.prepare()

@@ -38,8 +38,8 @@ class NcclData(GpuBackend):
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
         self._turn = 0
 
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire: str = "") -> str:
-        format_ = wire_format(arrays[0].dtype.name, op, wire)
+    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
+        format_ = wire_format(arrays[0].dtype.name, op, wire_dtype)
         if format_ is None:
             return f"NCCL has no {op.name.lower()} of {arrays[0].dtype.name}"
         # A single array needs no buffer, or is split into pieces that fit.
@@ -57,8 +57,8 @@ class NcclData(GpuBackend):
                 stream.wait_for(event)
 
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire: str = "") -> None:
-        format_ = wire_format(sources[0].dtype.name, reduction.op, wire)
+                  wire_dtype: str = "") -> None:
+        format_ = wire_format(sources[0].dtype.name, reduction.op, wire_dtype)
         assert format_ is not None, "why_not was not called"
         if len(sources) > 1:
             self._next_stream().reduce_packed(sources, targets, format_, reduction)

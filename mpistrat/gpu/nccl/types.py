@@ -55,10 +55,10 @@ class WireFormat(NamedTuple):
         return self.memory != self.dtype
 
 
-def wire_format(dtype: str, op: ReduceOp, wire: str = "") -> WireFormat | None:
-    """The format in which NCCL can reduce `dtype`; None if it cannot. Floats wider than `wire` are sent as `wire`."""
-    if wire and dtype in _WIDE:
-        return WireFormat(dtype, wire)
+def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | None:
+    """The format in which NCCL can reduce `dtype`; None if it cannot. Wider floats are sent as `wire_dtype`."""
+    if wire_dtype and dtype in _WIDE:
+        return WireFormat(dtype, wire_dtype)
     if dtype in DTYPES:
         return WireFormat(dtype, dtype)
     if dtype in _WIDER:

@@ -62,7 +62,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
                 labels: Sequence[str] = (), may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES,
-                wire: str = "") -> list[tf.Tensor]:
+                wire_dtype: str = "") -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -75,7 +75,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         may_wait: Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last
             collective of the graph.
         bucket_bytes: The size of the buckets; the same on all ranks.
-        wire: As in Request.
+        wire_dtype: As in Request.
     """
     if not tensors:
         return []
@@ -94,14 +94,16 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name)
         with nullcontext() if device is None else tf.device(device):
-            reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire, run)
+            reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire_dtype,
+                                     run)
         for i, result in reduced:
             results[i] = result
     return results
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, op: ReduceOp, prescale: float,
-                   postscale: float, labels: tuple[str, ...], wire: str, run: Callable) -> list[tuple[int, tf.Tensor]]:
+                   postscale: float, labels: tuple[str, ...], wire_dtype: str,
+                   run: Callable) -> list[tuple[int, tf.Tensor]]:
     submitted = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in submitted]
     joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
@@ -114,7 +116,8 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
     def make_request(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.
         single_specs = specs_of(arrays[:len(bucket.single)])
-        return allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels, layout, wire=wire)
+        return allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels, layout,
+                                 wire_dtype=wire_dtype)
 
     reduced = run(make_request, submitted, shapes)
     results = list(zip(bucket.single, reduced, strict=False))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.interfaces import Prepared
-from ...core.packing import join, split
+from ...core.packing import pack, unpack
 from ...core.tuning import PIGGYBACK_CROSS_BYTES, PIGGYBACK_HOST_BYTES, PIGGYBACK_MOST_HOSTS
 
 
@@ -35,7 +35,7 @@ class PiggybackedReduce(Prepared):
 
     def take(self) -> None:
         """Copy the result to the targets, after the outcome ALL_READY. Local."""
-        split(self.result, self.targets)
+        unpack(self.result, self.targets)
 
 
 class Piggyback:
@@ -88,7 +88,7 @@ class Piggyback:
             part = sources[0].reshape(-1)
         else:
             part = views[self._index][:elements]
-            join(sources, part, reduction.prescale)
+            pack(sources, part, reduction.prescale)
         prepared = PiggybackedReduce(sources, targets, reduction, part, views[-1][:elements])
         if self._index == 0:
             self._latest = prepared

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from ...core.arithmetic import Reduction, Scale, combine
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
-from ...core.packing import join, split
+from ...core.packing import pack, unpack
 from ...core.request import ReduceOp
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .peer_wait import PeerWait, peer_wait_without_end
@@ -50,9 +50,9 @@ class MpiData(DataPlane):
             self._allreduce(sources[0].reshape(-1), targets[0].reshape(-1), reduction.op, reduction.scale)
             return
         packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
-        join(sources, packed, reduction.prescale)
+        pack(sources, packed, reduction.prescale)
         self._allreduce(packed, packed, reduction.op, reduction.scale)
-        split(packed, targets)
+        unpack(packed, targets)
 
     def _allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp, scale: Scale) -> None:
         size, dtype = self._size, source.dtype

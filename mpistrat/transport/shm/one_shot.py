@@ -12,7 +12,7 @@ import numpy as np
 from ...core.arithmetic import Reduction, combine
 from ...core.interfaces import Prepared
 from ...core.memory import FusionBuffer
-from ...core.packing import join, segments, split
+from ...core.packing import pack, segments, unpack
 from ...core.tuning import SHM_LARGE_TENSOR_BYTES
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
@@ -43,7 +43,7 @@ class OneShot(Prepared):
             self._pack()
 
     def _pack(self) -> None:
-        join(self.sources, self._parts[self._memory.index], self.reduction.prescale)
+        pack(self.sources, self._parts[self._memory.index], self.reduction.prescale)
         self.is_packed = True
 
     def finish(self, all_packed: bool, scratch: FusionBuffer) -> None:
@@ -63,7 +63,7 @@ class OneShot(Prepared):
         else:
             result = scratch.view(self._parts[0].size, self._parts[0].dtype)
             combine(self._parts, op, result, scale)
-            split(result, targets)
+            unpack(result, targets)
         memory.post(self._number, PACKED, CONSUMED, READY, UNPACKED)
 
 
