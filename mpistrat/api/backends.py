@@ -174,7 +174,7 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
     else:
         reason = "memory cannot be shared" if data.name == "mpi" else "the ranks of a host share memory"
     logger.log(logging.DEBUG if topology.rank else logging.INFO,
-               "rank %d: CPU tensors are reduced by %s (%s), the fast path is %s", topology.rank, data.in_use, reason,
+               "rank %d: CPU tensors are reduced by %s (%s), the fast path is %s", topology.rank, data.name, reason,
                "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
 
 

@@ -19,7 +19,6 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.settings import Settings, differing, horovod_names
 from ..core.stalls import describe_wait
 from ..core.topology import Topology, unique_hosts
-from ..engine import autotune
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
@@ -51,41 +50,14 @@ class Runtime:
         self._backends = backends
         self._in_cluster = False
         self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
-        self._executor = Executor(backends.data, topology.size, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, self._executor, settings, backends.agreement,
-                                        self._write_autotune_log if settings.autotune else None))
-        if settings.autotune and settings.autotune_log:
-            self._read_autotune_log()
+        executor = Executor(backends.data, topology.size, settings.fusion_bytes, self._device)
+        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
         self.engine.start()
-
-    def _read_autotune_log(self) -> None:
-        """Apply the choice in an earlier run's autotune log, if rank 0 has one. Collective."""
-        choice, path = None, self.settings.autotune_log
-        if self.topology.rank == 0 and os.path.exists(path):
-            try:
-                with open(path, encoding="utf-8") as file:
-                    choice = autotune.read_report(file.read(), self._executor.knobs())
-            except (OSError, ValueError) as error:
-                logger.warning("MPISTRAT_AUTOTUNE_LOG=%s is not used, and a new search begins: %s", path, error)
-        choice = choice if self.comm is None else self.comm.bcast(choice)
-        if choice is not None:
-            self._executor.choose(choice)
-            self.engine.controller.stop_tuning()
-
-    def _write_autotune_log(self, tuner: autotune.Autotuner) -> None:
-        """Log the result of the search, and write it to the log file if one is set. On rank 0."""
-        logger.info("rank 0: autotune chose %s, %.2f times as fast as %s", tuner.best, tuner.gain, tuner.first)
-        if self.settings.autotune_log:
-            try:
-                with open(self.settings.autotune_log, "w", encoding="utf-8") as file:
-                    file.write(tuner.report())
-            except OSError as error:
-                logger.warning("MPISTRAT_AUTOTUNE_LOG: %s", error)
 
     @property
     def data_name(self) -> str:
         """The name of the backend that reduces CPU tensors."""
-        return self._backends.data.in_use
+        return self._backends.data.name
 
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engine and free all resources. Collective.

@@ -5,9 +5,9 @@ says otherwise: the engine calls it on all ranks in the same order, with argumen
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -71,19 +71,6 @@ class DataPlane(ABC):
     @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with that of `root_rank`."""
-
-    @property
-    def in_use(self) -> str:
-        """The name of the backend that reduces now: this one, or one that it delegates to."""
-        return self.name
-
-    def knobs(self) -> dict[str, tuple[Any, ...]]:
-        """The values that `choose` accepts, by name. The first value of each is the default."""
-        return {"backend": (self.name,)}
-
-    def choose(self, choice: Mapping[str, Any]) -> None:
-        """Reduce in this way from now on. Collective. Names that `knobs` does not have are ignored."""
-        return
 
     def abandon(self, is_stalled: bool) -> None:
         """Take part in no more collectives. Ranks that wait for this one fail, where the backend can make them. Local.

@@ -66,12 +66,6 @@ class Settings:
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)
-    autotune: bool = _setting(
-        "AUTOTUNE", False, "1: try backends, chunk sizes and fusion thresholds during the first steps, and keep the "
-        "fastest.")
-    autotune_log: str = _setting(
-        "AUTOTUNE_LOG", "", "File on rank 0's host for what autotune tried and chose. If it exists, its choice is used "
-        "without a search.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)

@@ -55,23 +55,6 @@ ENGINE_SPIN_S = 300e-6
 # Not measured: 20 looks a second; a rank that waits takes 0.04 % of a core in one host.
 ENGINE_IDLE_POLL_S = 0.05
 
-# Fusion thresholds in bytes that autotune tries, where they are below the setting.
-# Not measured: what autotune chooses is the measurement.
-AUTOTUNE_FUSION_BYTES = (32 * 2**20, 4 * 2**20)
-
-# Rounds after a change that autotune does not count, and rounds that it does.
-# Not measured: a few for buffers and caches to settle, and enough to average over.
-AUTOTUNE_WARM_UP_ROUNDS = 3
-AUTOTUNE_SAMPLE_ROUNDS = 12
-
-# Bytes of a round below which autotune does not count it.
-# Not measured: the time of smaller rounds is latency, which says little about any knob.
-AUTOTUNE_LEAST_BYTES = 64 * 1024
-
-# Ratio of speeds from which autotune takes a choice for better than the best so far.
-# Not measured: smaller gains are within what runs differ by themselves.
-AUTOTUNE_LEAST_RATIO = 1.05
-
 # -- api --------------------------------------------------------------------------------------------------------------
 
 # Seconds between two looks of a rank at whether its launcher is alive.

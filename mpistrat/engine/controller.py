@@ -23,7 +23,6 @@ from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.messages import Decision, EndReason
-from .autotune import Autotuner
 from .executor import Executor
 from .life_cycle import LifeCycle
 from .proposals import Proposals
@@ -53,7 +52,6 @@ class Controller:
         executor: Executes what the ranks have agreed on.
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
-        tuned: Called on rank 0 with the Autotuner when its search is done; None: nothing is tuned.
         clock: Seconds, from any origin.
 
     Attributes:
@@ -62,8 +60,7 @@ class Controller:
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
-                 agreement: AgreementRound | None = None, tuned: Callable[[Autotuner], None] | None = None,
-                 clock: Callable[[], float] = time.monotonic):
+                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic):
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -73,8 +70,6 @@ class Controller:
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
         self._proposals = Proposals(self._fast_path, self._coordinator, executor, self.queue, control)
         self.life = LifeCycle(topology.rank, control, self._coordinator, self._fast_path, executor, self.queue, clock)
-        self._tuned = tuned
-        self._tuner = Autotuner(executor.knobs()) if tuned is not None and topology.rank == 0 else None
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
 
@@ -87,10 +82,6 @@ class Controller:
         """
         self._coordinator.abort_stalls_after(seconds, setting)
         self._fast_path.abort_s = seconds
-
-    def stop_tuning(self) -> None:
-        """Search no longer for a better way to reduce: one was chosen. Before the first cycle."""
-        self._tuner = None
 
     # -- for the thread that drives -----------------------------------------------------------------------------------
 
@@ -112,7 +103,7 @@ class Controller:
     @property
     def _may_agree(self) -> bool:
         """Whether this rank may agree by vote: it has nothing to send that only a decision settles."""
-        return not (self.life.is_end_requested or self._tuner is not None or self._coordinator.has_choice)
+        return not self.life.is_end_requested
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment.
@@ -212,25 +203,10 @@ class Controller:
         self.control.flush(self._coordinator.children)
         for name, text in decision.errors:
             self.queue.finish(name).handle.fail(MismatchError(text))
-        if decision.choice:
-            self.executor.choose(dict(decision.choice))
-        entries = [self.queue.finish(request.name) for request in requests]
-        began = self.clock()
-        self.executor.execute(entries)
-        if self._tuner is not None:
-            self._tune(self._tuner, entries, self.clock() - began)
+        self.executor.execute([self.queue.finish(request.name) for request in requests])
         if decision.opens_vote:
             self._fast_path.open()
         if decision.end is not None:
             if decision.end is EndReason.SHUTDOWN:
                 self.executor.device.drain()
             self.life.end_by(decision)
-
-    def _tune(self, tuner: Autotuner, entries: Sequence[Entry], seconds: float) -> None:
-        choice = tuner.record(sum(array.nbytes for entry in entries for array in entry.arrays), seconds)
-        if choice is not None:
-            self._coordinator.adopt(choice)
-        if tuner.is_done:
-            self._tuner = None
-            if self._tuned is not None:
-                self._tuned(tuner)

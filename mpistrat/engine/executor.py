@@ -3,7 +3,7 @@
 Called by the controller, in the thread that drives.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType
-from ..core.tuning import AUTOTUNE_FUSION_BYTES
 
 
 @dataclass(slots=True)
@@ -54,18 +53,6 @@ class Executor:
         self._plans = BucketPlans(size)
         self._executing: Sequence[Entry] = ()  # taken from the queue, and not all complete
         self._prepared: tuple[Entry, _Job] | None = None
-        self._is_stale = False  # prepared before `choose` was called
-
-    def knobs(self) -> dict[str, tuple[Any, ...]]:
-        """What `choose` can choose among; see DataPlane.knobs."""
-        smaller = tuple(nbytes for nbytes in AUTOTUNE_FUSION_BYTES if nbytes < self._fusion_bytes)
-        return {**self._data.knobs(), "fusion_bytes": (self._fusion_bytes, *smaller)}
-
-    def choose(self, choice: Mapping[str, Any]) -> None:
-        """Work in this way from now on. Collective."""
-        self._is_stale = True
-        self._data.choose(choice)
-        self._fusion_bytes = choice["fusion_bytes"]
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
@@ -117,7 +104,7 @@ class Executor:
             Whether the other ranks need nothing more from this rank; see `all_ready` of `execute`.
         """
         request = entry.request
-        self._prepared, self._is_stale = None, False
+        self._prepared = None
         if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
             return False
         buckets = self._plans.plan([entry], self._fusion_bytes)
@@ -138,8 +125,7 @@ class Executor:
     def _take_prepared(self, entries: Sequence[Entry], all_ready: bool) -> list[_Job] | None:
         """What `prepare` has begun, if `entries` is exactly that. It is dropped otherwise."""
         found, self._prepared = self._prepared, None
-        # What all ranks have packed stays valid after `choose`: there was no collective in between.
-        if found is not None and len(entries) == 1 and found[0] is entries[0] and (all_ready or not self._is_stale):
+        if found is not None and len(entries) == 1 and found[0] is entries[0]:
             return [found[1]]
         if all_ready:
             raise EngineError(f"{entries[0].request.name} was ready when all ranks agreed on it, and is no longer.")

@@ -63,7 +63,7 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     if reason:
         is_expected = not any(other.problem or (other.nccl and not other.buffer_bytes) for other in ranks)
         _log(rank, logging.INFO if is_expected else logging.WARNING,
-             f"GPU tensors are staged through host memory and reduced by {host.in_use}: {reason}")
+             f"GPU tensors are staged through host memory and reduced by {host.name}: {reason}")
         return None, settings.fusion_bytes
     nbytes = min(other.buffer_bytes for other in ranks)
     fusion_bytes = _fusion_bytes(rank, nbytes, settings)

@@ -13,9 +13,6 @@ for. Any other request of the same name travels in full, and rank 0 compares it.
 Called by the controller, in the thread that drives.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from ..core.errors import MessageError
 from ..core.request import Request
 from ..core.topology import Topology
@@ -58,7 +55,6 @@ class Coordinator:
         self._failure: str | None = None
         self._is_stalled = False  # the reason for the failure
         self._is_recalled = False
-        self._choice: tuple[tuple[str, Any], ...] = ()
         self._ended: dict[int, int] = {}
         self._someone_ended = False
         self._ended_was_told = False
@@ -86,15 +82,6 @@ class Coordinator:
     def recall(self) -> None:
         """Ask rank 0 for a decision, which may be empty: it ends an open vote."""
         self._is_recalled = True
-
-    def adopt(self, choice: Mapping[str, Any]) -> None:
-        """On rank 0: all ranks reduce in this way from the next decision on."""
-        self._choice = tuple(choice.items())
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether the next decision has a choice for all ranks to adopt."""
-        return bool(self._choice)
 
     def receive(self, source: int, data: bytes, now: float) -> None:
         """Take the Announcement of a child.
@@ -231,12 +218,11 @@ class Coordinator:
             agreed = []  # The rank that failed takes part in no further collective.
         tell_ended = bool(self._ended) and not self._ended_was_told
         recall, self._is_recalled = self._is_recalled, False
-        if self._finished or not (agreed or errors or end or tell_ended or self._choice or recall):
+        if self._finished or not (agreed or errors or end or tell_ended or recall):
             return None
-        choice, self._choice = self._choice, ()
         self._ended_was_told = self._ended_was_told or tell_ended
         self._finished = end is not None
-        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text, choice)
+        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text)
 
     def _reason_to_end(self, now: float) -> tuple[EndReason | None, str]:
         if self._failure is not None:

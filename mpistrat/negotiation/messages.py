@@ -142,7 +142,6 @@ class Decision(NamedTuple):
         ended: Some rank has called shutdown(). From now on, ranks pass on incomplete requests at once.
         end: The engines end after this decision, for this reason.
         end_text: The reason as a sentence for the user.
-        choice: (knob, value) of how to reduce from now on, this decision included; see engine/autotune.py.
         opens_vote: After this decision all ranks vote; see fast_path.py.
     """
 
@@ -151,7 +150,6 @@ class Decision(NamedTuple):
     ended: bool = False
     end: EndReason | None = None
     end_text: str = ""
-    choice: tuple[tuple[str, Any], ...] = ()
     opens_vote: bool = False
 
     def to_bytes(self) -> bytes:
@@ -160,7 +158,7 @@ class Decision(NamedTuple):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return _fields_to_bytes(_DECISION, (agreed, self.errors, self.ended, self.end and self.end.value, self.end_text,
-                                            self.choice, self.opens_vote))
+                                            self.opens_vote))
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
@@ -180,14 +178,13 @@ class Decision(NamedTuple):
         _require(kind == _DECISION, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        agreed, errors, ended, end, end_text, choice, opens_vote = fields
+        agreed, errors, ended, end, end_text, opens_vote = fields
         _require(type(agreed) is tuple, "nothing agreed")
         _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
         _require(type(ended) is bool and type(opens_vote) is bool, "what is neither yes nor no")
         _require(type(end_text) is str, "a reason that is no text")
-        _require(_are_pairs(choice, str, (str, int, float, bool)), "a choice that is none")
         return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
-                   end_text, choice, opens_vote)
+                   end_text, opens_vote)
 
 
 def _agreed(item: Any) -> int | tuple[int | None, Request]:

@@ -1,13 +1,11 @@
 """Whole jobs: which backend reduces, what is left of shared memory, and that memory does not grow."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -95,27 +93,3 @@ def shares_memory(process: psutil.Process) -> bool:
         return any("memfd:mpistrat" in mapping.path for mapping in process.memory_maps())
     except psutil.Error:
         return False
-
-
-def test_autotune_writes_what_a_later_run_uses(tmp_path: Path) -> None:
-    log = tmp_path / "autotune.json"
-    settings = {"MPISTRAT_AUTOTUNE": "1", "MPISTRAT_AUTOTUNE_LOG": str(log), "MPISTRAT_LOG_LEVEL": "info"}
-    first = run_job(2, [*MANY, "100"], env=settings)
-    assert first.code == 0, first.output
-    assert "autotune chose" in first.output, first.output
-    report = json.loads(log.read_text())
-    assert report["best"] in [{k: v for k, v in tried.items() if k != "bytes_per_second"} for tried in report["tried"]]
-    report["best"]["backend"] = "mpi"
-    log.write_text(json.dumps(report))
-    later = run_job(2, [*MANY, "3"], env=settings)
-    assert later.code == 0, later.output
-    assert "autotune chose" not in later.output
-    assert [later.of_rank(rank) for rank in range(2)] == [["mpi stays"]] * 2, later.output
-
-
-def test_a_log_of_other_ranks_is_not_used(tmp_path: Path) -> None:
-    log = tmp_path / "autotune.json"
-    log.write_text('{"best": {"backend": "hierarchical"}}')
-    job = run_job(2, [*MANY, "3"], env={"MPISTRAT_AUTOTUNE": "1", "MPISTRAT_AUTOTUNE_LOG": str(log)})
-    assert job.code == 0, job.output
-    assert job.output.count("is not used, and a new search begins: it was made for other ranks") == 1, job.output

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from mpistrat.core.interfaces import AgreementRound, ControlPlane, DataPlane, DeviceExecutor
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.engine.autotune import Autotuner
 from mpistrat.engine.controller import Controller
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.executor import Executor
 
 
 def make_engine(rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings | None = None,
-                clock: Callable[[], float] = time.monotonic, tuned: Callable[[Autotuner], None] | None = None,
+                clock: Callable[[], float] = time.monotonic,
                 agreement: AgreementRound | None = None, device: DeviceExecutor | None = None) -> Engine:
     """The engine of one of `size` ranks that are all on one host."""
     settings = settings or Settings()
     executor = Executor(data, size, settings.fusion_bytes, device or DeviceExecutor())
-    return Engine(Controller(Topology(rank, ("",) * size), control, executor, settings, agreement, tuned, clock))
+    return Engine(Controller(Topology(rank, ("",) * size), control, executor, settings, agreement, clock))

@@ -399,13 +399,12 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
 
 
 @pytest.mark.parametrize("all_ready", [True, False])
-def test_a_choice_that_comes_between_vote_and_outcome_changes_no_result(all_ready: bool) -> None:
+def test_what_was_prepared_is_executed_whether_all_ranks_know_of_it_or_not(all_ready: bool) -> None:
     executors = [engine.controller.executor for engine in Job(2, start=False, data=shared_memory).engines]
     entries = [Entry(allreduce_request("a", specs_of([array]), Sum), [array], Handle("a"))
                for array in (np.full(9, 1.0), np.full(9, 2.0))]
     assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
     for executor in executors:
-        executor.choose({name: values[-1] for name, values in executor.knobs().items()})  # not by shared memory
         executor.execute([])
 
     def finish(rank: int) -> float:
@@ -635,16 +634,3 @@ def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits
     third += [ranks.put(1, "a", is_awaited=False)]
     ranks.step()
     assert all(handle.done() for handle in second + third)
-
-
-def test_while_the_first_rank_searches_for_settings_it_agrees_to_nothing_by_vote() -> None:
-    group = ThreadGroup(2, timeout_s=LONG_S)
-    controls = [CountingControl(group, rank) for rank in range(2)]
-    engines = [make_engine(rank, 2, controls[rank], group.data(rank), Settings(), agreement=group.agreement(rank),
-                      tuned=lambda tuner: None) for rank in range(2)]
-    for engine in engines:
-        engine.start()
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda engine: [reduce(engine, "a", np.ones(4)).wait(LONG_S) for _ in range(5)], engines))
-        assert controls[1].sent == 5
-        list(threads.map(Engine.end, engines))

@@ -7,7 +7,7 @@ import pytest
 from mpistrat.api.handshake import RankInfo, differences, from_text, to_text
 from mpistrat.core.settings import Settings
 
-FIRST = RankInfo("a host", 0, Settings(stall_warning_s=0.1 + 0.2, autotune=True, autotune_log="a file \udcff"), "",
+FIRST = RankInfo("a host", 0, Settings(stall_warning_s=0.1 + 0.2), "",
                      {"Python": "3.11", "keras": "none"}, "0" * 64)
 OTHER = dataclasses.replace(FIRST, host="another", memory_group=2**31 - 1, settings=None, problem="MPISTRAT_X: ä",
                             versions={"Python": "3.12", "keras": "none"})

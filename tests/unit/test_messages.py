@@ -50,7 +50,6 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
     Decision(agreed=(0, (7, PLAIN), 3, (None, FULL))),
     Decision(errors=(("a", "the ranks disagree"),), ended=True),
     Decision((3,), opens_vote=True),
-    Decision(choice=(("backend", "shared_memory"), ("chunk_bytes", 2**40), ("a", True), ("b", 0.1), ("c", -1))),
     *(Decision((1,), (), False, end, "why: ü") for end in EndReason)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
     copy = Decision.from_bytes(message.to_bytes())
@@ -146,8 +145,7 @@ WRONG: list[Any] = [None, True, -1, 2**63, 2**64 - 1, 1.5, "x", (), (0,), (-1,),
 
 @pytest.mark.parametrize("message", [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True),
                                      Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, EndReason.STALL,
-                                              "why",
-                                              (("backend", "mpi"),), True)])
+                                              "why", True)])
 def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(message: Announcement | Decision) -> None:
     data = message.to_bytes()
     fields = msgpack.unpackb(data[1:], use_list=False)
@@ -184,7 +182,7 @@ def test_random_bytes_are_refused_by_the_one_error(message: type) -> None:
     taken = 0
     for turn in range(20_000):
         if turn % 2:
-            data = chance.choice([b"\1" + bytes(7), b"\2", b"\3", b"\2\x95", b"\3\x97", b""])
+            data = chance.choice([b"\1" + bytes(7), b"\2", b"\3", b"\2\x95", b"\3\x96", b""])
             data += chance.randbytes(chance.randrange(60))
         else:
             changed = bytearray(chance.choice(valid))

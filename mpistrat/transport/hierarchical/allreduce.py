@@ -71,7 +71,7 @@ class HierarchicalData(SharedMemoryData):
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         elements = sum([source.size for source in sources])
-        if not self._is_used or self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes:
+        if self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes:
             return super().prepare(sources, targets, reduction)
         return self._piggyback.pack(sources, targets, reduction, elements)
 

@@ -3,8 +3,8 @@
 Used by the engine's thread. Small all-reduces are one-shot, see one_shot.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,7 +89,6 @@ class SharedMemoryData(DataPlane):
         self._scratch = FusionBuffer()
         self._used_bytes = chunk
         self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunk)
-        self._is_used = True
 
     @classmethod
     def memory_bytes(cls, count: int, chunk: int) -> int:
@@ -97,14 +96,9 @@ class SharedMemoryData(DataPlane):
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        if not self._is_used:
-            self._others.allreduce(sources, targets, reduction)
-        else:
-            self.finish(self._begin(sources, targets, reduction), all_packed=False)
+        self.finish(self._begin(sources, targets, reduction), all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
-        if not self._is_used:
-            return super().prepare(sources, targets, reduction)
         prepared = self._begin(sources, targets, reduction)
         if isinstance(prepared, OneShot):
             prepared.pack_ahead()
@@ -188,20 +182,6 @@ class SharedMemoryData(DataPlane):
     def _room_for(self, work: Work, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
         return self._free_at[k] if k < self.slots else work.first + k - self.slots
-
-    @property
-    def in_use(self) -> str:
-        return self.name if self._is_used else self._others.in_use
-
-    def knobs(self) -> dict[str, tuple[Any, ...]]:
-        largest = self._bytes.shape[-1]
-        return {"backend": (self.name, self._others.name),
-                "chunk_bytes": tuple(largest >> k for k in range(4))}
-
-    def choose(self, choice: Mapping[str, Any]) -> None:
-        self._is_used = choice["backend"] == self.name
-        self._used_bytes = choice["chunk_bytes"]
-        self._forget_layouts()
 
     @property
     def _stages(self) -> Sequence[Stage]:
