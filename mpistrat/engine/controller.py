@@ -204,6 +204,7 @@ class Controller:
         for name, text in decision.errors:
             self.queue.finish(name).handle.fail(MismatchError(text))
         self.executor.execute([self.queue.finish(request.name) for request in requests])
+        self.queue.executed()
         if decision.opens_vote:
             self._fast_path.open()
         if decision.end is not None:

@@ -51,7 +51,6 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
-        self._executing: Sequence[Entry] = ()  # taken from the queue, and not all complete
         self._prepared: tuple[Entry, _Job] | None = None
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False) -> None:
@@ -68,7 +67,6 @@ class Executor:
         """
         if not entries:
             return
-        self._executing = entries
         jobs = self._take_prepared(entries, all_ready)
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
@@ -87,11 +85,6 @@ class Executor:
             elif not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
                 entry.handle.complete([])
         self._pool.next_turn()
-        self._executing = ()
-
-    def unfinished(self) -> list[Entry]:
-        """The entries whose execution has begun and may not be complete."""
-        return [*self._executing, *self.device.unfinished()]
 
     def abandon_collectives(self, is_stalled: bool) -> None:
         """Let collectives fail, where they can, on ranks that wait for this one; see DataPlane.abandon."""

@@ -113,7 +113,7 @@ class LifeCycle:
         if self._fast_path.is_waiting:
             # Other ranks may execute what this rank has voted for.
             self._executor.abandon_collectives(isinstance(error, StallError))
-        for entry in (*self._executor.unfinished(), *self._queue.close(refusal)):
+        for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
             if not entry.handle.done():
                 entry.handle.fail(refusal)
         self.ended.set()

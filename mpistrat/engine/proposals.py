@@ -78,6 +78,7 @@ class Proposals:
         if outcome:
             self._queue.finish(entry.request.name)
             self._executor.execute([entry], all_ready=outcome is Outcome.ALL_READY)
+            self._queue.executed()
         else:
             self._submit([entry], now)
         return True

@@ -19,6 +19,7 @@ class TensorQueue:
         self._lock = threading.Lock()
         self._new: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
+        self._executing: list[Entry] = []
         self._closed_by: Exception | None = None
         self.outstanding = self.completed = 0
 
@@ -63,32 +64,40 @@ class TensorQueue:
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 
-        For the thread that drives.
+        `close` returns it until `executed` is called, so that no failure in between loses it. For the thread that
+        drives.
 
         Raises:
             EngineError: No entry of this name is in flight.
         """
         with self._lock:
             entry = self._in_flight.pop(name, None)
-        if entry is None:
-            raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
+            if entry is None:
+                raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
+            self._executing.append(entry)
         self.outstanding -= 1
         self.completed += 1
         return entry
+
+    def executed(self) -> None:
+        """Forget the finished entries: they are complete, or the device completes them. For the thread that drives."""
+        self._executing.clear()
 
     def disown(self, error: Exception) -> None:
         """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
         self._closed_by = error
         self._in_flight.clear()
+        self._executing.clear()
         self._new.clear()
 
     def close(self, error: Exception) -> list[Entry]:
-        """Refuse later entries with `error`, and take out all that are in flight."""
+        """Refuse later entries with `error`, and take out all that are in flight or in execution."""
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
-            entries = list(self._in_flight.values())
+            entries = [*self._executing, *self._in_flight.values()]
+            self._executing.clear()
             self._in_flight.clear()
             self._new.clear()
         return entries

@@ -244,3 +244,15 @@ def test_threads_that_give_up_leave_nothing_in_the_handle() -> None:
             time.sleep(1e-3)
         handle.complete([1])
         assert [wait.result(LONG_S) for wait in waiting] == [[1]] * 3
+
+
+def test_what_is_in_execution_is_returned_by_close_until_it_is_executed() -> None:
+    queue, entries = TensorQueue(), [entry(name) for name in "abc"]
+    for one in entries:
+        queue.put(one)
+    queue.take_new()
+    queue.finish("a")
+    queue.executed()
+    queue.finish("b")
+    assert queue.close(ShutdownError("over")) == entries[1:]
+    assert queue.close(ShutdownError("over")) == []
