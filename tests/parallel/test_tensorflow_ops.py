@@ -47,9 +47,9 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Request, S
     seen = []
     put = TensorQueue.put
 
-    def spy(self: TensorQueue, entry: Entry, is_taken: bool = False) -> bool:
+    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
         seen.append((entry.request, entry.arrays, entry.handle))
-        return put(self, entry, is_taken)
+        return put(self, entry, is_driver)
 
     monkeypatch.setattr(TensorQueue, "put", spy)
     yield seen
