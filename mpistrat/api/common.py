@@ -1,4 +1,4 @@
-"""The names of Horovod's API that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share."""
+"""The names that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share: Horovod's, and `shard`."""
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
 from .basics import (
@@ -22,10 +22,11 @@ from .basics import (
 from .ops import allgather_object, broadcast_object
 from .process_sets import global_process_set
 from .runtime import init, is_initialized, shutdown
+from .sharding import shard
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather_object", "broadcast_object", "cluster_spec",
     "cross_rank", "cross_size", "global_process_set", "gloo_built", "gloo_enabled", "hosts", "init", "is_homogeneous",
     "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "rank", "role", "shutdown", "size",
+    "rank", "role", "shard", "shutdown", "size",
 ]

@@ -1,0 +1,264 @@
+"""shard(): this rank's rows, as many as every other rank's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.api import sharding
+from mpistrat.core.topology import Topology
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes this process one rank of several."""
+    def become(rank: int, size: int) -> None:
+        runtime = SimpleNamespace(topology=Topology(rank, ("host",) * size))
+        monkeypatch.setattr(sharding.runtime, "current", lambda: runtime)
+    return become
+
+
+@pytest.fixture
+def on_each_rank(place: Any) -> Any:
+    """Calls shard() as each of `size` ranks does."""
+    def call(size: int, *data: Any, **options: Any) -> list[Any]:
+        results = []
+        for rank in range(size):
+            place(rank, size)
+            results.append(mpistrat.shard(*data, **options))
+        return results
+    return call
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [5, 6, 7, 30, 31])
+def test_all_ranks_have_the_same_number_of_rows(rows: int, size: int, on_each_rank: Any) -> None:
+    dropped = on_each_rank(size, np.arange(rows))
+    assert {len(part) for part in dropped} == {rows // size}
+    assert sorted(np.concatenate(dropped)) == list(range(rows // size * size))
+    padded = on_each_rank(size, np.arange(rows), uneven="pad")
+    assert {len(part) for part in padded} == {-(-rows // size)}
+    assert sorted(np.concatenate(padded)) == sorted([*range(rows), *range(-rows % size)])
+
+
+def test_ranks_take_turns(on_each_rank: Any) -> None:
+    assert on_each_rank(3, list(range(8))) == [[0, 3], [1, 4], [2, 5]]
+    assert on_each_rank(3, list(range(8)), uneven="pad") == [[0, 3, 6], [1, 4, 7], [2, 5, 0]]
+
+
+def test_a_numpy_array_is_not_copied(on_each_rank: Any) -> None:
+    x = np.zeros((10, 3, 2))
+    assert all(np.shares_memory(part, x) and part.shape == (3, 3, 2) for part in on_each_rank(3, x))
+    # With "pad" only ranks that repeat a row have a copy.
+    assert [np.shares_memory(part, x) for part in on_each_rank(3, x, uneven="pad")] == [True, False, False]
+
+
+def test_several_arrays_keep_their_rows_together(on_each_rank: Any) -> None:
+    x, y = np.arange(14).reshape(7, 2), [str(2 * row) for row in range(7)]
+    for uneven in ("drop", "pad"):
+        for own_x, own_y in on_each_rank(2, x, y, uneven=uneven):
+            assert own_y == [str(row[0]) for row in own_x]
+
+
+def test_a_dict_of_arrays_is_one_argument(on_each_rank: Any) -> None:
+    inputs = {"image": np.arange(4), "text": list("abcd")}
+    assert [(part["image"].tolist(), part["text"]) for part, _ in on_each_rank(2, inputs, np.arange(4))] == [
+        ([0, 2], ["a", "c"]), ([1, 3], ["b", "d"])]
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"4 in argument 1 of shard\(\), 'image'; 3 in .*'text'"):
+        on_each_rank(2, {"image": np.arange(4), "text": list("abc")})
+
+
+class Positional:
+    """An object of pandas, in short: it slices by position with `iloc` only."""
+
+    def __init__(self, values: list[int]):
+        self.values, self.shape, self.iloc = values, (len(values), 1), self
+
+    def __getitem__(self, key: Any) -> "Positional":
+        return Positional(self.values[key] if isinstance(key, slice) else [self.values[row] for row in key])
+
+
+def test_pandas_is_sliced_by_position(on_each_rank: Any) -> None:
+    frame = Positional(list(range(5)))
+    assert [part.values for part in on_each_rank(2, frame)] == [[0, 2], [1, 3]]
+    assert [part.values for part in on_each_rank(2, frame, uneven="pad")] == [[0, 2, 4], [1, 3, 0]]
+
+
+def test_pandas(on_each_rank: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": range(5)}, index=[4.0, 3.0, 2.0, 1.0, 0.0])
+    for uneven in ("drop", "pad"):
+        parts = on_each_rank(2, frame, frame["a"], uneven=uneven)
+        assert [part["a"].tolist() for part, _ in parts] == [series.tolist() for _, series in parts] == (
+            [[0, 2], [1, 3]] if uneven == "drop" else [[0, 2, 4], [1, 3, 0]])
+
+
+@pytest.mark.parametrize("library", ["torch", "jax.numpy", "cupy"])
+def test_tensors_of_other_libraries(library: str, on_each_rank: Any) -> None:
+    module = pytest.importorskip(library)
+    tensor = module.arange(5)
+    for part in on_each_rank(2, tensor, uneven="pad"):
+        assert type(part) is type(tensor)
+    assert [part.tolist() for part in on_each_rank(2, tensor, uneven="pad")] == [[0, 2, 4], [1, 3, 0]]
+
+
+def test_a_dataset_in_a_file_is_read_in_slices(on_each_rank: Any, tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        rows = file.create_dataset("rows", data=np.arange(5))
+        # It takes lists of rows in ascending order only.
+        assert [part.tolist() for part in on_each_rank(2, rows, uneven="pad")] == [[0, 2, 4], [1, 3, 0]]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    ((), "at least one array"),
+    ((np.arange(4), np.arange(5)), r"4 in argument 1 of shard\(\); 5 in argument 2"),
+    ((np.arange(1),), "1 rows are too few for 2 ranks"),
+    (((np.arange(4), np.arange(4)),), r"argument 1 of shard\(\) is a tuple\. Pass each array .*shard\(x, y\)"),
+    ((np.arange(4), None), r"argument 2 of shard\(\) is None, which has no rows"),
+    (("train.npz",), "is 'train.npz', which has no rows"),
+    ((np.array(3.0),), r"argument 1 of shard\(\) \(ndarray\) has no known number of rows"),
+    ((generator(),), r"\(generator\) has no known number of rows: .*shard\(\) takes arrays"),
+    (({},), "an empty dict"),
+    (({1, 2},), r"argument 1 of shard\(\) \(set\) cannot be sliced as array\[0:2:2\]"),
+    ((SimpleNamespace(shape=(4,), iloc=[1, 2]),), r"\(SimpleNamespace\): array\[0:4:2\] has 1 rows instead of 2"),
+], ids=["nothing", "unequal", "few", "tuple", "None", "name", "scalar", "generator", "dict", "set", "other"])
+def test_what_has_no_rows_is_an_error_that_names_it(data: tuple[Any, ...], message: str, place: Any) -> None:
+    place(0, 2)
+    with pytest.raises(mpistrat.InvalidRequestError, match=message):
+        mpistrat.shard(*data)
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_fewer_rows_than_ranks_are_an_error(uneven: str, place: Any) -> None:
+    place(2, 3)
+    with pytest.raises(mpistrat.InvalidRequestError, match="2 rows are too few for 3 ranks"):
+        mpistrat.shard(np.arange(2), uneven=uneven)
+
+
+def test_another_value_of_uneven_is_an_error(place: Any) -> None:
+    place(0, 2)
+    with pytest.raises(mpistrat.InvalidRequestError, match=r'uneven is "drop" or "pad"\. Received: \'repeat\''):
+        mpistrat.shard(np.arange(2), uneven="repeat")
+
+
+def test_it_needs_init() -> None:
+    with pytest.raises(mpistrat.NotInitializedError):
+        mpistrat.shard(np.arange(2))
+
+
+# -- TensorFlow -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tf() -> Any:
+    return pytest.importorskip("tensorflow")
+
+
+def test_tensors_stay_tensors(tf: Any, on_each_rank: Any) -> None:
+    ragged = tf.ragged.constant([[0], [], [2, 2], [3], [4]])
+    for uneven, rows in {"drop": [[0, 2], [1, 3]], "pad": [[0, 2, 4], [1, 3, 0]]}.items():
+        for own, (part, of_variable, of_ragged) in zip(
+                rows, on_each_rank(2, tf.range(5), tf.Variable(tf.range(5)), ragged, uneven=uneven), strict=True):
+            assert part.numpy().tolist() == of_variable.numpy().tolist() == own
+            assert tf.is_tensor(part)
+            assert of_ragged.to_list() == [ragged[row].numpy().tolist() for row in own]
+
+
+def in_order(dataset: Any) -> list[int]:
+    return [int(element) for element in dataset]
+
+
+@pytest.mark.parametrize("rows", [3, 6, 7, 8])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_elements_of_a_dataset_are_dealt_out(rows: int, known: bool, tf: Any, on_each_rank: Any) -> None:
+    dataset = tf.data.Dataset.range(rows)
+    if not known:
+        dataset = dataset.filter(lambda element: True)
+        assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    for uneven in ("drop", "pad"):
+        expected = [part.tolist() for part in on_each_rank(3, np.arange(rows), uneven=uneven)]
+        parts = on_each_rank(3, dataset, uneven=uneven)
+        assert [in_order(part) for part in parts] == expected
+        assert [in_order(part) for part in parts] == expected, "the second epoch"
+        assert not known or {int(part.cardinality()) for part in parts} == {len(expected[0])}
+
+
+def test_a_generator_with_nested_elements_of_different_shapes(tf: Any, on_each_rank: Any) -> None:
+    def elements() -> Iterator[Any]:
+        for number in range(5):
+            yield number, {"text": str(number), "values": [1.0] * number}
+
+    signature = (tf.TensorSpec([], tf.int32), {"text": tf.TensorSpec([], tf.string),
+                                               "values": tf.TensorSpec([None], tf.float32)})
+    dataset = tf.data.Dataset.from_generator(elements, output_signature=signature)
+    for uneven, expected in {"drop": [[0, 2], [1, 3]], "pad": [[0, 2, 4], [1, 3, 0]]}.items():
+        for part, numbers in zip(on_each_rank(2, dataset, uneven=uneven), expected, strict=True):
+            assert part.element_spec == dataset.element_spec
+            found = list(part)
+            assert [int(number) for number, _ in found] == numbers
+            assert [others["text"].numpy() for _, others in found] == [str(number).encode() for number in numbers]
+            assert [len(others["values"]) for _, others in found] == numbers
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "one in a tuple", "dict"])
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_elements_of_every_kind_can_be_grouped(kind: str, uneven: str, tf: Any, on_each_rank: Any) -> None:
+    def ragged(row: Any) -> Any:
+        return tf.RaggedTensor.from_row_lengths(tf.range(row), [row])
+
+    def sparse(row: Any) -> Any:
+        return tf.sparse.from_dense(tf.one_hot(row, 8))
+
+    def one_in_a_tuple(row: Any) -> Any:
+        return (row,)
+
+    def a_dict(row: Any) -> Any:
+        return {"row": row}
+
+    make = {"ragged": ragged, "sparse": sparse, "one in a tuple": one_in_a_tuple, "dict": a_dict}[kind]
+    everything = [str(element) for element in tf.data.Dataset.range(5).map(make)]
+    dataset = tf.data.Dataset.range(5).filter(lambda row: True).map(make)
+    for part, own in zip(on_each_rank(2, dataset, uneven=uneven), on_each_rank(2, everything, uneven=uneven)):
+        assert part.element_spec == dataset.element_spec
+        assert [str(element) for element in part] == own
+
+
+def test_an_endless_dataset_stays_endless(tf: Any, on_each_rank: Any) -> None:
+    parts = on_each_rank(2, tf.data.Dataset.range(3).repeat())
+    assert [in_order(part.take(4)) for part in parts] == [[0, 2, 1, 0], [1, 0, 2, 1]]
+
+
+def test_datasets_are_compared_with_arrays(tf: Any, place: Any) -> None:
+    place(0, 2)
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"4 in argument 1 of shard\(\); 5 in argument 2"):
+        mpistrat.shard(tf.data.Dataset.range(4), np.arange(5))
+    with pytest.raises(mpistrat.InvalidRequestError, match="1 rows are too few for 2 ranks"):
+        mpistrat.shard(tf.data.Dataset.range(1))
+
+
+def test_none_among_elements_of_unknown_number_is_an_error(tf: Any, place: Any) -> None:
+    place(0, 2)
+    dataset = tf.data.Dataset.range(4).map(lambda row: (row, None))
+    assert [int(row) for row, _ in mpistrat.shard(dataset)] == [0, 2]
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"contain None .*assert_cardinality\(n\)"):
+        mpistrat.shard(dataset.filter(lambda row, nothing: True))
+
+
+def test_every_module_has_it(tf: Any) -> None:
+    keras, tensorflow = pytest.importorskip("mpistrat.keras"), pytest.importorskip("mpistrat.tensorflow")
+    assert keras.shard is tensorflow.shard is mpistrat.shard
