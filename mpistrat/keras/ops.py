@@ -10,6 +10,7 @@ from ..core.request import ReduceOp
 from ..tensorflow import ops
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.types import Tensor
+from . import xla
 from .optimizer import DistributedOptimizer, is_distributed
 
 
@@ -34,7 +35,7 @@ def broadcast(value: ops.Reducible, root_rank: int, name: str | None = None) -> 
 def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
                custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
                legacy_opts: bool = False) -> keras.Model:
-    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
+    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer; XLA is turned off. Local.
 
     Args:
         filepath: As for keras.models.load_model.
@@ -47,4 +48,5 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+        xla.switch_off(model)
     return model

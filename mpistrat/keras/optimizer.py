@@ -16,6 +16,7 @@ from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientReducer, check_groups
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import OptionalGradient, Variable
+from . import xla
 from ._private import agree_on_finite, serialise_as
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
@@ -112,7 +113,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
     where mpistrat is not installed. Clipping applies to the averaged gradient. All ranks must create their optimizers
-    in the same order. Local; `apply` is collective.
+    in the same order. Model.compile takes jit_compile="auto", its default, as False, because XLA cannot compile
+    collectives. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.
@@ -157,6 +159,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if optimizer.built:
         _take_over(distributed, optimizer, backward_passes_per_step)
     agree_on_finite(_on_all_ranks)
+    xla.without_auto(is_distributed)
     return distributed
 
 

@@ -118,6 +118,18 @@ def test_compilation_is_refused_with_what_to_write_instead(rank: int, size: int)
         model.fit(np.ones((8, COLUMNS)), np.ones((8, 1)), verbose=0)
 
 
+def test_on_a_machine_with_a_gpu_the_default_of_compile_trains(rank: int, size: int,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model("input", seed=rank)
+    with monkeypatch.context() as patch:  # Keras compiles the step by XLA where there is such a device.
+        patch.setattr(tf.config, "list_physical_devices", lambda kind=None: [
+            tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    x, y = hvd.shard(*global_data(size))
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert_equal_on_all_ranks(model.get_weights())
+
+
 # -- BroadcastGlobalVariablesCallback ---------------------------------------------------------------------------------
 
 
