@@ -66,6 +66,9 @@ class Settings:
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)
+    pin_gpu: bool = _setting(
+        "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
+        "each rank as pin_gpu() does.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)

@@ -19,6 +19,7 @@ from ..api import common
 from ..api.common import *  # noqa: F403
 from ..tensorflow.compression import Compression
 from ..tensorflow.ops import broadcast_variables
+from ..tensorflow.pin_gpu import init as init  # in place of that of api.common
 from . import callbacks
 from .ops import allgather, allreduce, broadcast, load_model
 from .optimizer import DistributedOptimizer

@@ -22,6 +22,7 @@ from .distribute import MPIStrategy
 from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape
 from .ops import allgather, allreduce, barrier, broadcast, broadcast_variables, grouped_allreduce
+from .pin_gpu import init as init  # in place of that of api.common
 from .pin_gpu import pin_gpu
 
 __all__ = [

@@ -1,7 +1,9 @@
-"""pin_gpu: assigns one GPU to each rank, before TensorFlow takes all of them."""
+"""init and pin_gpu: one GPU for each rank, before TensorFlow takes all of them."""
 
 import logging
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,15 +16,37 @@ logger = logging.getLogger(__name__)
 _pinned: tuple[runtime.Runtime, Pin] | None = None
 
 
+def init(comm: Any = None, process_sets: Sequence[object] | None = None) -> None:
+    """Do what mpistrat.init does, and then make TensorFlow use only this rank's GPU, as pin_gpu does. Collective.
+
+    The GPUs stay as they are if MPISTRAT_PIN_GPU is 0; if this process has chosen its visible GPUs or configured
+    logical ones before; or if it has begun to use them. After init() it may still choose others by
+    tf.config.set_visible_devices, as long as it has not begun to use them.
+
+    Args:
+        comm: As for mpistrat.init.
+        process_sets: As for mpistrat.init.
+
+    Raises:
+        MpistratError: As mpistrat.init.
+    """
+    runtime.init(comm, process_sets)
+    try:
+        pin_by_default()
+    except InvalidRequestError as error:
+        _log_unpinned(str(error))
+
+
 def pin_gpu() -> int | None:
     """Make TensorFlow use only this rank's GPU, and allocate its memory as needed.
 
-    Call it after init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or those
-    that CUDA_VISIBLE_DEVICES names. If there are more ranks than GPUs, ranks share GPUs. Without a GPU it does nothing.
-    It logs one line per host. Not collective; a repeated call does nothing.
+    init() of this module does it, so a script needs it only where init() leaves the GPUs as they are. Call it after
+    init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or those that
+    CUDA_VISIBLE_DEVICES names. If there are more ranks than GPUs, ranks share GPUs. Without a GPU it does nothing. It
+    logs one line per host. Not collective; a repeated call does nothing.
 
     Returns:
-        The GPU's index among those that this process saw before; None without a GPU.
+        The GPU's index in tf.config.list_physical_devices("GPU"); None without a GPU.
 
     Raises:
         InvalidRequestError: TensorFlow has begun to use the GPUs already.
@@ -38,10 +62,41 @@ def pin_gpu() -> int | None:
     if pin.index is not None:
         try:
             tf.config.set_visible_devices(gpus[pin.index], "GPU")
-            tf.config.experimental.set_memory_growth(gpus[pin.index], True)
+            for gpu in gpus:  # All of them: the script may make another one visible, and TensorFlow wants them alike.
+                if not tf.config.get_logical_device_configuration(gpu):
+                    tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError as error:
             raise InvalidRequestError(f"pin_gpu() comes too late: {error} Call it right after init().") from error
     if topology.local_rank == 0:
         logger.log(logging.WARNING if pin.is_shared else logging.INFO, "%s: %s", topology.host, pin.sentence)
     _pinned = current, pin
     return pin.index
+
+
+def pin_by_default() -> None:
+    """Call pin_gpu(), unless the settings or this process have decided otherwise. Local. Raises as pin_gpu."""
+    reason = _reason_to_leave()
+    if reason:
+        _log_unpinned(reason)
+    else:
+        pin_gpu()
+
+
+def _reason_to_leave() -> str:
+    """Why the GPUs stay as they are; "" if pin_gpu() may choose."""
+    if not runtime.current().settings.pin_gpu:
+        return "MPISTRAT_PIN_GPU is 0"
+    gpus = tf.config.list_physical_devices("GPU")
+    visible = tf.config.get_visible_devices("GPU")
+    # What an earlier init() has chosen does not bind a later one, in which this rank may have another local rank.
+    index = _pinned[1].index if _pinned is not None else None
+    chosen_here = index is not None and visible == [gpus[index]]
+    if visible != gpus and not chosen_here:
+        return f"this process has chosen {len(visible)} of {len(gpus)} GPUs"
+    if any(tf.config.get_logical_device_configuration(gpu) for gpu in gpus):
+        return "this process has configured logical GPUs"
+    return ""
+
+
+def _log_unpinned(reason: str) -> None:
+    logger.debug("rank %d: TensorFlow's GPUs stay as they are: %s", runtime.current().topology.rank, reason)

@@ -1,13 +1,17 @@
 """Which GPU a rank uses."""
 
+import importlib
 import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mpistrat
-from mpistrat.gpu.assignment import choose
+from mpistrat.gpu.assignment import Pin, choose
 
 
 @pytest.mark.parametrize("ranks, gpus, indices", [(4, 4, [0, 1, 2, 3]), (2, 8, [0, 1]), (5, 2, [0, 1, 0, 1, 0]),
@@ -39,27 +43,37 @@ class Config:
     """TensorFlow's tf.config on a host with two GPUs."""
 
     def __init__(self, error: str = ""):
-        self.error, self.calls = error, []  # type: ignore[var-annotated]
+        self.error, self.visible, self.logical = error, ["GPU:0", "GPU:1"], []  # type: ignore[var-annotated]
+        self.calls = []  # type: ignore[var-annotated]
         self.experimental = self
 
     def list_physical_devices(self, kind: str) -> list[str]:
         return [f"{kind}:0", f"{kind}:1"]
 
+    def get_visible_devices(self, kind: str) -> list[str]:
+        return self.visible
+
+    def get_logical_device_configuration(self, device: str) -> list[str] | None:
+        return ["1 GiB", "1 GiB"] if device in self.logical else None
+
     def set_visible_devices(self, device: str, kind: str) -> None:
         if self.error:
             raise RuntimeError(self.error)
         self.calls.append(("visible", device))
+        self.visible = [device]
 
     def set_memory_growth(self, device: str, on: bool) -> None:
         self.calls.append(("growth", device, on))
 
     def list_logical_devices(self, kind: str) -> list[SimpleNamespace]:
-        seen = [call[1] for call in self.calls if call[0] == "visible"] or self.list_physical_devices(kind)
-        return [SimpleNamespace(name=f"/device:{kind}:{i}") for i in range(len(seen))]
+        return [SimpleNamespace(name=f"/device:{kind}:{i}") for i in range(len(self.visible))]
+
+
+PINNED = [("visible", "GPU:0"), ("growth", "GPU:0", True), ("growth", "GPU:1", True)]
 
 
 @pytest.fixture
-def pinning(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, with two GPUs that nobody has, in a job of one rank."""
     module = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
     monkeypatch.setattr(module, "_pinned", None)
@@ -73,9 +87,113 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_tensorflow_sees_one_gpu_and_takes_memory_as_needed(pinning: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mpistrat"):
         assert [pinning.pin_gpu() for _ in range(3)] == [0, 0, 0]
-    assert pinning.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:0", True)]
+    assert pinning.tf.config.calls == PINNED
     assert [line for line in caplog.messages if "GPU" in line] == [
         f"{mpistrat.hosts()[0]}: the host's only rank uses one of 2 GPUs"]
+
+
+# -- by init() --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"])
+def test_init_of_a_framework_pins_the_gpu(door: str, pinning: Any) -> None:
+    pytest.importorskip("mpistrat.keras", exc_type=ImportError)
+    assert pinning.tf.config.calls == [], "mpistrat.init() has no framework, and leaves the GPUs alone"
+    for _ in range(2):
+        importlib.import_module(door).init()
+    assert pinning.pin_gpu() == 0
+    assert pinning.tf.config.calls == PINNED
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda config: setattr(config, "visible", ["GPU:1"]), "this process has chosen 1 of 2 GPUs"),
+    (lambda config: setattr(config, "visible", []), "this process has chosen 0 of 2 GPUs"),
+    (lambda config: config.logical.append("GPU:1"), "this process has configured logical GPUs"),
+    (lambda config: setattr(config, "error", "cannot be modified after being initialized."),
+     "pin_gpu() comes too late: cannot be modified after being initialized. Call it right after init()."),
+], ids=["one visible", "none visible", "logical", "in use"])
+def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], object], reason: str, pinning: Any,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    change(pinning.tf.config)
+    with caplog.at_level(logging.DEBUG, "mpistrat"):
+        pinning.init()
+    assert pinning.tf.config.calls == []
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if "GPU" in record.getMessage()] == [
+        ("DEBUG", f"rank 0: TensorFlow's GPUs stay as they are: {reason}")]
+
+
+def test_a_setting_turns_it_off(pinning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
+    mpistrat.shutdown()
+    monkeypatch.setenv("MPISTRAT_PIN_GPU", "0")
+    pinning.init()
+    strategy._default_device()
+    assert pinning.tf.config.calls == []
+    assert pinning.pin_gpu() == 0, "an explicit call is another matter"
+    assert pinning.tf.config.calls == PINNED
+
+
+def test_an_explicit_call_spares_logical_gpus(pinning: Any) -> None:
+    pinning.tf.config.logical = ["GPU:0"]  # TensorFlow sets no growth for these.
+    assert pinning.pin_gpu() == 0
+    assert pinning.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:1", True)]
+
+
+def test_a_later_init_with_another_local_rank_pins_another_gpu(pinning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning.init()
+    mpistrat.shutdown()
+    mpistrat.init()
+    monkeypatch.setattr(pinning, "choose", lambda *arguments: Pin(1, "as rank 1 of its host"))
+    pinning.init()
+    assert pinning.tf.config.calls == [*PINNED, ("visible", "GPU:1"), *PINNED[1:]]
+
+
+HOROVODS_LINES = """
+import sys
+import tensorflow as tf
+from tensorflow.python.eager.context import context
+
+import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.core.topology import Topology
+
+context()._initialize_physical_devices()
+context()._physical_devices += [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
+context()._visible_device_list = list(context()._physical_devices)
+mpistrat.init()
+mpistrat.api.runtime.current().topology = Topology(1, ("host",) * 2)
+hvd.init()
+
+
+def seen():
+    options = context()._compute_gpu_options()
+    print(options.visible_device_list, options.allow_growth)
+
+
+seen()
+gpus = tf.config.experimental.list_physical_devices("GPU")
+for gpu in gpus:
+    tf.config.experimental.set_memory_growth(gpu, True)
+if gpus:
+    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+seen()
+print(mpistrat.tensorflow.pin_gpu())  # as a script for an earlier version does
+tf.config.set_visible_devices(gpus, "GPU")
+seen()
+tf.config.set_logical_device_configuration(gpus[1], [tf.config.LogicalDeviceConfiguration(memory_limit=1024)])
+tf.config.set_visible_devices(gpus[1], "GPU")
+seen()
+"""
+
+
+def test_old_scripts_may_choose_after_init() -> None:
+    pytest.importorskip("mpistrat.keras", exc_type=ImportError)
+    done = subprocess.run([sys.executable, "-c", HOROVODS_LINES], text=True, capture_output=True, timeout=250,
+                          check=False)
+    assert done.stdout.splitlines() == ["1 True", "1 True", "1", "0,1 True", "1 False"], done.stderr
+
+
+# -- too late ---------------------------------------------------------------------------------------------------------
 
 
 def test_too_late_a_call_says_so(pinning: Any) -> None:
@@ -87,7 +205,14 @@ def test_too_late_a_call_says_so(pinning: Any) -> None:
 def test_a_strategy_pins_its_gpu(pinning: Any) -> None:
     strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
     assert strategy._default_device() == "/device:GPU:0"
-    assert pinning.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:0", True)]
+    assert pinning.tf.config.calls == PINNED
+
+
+def test_a_strategy_leaves_what_the_process_has_chosen(pinning: Any) -> None:
+    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
+    pinning.tf.config.visible = ["GPU:1"]
+    assert strategy._default_device() == "/device:GPU:0", "logical GPU 0 is physical GPU 1"
+    assert pinning.tf.config.calls == []
 
 
 def test_a_strategy_that_is_made_too_late_for_pinning_warns(pinning: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
-from ..pin_gpu import pin_gpu
+from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
 from .options import CommunicationOptions, agreed
 from .threads import wire_name
@@ -37,7 +37,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
         device: Where variables and computation are, for example "GPU:0". The default is the GPU that pin_gpu() assigns
-            to this rank (it is called here), or the CPU if there is none.
+            to this rank (it is called here, under the same conditions as by init()), or the CPU if there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
             process does for each row of the global batch.
         variables: "mirrored", or "central" to save memory. With "central" the slots of Keras' optimizers (for Adam
@@ -122,9 +122,9 @@ def _full_name(device: str) -> str:
 
 
 def _default_device() -> str:
-    """This rank's GPU, which is then the only one that TensorFlow sees; the CPU if there is none."""
+    """This rank's GPU, the only one that TensorFlow sees unless the process has decided otherwise; else the CPU."""
     try:
-        pin_gpu()
+        pin_by_default()
     except InvalidRequestError as error:
         logger.warning("every rank of this host may take memory on all of its GPUs: %s", error)
     gpus = tf.config.list_logical_devices("GPU")
