@@ -46,17 +46,16 @@ def load_data() -> tuple[np.ndarray, ...]:
 
 
 hvd.init()
-hvd.pin_gpu()
 chief = hvd.rank() == 0
 
-# Each rank trains on its own shard. All shards have the same length, so that all ranks take the same number of steps.
+# Each rank trains on its own rows. All ranks have the same number of rows, and so of steps.
 x_train, y_train, x_test, y_test = load_data()
 if len(x_train) < hvd.size():
     sys.exit(f"{len(x_train)} training images are too few for {hvd.size()} ranks")
-shard = slice(hvd.rank(), len(x_train) // hvd.size() * hvd.size(), hvd.size())
+x_train, y_train = hvd.shard(x_train, y_train)
 
 keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the broadcast makes them equal.
-data = tf.data.Dataset.from_tensor_slices((x_train[shard], y_train[shard])).shuffle(len(x_train)).batch(args.batch_size)
+data = tf.data.Dataset.from_tensor_slices((x_train, y_train)).shuffle(len(x_train)).batch(args.batch_size)
 model = keras.Sequential([
     keras.Input(x_train.shape[1:]),
     keras.layers.Conv2D(16, 3, activation="relu"),

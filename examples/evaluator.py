@@ -61,13 +61,13 @@ if resolver.task_type == "evaluator":
     sys.exit()
 hvd.init(comm=trainers)
 
-shard = train[hvd.rank():len(train) // hvd.size() * hvd.size():hvd.size()]
+rows = hvd.shard(train)
 manager = tf.train.CheckpointManager(checkpoint, directory, max_to_keep=None)
 callbacks = [BroadcastGlobalVariablesCallback(0)]
 if chief:
     callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: manager.save()))
 model.compile(DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())),
               keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-model.fit(x[shard], y[shard], epochs=args.epochs, callbacks=callbacks, verbose=2 if chief else 0)
+model.fit(x[rows], y[rows], epochs=args.epochs, callbacks=callbacks, verbose=2 if chief else 0)
 if chief:
     print(f"chief: trained on {hvd.size()} ranks, test accuracy {accuracy():.3f}")

@@ -35,7 +35,7 @@ jax.config.update("jax_default_device", devices[mpistrat.local_rank() % len(devi
 x, y = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
 images, labels = jnp.asarray(x[order] / 16, jnp.float32), jnp.asarray(y[order])
-train = np.arange(1437)[rank:1437 // size * size:size]  # The same number of steps on every rank.
+train = mpistrat.shard(np.arange(1437))  # This rank's images, as many as every other rank's.
 
 
 def logits(weights, batch):

@@ -15,7 +15,6 @@ import keras
 import numpy as np
 
 import mpistrat.keras as hvd
-from mpistrat.tensorflow import pin_gpu
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=12)
@@ -46,14 +45,13 @@ def load_data() -> tuple[np.ndarray, ...]:
 
 
 hvd.init()
-pin_gpu()
 chief = hvd.rank() == 0
 
-# Each rank trains on its own shard. All shards have the same length, so that all ranks take the same number of steps.
+# Each rank trains on its own rows. All ranks have the same number of rows, and so of steps.
 x_train, y_train, x_test, y_test = load_data()
 if len(x_train) < hvd.size():
     sys.exit(f"{len(x_train)} training images are too few for {hvd.size()} ranks")
-shard = slice(hvd.rank(), len(x_train) // hvd.size() * hvd.size(), hvd.size())
+x_train, y_train = hvd.shard(x_train, y_train)
 
 keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the callback makes them equal.
 model = keras.Sequential([
@@ -68,15 +66,14 @@ model = keras.Sequential([
 ])
 # Together the ranks see size() times as many images in a step, so the steps may be larger.
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
-model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
-              jit_compile=False)  # A compiled step cannot communicate; on a GPU Keras would compile it.
+model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
 callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
 if chief and args.checkpoint:
     callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint))
 
 began = time.monotonic()
-model.fit(x_train[shard], y_train[shard], batch_size=args.batch_size, epochs=args.epochs, callbacks=callbacks,
+model.fit(x_train, y_train, batch_size=args.batch_size, epochs=args.epochs, callbacks=callbacks,
           verbose=1 if chief else 0)
 seconds = time.monotonic() - began
 

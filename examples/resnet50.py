@@ -17,7 +17,6 @@ import keras
 import tensorflow as tf
 
 import mpistrat.keras as hvd
-from mpistrat.tensorflow import pin_gpu
 
 TRAINING_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 MEAN_OF_IMAGENET, DEVIATION_OF_IMAGENET = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
@@ -39,7 +38,6 @@ parser.add_argument("--checkpoint", metavar="PATH", help="save the model here af
 args = parser.parse_args()
 
 hvd.init()
-pin_gpu()
 chief = hvd.rank() == 0
 if args.mixed_precision:
     keras.mixed_precision.set_global_policy(f"mixed_{args.mixed_precision}")
@@ -78,7 +76,7 @@ def images(split: str) -> tf.data.Dataset:
     files = sorted(glob.glob(os.path.join(args.data, f"{split}-*")))
     if len(files) < hvd.size():
         sys.exit(f"{args.data} has {len(files)} files {split}-*, which are too few for {hvd.size()} ranks")
-    dataset = tf.data.Dataset.from_tensor_slices(files[hvd.rank()::hvd.size()])
+    dataset = tf.data.Dataset.from_tensor_slices(hvd.shard(files, uneven="pad"))  # pad: every file is read.
     if training:
         dataset = dataset.shuffle(len(files))
     dataset = dataset.interleave(tf.data.TFRecordDataset, cycle_length=8, num_parallel_calls=tf.data.AUTOTUNE,
@@ -95,7 +93,7 @@ model = keras.applications.ResNet50(weights=None, classes=args.classes, classifi
                                     input_shape=(args.image_size, args.image_size, 3))
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9, nesterov=True))
 model.compile(optimizer, keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
-              metrics=["accuracy"], jit_compile=False)  # A compiled step cannot communicate.
+              metrics=["accuracy"])
 
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),

@@ -37,7 +37,7 @@ x, y = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
 images = torch.tensor(x[order] / 16, dtype=torch.float32, device=device)
 labels = torch.tensor(y[order], device=device)
-train = torch.arange(1437)[rank:1437 // size * size:size]  # The same number of steps on every rank.
+train = mpistrat.shard(torch.arange(1437))  # This rank's images, as many as every other rank's.
 
 torch.manual_seed(1 + rank)  # The ranks start with different weights; the broadcast makes them equal.
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).to(device)
