@@ -157,6 +157,7 @@ def test_another_value_of_uneven_is_an_error(place: Any) -> None:
 
 
 def test_it_needs_init() -> None:
+    mpistrat.shutdown()  # An earlier test may have left it initialised.
     with pytest.raises(mpistrat.NotInitializedError):
         mpistrat.shard(np.arange(2))
 
