@@ -17,6 +17,7 @@ from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
 from .plain_values import COUNTS, EXTENTS, RANKS, are_in, is_tuple_of
 from .protocols import Array
+from .topology import rank_list
 from .tuning import KEPT_REQUESTS
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
@@ -56,7 +57,7 @@ class TensorSpec(NamedTuple):
 class Request:
     """Tensors of one rank that are ready to be reduced, gathered or broadcast together.
 
-    The ranks match requests by `name`. All other fields but `labels` and `in_graph` must be equal on all ranks.
+    The ranks match requests by `name`. All other fields but the last three must be equal on all ranks.
 
     Attributes:
         tensors: Dtype and shape of each of the caller's tensors.
@@ -66,6 +67,7 @@ class Request:
         wire_dtype: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
         labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
         in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
+        process_set: The id of the process set that it is for. Each set has its own engine, so it is not sent.
     """
 
     kind: CollectiveType
@@ -80,6 +82,7 @@ class Request:
     wire_dtype: str = ""
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
+    process_set: int = field(default=0, compare=False)
 
     @cached_property
     def _hash(self) -> int:
@@ -162,7 +165,7 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = (),
                       layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU,
-                      wire_dtype: str = "") -> Request:
+                      wire_dtype: str = "", process_set: int = 0) -> Request:
     """A request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
@@ -174,11 +177,12 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
     return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels)
+                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
-def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU) -> Request:
+def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU,
+                      process_set: int = 0) -> Request:
     """A request to concatenate each of `tensors` along its first dimension, which may differ among ranks."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
@@ -186,25 +190,29 @@ def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = 
             raise InvalidRequestError(f"{name}: allgather needs at least one dimension, but a rank-zero tensor was "
                                       "given. Reshape it to (1,).")
     return Request(CollectiveType.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors),
-                   device=device)
+                   device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
-def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, size: int,
-                      labels: tuple[str, ...] = (), device: str = DEVICE_CPU) -> Request:
-    """A request to overwrite `tensors` with those of `root_rank`."""
+def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, ranks: Sequence[int],
+                      labels: tuple[str, ...] = (), device: str = DEVICE_CPU, process_set: int = 0) -> Request:
+    """A request to overwrite `tensors` with those of `root_rank`, which is one of `ranks`.
+
+    `ranks` are all that take part, in order. The request names the root by its place among them.
+    """
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
-    if not 0 <= root_rank < size:
-        raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are 0 to "
-                                  f"{size - 1}.")
-    return Request(CollectiveType.BROADCAST, name, tensors, root_rank=int(root_rank), device=device, labels=labels)
+    if root_rank not in ranks:
+        raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are "
+                                  f"{rank_list(ranks)}.")
+    return Request(CollectiveType.BROADCAST, name, tensors, root_rank=ranks.index(root_rank), device=device,
+                   labels=labels, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
-def barrier_request(name: str) -> Request:
+def barrier_request(name: str, process_set: int = 0) -> Request:
     """A request without tensors, which is complete when all ranks have submitted it."""
-    return Request(CollectiveType.BARRIER, name)
+    return Request(CollectiveType.BARRIER, name, process_set=process_set)
 
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
