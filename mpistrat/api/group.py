@@ -32,7 +32,7 @@ class Group:
         self.topology, self.comm = topology, comm
         self._backends = backends
         self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
-        executor = Executor(backends.data, topology.size, settings.fusion_bytes, self._device)
+        executor = Executor(backends.data, topology.rank, topology.size, settings.fusion_bytes, self._device)
         self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
         self.engine.start()
 

@@ -25,11 +25,14 @@ from ..core.request import (
     Request,
     allgather_request,
     allreduce_request,
+    alltoall_request,
     barrier_request,
     broadcast_request,
+    reducescatter_request,
     resolve_op,
     specs_of,
 )
+from ..core.rows import even_splits
 from . import runtime
 from .group import Group
 from .interop import Tensor, TensorLike, tensor_of
@@ -154,6 +157,67 @@ def broadcast(array: TensorLike, root_rank: int, name: str | None = None,
     return _broadcast(array, root_rank, name or "broadcast", process_set, blocking=True).wait()
 
 
+def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp | None = None,
+                        prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                        process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
+    """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
+    return _reducescatter([array], _auto_name(name, "reducescatter", process_set), op, prescale_factor,
+                          postscale_factor, process_set, _first)
+
+
+def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+                  postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Any:
+    """Return this rank's rows of the reduction of `array` over all ranks. Collective.
+
+    The rows are dealt out in rank order. Where they do not divide evenly, the first ranks get one more. It raises the
+    same errors as allreduce.
+
+    Args:
+        array: At least one dimension, the same shape and dtype on all ranks.
+        name: Matches the calls of the ranks.
+        op: Average (the default) or Sum.
+        prescale_factor: Multiplies every value before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+    """
+    return _reducescatter([array], name or "reducescatter", op, prescale_factor, postscale_factor, process_set, _first,
+                          blocking=True).wait()
+
+
+def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
+                          prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                          process_set: ProcessSet = global_process_set) -> list[Any]:
+    """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
+    return _reducescatter(arrays, name or "grouped_reducescatter", op, prescale_factor, postscale_factor, process_set,
+                          list, blocking=True).wait()
+
+
+def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
+                   process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
+    """As alltoall, but returns at once. `array` must not change until the collective is complete."""
+    return _alltoall(array, splits, _auto_name(name, "alltoall", process_set), process_set)
+
+
+def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Send rows of `array` to each rank, and return the rows that all ranks have sent to this one. Collective.
+
+    It raises the same errors as allreduce.
+
+    Args:
+        array: At least one dimension. The first dimension may differ among ranks.
+        splits: How many rows each rank gets, in rank order; they may add up to less than all rows. Default: all get as
+            many, and the number of rows must be divisible by the number of ranks.
+        name: Matches the calls of the ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and an int32 array of
+        the number of rows from each rank.
+    """
+    return _alltoall(array, splits, name or "alltoall", process_set, blocking=True).wait()
+
+
 def barrier(name: str | None = None, process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called it. Collective."""
     name = name or "barrier"
@@ -196,6 +260,26 @@ def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: 
     group, tensors = resolved(process_set).group(name), [tensor_of(array)]
     request = allgather_request(name, specs_of([t.array for t in tensors]), _device_of(name, tensors))
     return _submit(group, request, tensors, _first, blocking)
+
+
+def _reducescatter(arrays: Sequence[TensorLike], name: str, op: ReduceOp | None, prescale: float, postscale: float,
+                   process_set: ProcessSet, finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array) for array in arrays]
+    request = reducescatter_request(name, specs_of([t.array for t in tensors]), resolve_op(op, None), float(prescale),
+                                    float(postscale), device=_device_of(name, tensors))
+    return _submit(group, request, tensors, finish, blocking)
+
+
+def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
+              blocking: bool = False) -> AsyncResult[Any]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
+    if _device_of(name, tensors) == DEVICE_GPU:
+        raise InvalidRequestError(f"{name}: alltoall takes CPU tensors only.")
+    size, shape = group.topology.size, tensors[0].array.shape
+    counts = np.asarray(even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
+    tensors.append(tensor_of(counts.astype(np.int32, casting="same_kind")))
+    request = alltoall_request(name, specs_of([t.array for t in tensors]), size)
+    return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
 
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.request import CollectiveType, ReduceOp, Request
+from ..core.request import ReduceOp, Request
 from ..core.stalls import describe_ranks, hosts_without, network_cause
 from ..core.topology import Topology, rank_list
 from .pending import Pending
@@ -65,7 +65,7 @@ def _dtype(index: int, request: Request) -> str:
 
 def _shape(index: int, request: Request) -> str:
     shape = request.tensors[index].shape
-    if request.kind is CollectiveType.ALLGATHER:
+    if shape[:1] == (-1,):
         return "(" + ", ".join(["any", *map(str, shape[1:])]) + ")"
     return str(shape)
 

@@ -61,8 +61,8 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     """
     number = number_of(process_set, "Allreduce")
     op = _op_for([tensor], op, average)
-    tensor = _as_tensor(tensor)
-    name = _wire_name("allreduce", tensor, name, ignore_name_scope)
+    tensor = as_tensor(tensor)
+    name = wire_name("allreduce", tensor, name, ignore_name_scope)
     return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, number, may_wait=False)[0]
 
 
@@ -78,8 +78,8 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
     op = _op_for(tensors, op, average)
     if not tensors:
         return []
-    converted = [_as_tensor(tensor) for tensor in tensors]
-    name = _wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
+    converted = [as_tensor(tensor) for tensor in tensors]
+    name = wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
     return _reduce(converted, op, compression, prescale_factor, postscale_factor, name, number)
 
 
@@ -94,8 +94,19 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
         As allreduce.
     """
     number = number_of(process_set, "Allgather")
-    tensor = _as_tensor(tensor)
-    return _gather(_wire_name("allgather", tensor, name, ignore_name_scope), tensor, number)
+    tensor = as_tensor(tensor)
+    return _gather(wire_name("allgather", tensor, name, ignore_name_scope), [tensor], number)[0]
+
+
+@without_autograph
+def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ignore_name_scope: bool = False,
+                      process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+    """As allgather, for a list of tensors in one collective. Dtypes may differ; `[]` gives `[]`."""
+    number = number_of(process_set, "Allgather")
+    converted = [as_tensor(tensor) for tensor in tensors]
+    if not converted:
+        return []
+    return _gather(wire_name("grouped_allgather", converted[0], name, ignore_name_scope), converted, number)
 
 
 @without_autograph
@@ -110,8 +121,8 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
         As allreduce.
     """
     number = number_of(process_set, "Broadcast")
-    tensor = _as_tensor(tensor)
-    name = _wire_name("broadcast", tensor, name, ignore_name_scope)
+    tensor = as_tensor(tensor)
+    name = wire_name("broadcast", tensor, name, ignore_name_scope)
 
     return with_gradient(lambda value: broadcast_list([value], root_rank, name, process_set=number),
                          BroadcastGradient(name, root_rank, number), [tensor])[0]
@@ -146,11 +157,23 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
         process_set: The ranks that take part; `root_rank` is one of them.
         inplace: Accepted for compatibility with Horovod, ignored. Assignment is always in place.
     """
-    number = number_of(process_set, "Broadcast")
+    _assign_from(root_rank, list(variables), None, process_set)
+
+
+@without_autograph
+def broadcast_(variables: Sequence[Variable], root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+    """As broadcast_variables, but returns the values that the variables have then."""
     variables = list(variables)
+    _assign_from(root_rank, variables, name, process_set)
+    return [tf.convert_to_tensor(variable) for variable in variables]
+
+
+def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None, process_set: ProcessSet) -> None:
+    number = number_of(process_set, "Broadcast")
     if not variables:
         return
-    name = _wire_name("broadcast_variables", None, None, False)
+    name = wire_name("broadcast_variables", None, name, False)
     labels = tuple(getattr(v, "path", v.name) for v in variables)
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels, number)
     for variable, value in zip(variables, values, strict=True):
@@ -171,14 +194,14 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
                    process_set: int = 0) -> list[tf.Tensor]:
     """Root_rank's values of dense tensors, in one collective. Collective."""
-    ranks, device = _topology(process_set).job_ranks, gpu_graph.device_of(tensors)
+    ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
     run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
     return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
                                                 process_set=process_set), tensors, [t.shape for t in tensors])
 
 
-def _topology(process_set: int) -> Topology:
+def topology_of(process_set: int) -> Topology:
     """The ranks of a process set that this rank is in."""
     return runtime.current().registry.groups[process_set].topology
 
@@ -265,31 +288,40 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
     if prescale != 1.0 or postscale != 1.0:
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
-    values = _gather(f"{name}/values", slices.values, process_set)
-    indices = _gather(f"{name}/indices", slices.indices, process_set)
+    slices = merged(slices)
+    values, = _gather(f"{name}/values", [slices.values], process_set)
+    indices, = _gather(f"{name}/indices", [slices.indices], process_set)
     if op is Average:
-        values = values / tf.cast(_topology(process_set).size, values.dtype)
+        values = values / tf.cast(topology_of(process_set).size, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def _gather(name: str, tensor: tf.Tensor, process_set: int) -> tf.Tensor:
-    return with_gradient(lambda value: gather_list([value], name, process_set), GatherGradient(name, process_set),
-                         [tensor])[0]
+def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The slices with one row for each index, the sum of its rows: fewer bytes to send. Local, differentiable."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _gather(name: str, tensors: Sequence[tf.Tensor], process_set: int) -> list[tf.Tensor]:
+    return with_gradient(lambda *values: gather_list(values, name, process_set), GatherGradient(name, process_set),
+                         tensors)
 
 
 @dataclass(frozen=True)
 class GatherGradient(Gradient):
-    """This rank's part of the average of the ranks' gradients."""
+    """This rank's parts of the averages of the ranks' gradients."""
 
     name: str
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        name, own = name_of_gradient(self.name), tf.shape(values[0], tf.int64)[:1]
-        mean, = reduce_list(upstream, name, Average, process_set=self.process_set)
-        rows, = gather_list([own], f"{name}/rows", self.process_set)
-        before = tf.reduce_sum(rows[:_topology(self.process_set).rank])
-        return [mean[before:before + own[0]]]
+        name = name_of_gradient(self.name)
+        own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
+        means = reduce_list(upstream, name, Average, process_set=self.process_set)
+        rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
+        before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
+        return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
 
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0) -> list[tf.Tensor]:
@@ -310,7 +342,8 @@ def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | N
     return resolve_op(op, average)
 
 
-def _as_tensor(value: Reducible) -> Tensor:
+def as_tensor(value: Reducible) -> Tensor:
+    """The value as a tensor, or as tf.IndexedSlices of tensors."""
     if isinstance(value, tf.IndexedSlices):
         # In a graph this turns tensors from outside into tensors of the graph, which have names.
         return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
@@ -320,7 +353,8 @@ def _as_tensor(value: Reducible) -> Tensor:
     return tf.convert_to_tensor(value)
 
 
-def _wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_name_scope: bool) -> str:
+def wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_name_scope: bool) -> str:
+    """The name by which the ranks match a collective; in a graph a new one for each call."""
     if tf.executing_eagerly():
         return name or operation
     if name is None:

@@ -51,15 +51,18 @@ def test_op_and_average_together_are_an_error(op: int, average: bool) -> None:
 
 @pytest.mark.parametrize("op", [6, -1, "sum", 0.5, [1]])
 def test_an_unknown_op_is_an_error_that_lists_the_known_ones(op: object) -> None:
-    with pytest.raises(InvalidRequestError, match="op must be one of Average, Sum, Min, Max, Product. Received: "
+    with pytest.raises(InvalidRequestError, match="op must be one of Average, Sum, .*, Adasum. Received: "
                                                   + re.escape(repr(op))):
         resolve_op(op, None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("op", [Adasum, 2])
-def test_adasum_is_refused(op: int) -> None:
-    with pytest.raises(InvalidRequestError, match="Adasum is not available"):
-        resolve_op(op, None)
+@pytest.mark.parametrize("dtype, device, text", [
+    ("int32", "cpu", "Adasum is for floating-point tensors"), ("complex64", "cpu", "Adasum is for floating-point"),
+    ("float32", "gpu", "Adasum is computed on the CPU")])
+def test_adasum_is_for_floating_point_tensors_on_the_cpu(dtype: str, device: str, text: str) -> None:
+    assert resolve_op(2, None) is Adasum
+    with pytest.raises(InvalidRequestError, match=text):
+        allreduce_request("a", spec(dtype, 2), Adasum, device=device)
 
 
 @pytest.mark.parametrize("dtype", REAL)

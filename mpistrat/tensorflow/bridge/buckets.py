@@ -82,7 +82,10 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         return []
     device = gpu_graph.device_of(tensors)
     # On a GPU a concatenation is a copy at memory speed, while each tensor that is exported waits for the GPU.
-    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, bucket_bytes if device else JOINED_TENSOR_BYTES)
+    joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
+    if op == ReduceOp.ADASUM:
+        joined_bytes = 0  # It combines each tensor by itself.
+    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, joined_bytes)
     if tf.executing_eagerly():
         # Nothing overlaps with an eager call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
