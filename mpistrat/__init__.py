@@ -15,11 +15,16 @@ from .api.ops import (
     allgather_async,
     allreduce,
     allreduce_async,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_async,
     grouped_allreduce,
     grouped_allreduce_async,
+    grouped_reducescatter,
+    reducescatter,
+    reducescatter_async,
 )
 from .core.errors import (
     ClusterError,
@@ -44,6 +49,7 @@ __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DuplicateNameError", "EngineError", "InvalidRequestError",
     "MismatchError", "MissingDependencyError", "MpistratError", "NotInitializedError", "RankDiedError", "ReduceOp",
     "Role", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",
-    "allreduce_async", "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async",
+    "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async", "grouped_allreduce",
+    "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async",
 ]
 __all__ += common.__all__

@@ -20,13 +20,14 @@ from .basics import (
     size,
 )
 from .ops import allgather_object, broadcast_object
-from .process_sets import global_process_set
+from .process_sets import ProcessSet, global_process_set
+from .register import add_process_set, remove_process_set
 from .runtime import init, is_initialized, shutdown
 from .sharding import shard
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather_object", "broadcast_object", "cluster_spec",
-    "cross_rank", "cross_size", "global_process_set", "gloo_built", "gloo_enabled", "hosts", "init", "is_homogeneous",
-    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "rank", "role", "shard", "shutdown", "size",
+    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather_object",
+    "broadcast_object", "cluster_spec", "cross_rank", "cross_size", "global_process_set", "gloo_built", "gloo_enabled",
+    "hosts", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "role", "shard", "shutdown", "size",
 ]

@@ -3,9 +3,9 @@
 The result is a tensor of the same library as the input for numpy, cupy, torch and jax. For numbers, sequences and other
 libraries it is a numpy array, or a cupy array if the input is on a GPU.
 
-Every function is collective, and any thread may call it. Calls of different ranks are matched by `name`. Without a
-name, a blocking call uses the name of its operation. An asynchronous call without a name uses a counter, so such calls
-must come in the same order on all ranks.
+Every function is collective over the ranks of `process_set`, by default all ranks, and any thread may call it. Calls of
+different ranks are matched by `name`. Without a name, a blocking call uses the name of its operation. An asynchronous
+call without a name uses a counter, so such calls must come in the same order on all ranks of the set.
 """
 
 import itertools
@@ -25,16 +25,21 @@ from ..core.request import (
     Request,
     allgather_request,
     allreduce_request,
+    alltoall_request,
     barrier_request,
     broadcast_request,
+    reducescatter_request,
     resolve_op,
     specs_of,
 )
+from ..core.rows import even_splits
 from . import runtime
+from .group import Group
 from .interop import Tensor, TensorLike, tensor_of
+from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
-_counters: dict[str, itertools.count] = defaultdict(itertools.count)
+_counters: dict[tuple[str, int | None], itertools.count] = defaultdict(itertools.count)
 
 
 class AsyncResult(Generic[T]):
@@ -64,13 +69,16 @@ class AsyncResult(Generic[T]):
 
 
 def allreduce_async(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> AsyncResult[Any]:
+                    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                    process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allreduce, but returns at once. `array` must not change until the collective is complete."""
-    return _allreduce([array], average, _auto_name(name, "allreduce"), op, prescale_factor, postscale_factor, _first)
+    return _allreduce([array], average, _auto_name(name, "allreduce", process_set), op, prescale_factor,
+                      postscale_factor, process_set, _first)
 
 
 def allreduce(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-              prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Any:
+              prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+              process_set: ProcessSet = global_process_set) -> Any:
     """Return the reduction of `array` over all ranks. Collective.
 
     Args:
@@ -83,43 +91,45 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
             integers is truncated toward zero.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
+        process_set: The ranks that take part. An average divides by their number.
 
     Returns:
         A new array, the same bits on every rank.
 
     Raises:
-        InvalidRequestError: On this rank, if `op` is not defined for the dtype.
+        InvalidRequestError: On this rank, if `op` is not defined for the dtype, or the rank is not in the process set.
         DuplicateNameError: On this rank, if a collective with the same name is not complete.
         MismatchError: On every rank, when the ranks disagree; names the tensor, the values and the ranks.
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return _allreduce([array], average, name or "allreduce", op, prescale_factor, postscale_factor, _first,
+    return _allreduce([array], average, name or "allreduce", op, prescale_factor, postscale_factor, process_set, _first,
                       blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
-                            op: ReduceOp | None = None, prescale_factor: float = 1.0,
-                            postscale_factor: float = 1.0) -> AsyncResult[list[Any]]:
+                            op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                            process_set: ProcessSet = global_process_set) -> AsyncResult[list[Any]]:
     """As grouped_allreduce, but returns at once. The arrays must not change until the collective is complete."""
-    return _allreduce(arrays, average, _auto_name(name, "grouped_allreduce"), op, prescale_factor, postscale_factor,
-                      list)
+    return _allreduce(arrays, average, _auto_name(name, "grouped_allreduce", process_set), op, prescale_factor,
+                      postscale_factor, process_set, list)
 
 
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
-                      op: ReduceOp | None = None, prescale_factor: float = 1.0,
-                      postscale_factor: float = 1.0) -> list[Any]:
+                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """As allreduce, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _allreduce(arrays, average, name or "grouped_allreduce", op, prescale_factor, postscale_factor, list,
-                      blocking=True).wait()
+    return _allreduce(arrays, average, name or "grouped_allreduce", op, prescale_factor, postscale_factor, process_set,
+                      list, blocking=True).wait()
 
 
-def allgather_async(array: TensorLike, name: str | None = None) -> AsyncResult[Any]:
+def allgather_async(array: TensorLike, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allgather, but returns at once. `array` must not change until the collective is complete."""
-    return _allgather(array, _auto_name(name, "allgather"))
+    return _allgather(array, _auto_name(name, "allgather", process_set), process_set)
 
 
-def allgather(array: TensorLike, name: str | None = None) -> Any:
+def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Return the arrays of all ranks, concatenated along the first dimension in rank order. Collective.
 
     It raises the same errors as allreduce.
@@ -127,29 +137,95 @@ def allgather(array: TensorLike, name: str | None = None) -> Any:
     Args:
         array: At least one dimension. The first dimension may differ among ranks, and may be 0.
         name: Matches the calls of the ranks.
+        process_set: The ranks that take part.
     """
-    return _allgather(array, name or "allgather", blocking=True).wait()
+    return _allgather(array, name or "allgather", process_set, blocking=True).wait()
 
 
-def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None) -> AsyncResult[Any]:
+def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As broadcast, but returns at once. `array` must not change until the collective is complete."""
-    return _broadcast(array, root_rank, _auto_name(name, "broadcast"))
+    return _broadcast(array, root_rank, _auto_name(name, "broadcast", process_set), process_set)
 
 
-def broadcast(array: TensorLike, root_rank: int, name: str | None = None) -> Any:
+def broadcast(array: TensorLike, root_rank: int, name: str | None = None,
+              process_set: ProcessSet = global_process_set) -> Any:
     """Return root_rank's `array` on every rank. Collective; all ranks must pass the same shape and dtype.
 
-    It raises the same errors as allreduce.
+    It raises the same errors as allreduce. `root_rank` is a rank of the job, also with a process set.
     """
-    return _broadcast(array, root_rank, name or "broadcast", blocking=True).wait()
+    return _broadcast(array, root_rank, name or "broadcast", process_set, blocking=True).wait()
 
 
-def barrier(name: str | None = None) -> None:
-    """Wait until every rank has called it. Collective."""
-    runtime.current().engine.run(barrier_request(name or "barrier"), []).wait()
+def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp | None = None,
+                        prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                        process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
+    """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
+    return _reducescatter([array], _auto_name(name, "reducescatter", process_set), op, prescale_factor,
+                          postscale_factor, process_set, _first)
 
 
-def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = None) -> Any:
+def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+                  postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Any:
+    """Return this rank's rows of the reduction of `array` over all ranks. Collective.
+
+    The rows are dealt out in rank order. Where they do not divide evenly, the first ranks get one more. It raises the
+    same errors as allreduce.
+
+    Args:
+        array: At least one dimension, the same shape and dtype on all ranks.
+        name: Matches the calls of the ranks.
+        op: Average (the default) or Sum.
+        prescale_factor: Multiplies every value before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+    """
+    return _reducescatter([array], name or "reducescatter", op, prescale_factor, postscale_factor, process_set, _first,
+                          blocking=True).wait()
+
+
+def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
+                          prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                          process_set: ProcessSet = global_process_set) -> list[Any]:
+    """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
+    return _reducescatter(arrays, name or "grouped_reducescatter", op, prescale_factor, postscale_factor, process_set,
+                          list, blocking=True).wait()
+
+
+def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
+                   process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
+    """As alltoall, but returns at once. `array` must not change until the collective is complete."""
+    return _alltoall(array, splits, _auto_name(name, "alltoall", process_set), process_set)
+
+
+def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Send rows of `array` to each rank, and return the rows that all ranks have sent to this one. Collective.
+
+    It raises the same errors as allreduce.
+
+    Args:
+        array: At least one dimension. The first dimension may differ among ranks.
+        splits: How many rows each rank gets, in rank order; they may add up to less than all rows. Default: all get as
+            many, and the number of rows must be divisible by the number of ranks.
+        name: Matches the calls of the ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and an int32 array of
+        the number of rows from each rank.
+    """
+    return _alltoall(array, splits, name or "alltoall", process_set, blocking=True).wait()
+
+
+def barrier(name: str | None = None, process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank of the set has called it. Collective."""
+    name = name or "barrier"
+    resolved(process_set).group(name).engine.run(barrier_request(name), []).wait()
+
+
+def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
     """Return root_rank's `obj` on every rank. Collective. The `obj` of other ranks is ignored.
 
     The object is sent with pickle. If cloudpickle is installed it is used instead; it also sends functions and classes
@@ -158,48 +234,65 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
     name = name or "broadcast_object"
     if runtime.current().topology.rank == root_rank:
         payload = np.frombuffer(_dumps(obj), np.uint8)
-        broadcast(np.int64(payload.size), root_rank, f"{name}.size")
-        broadcast(payload, root_rank, f"{name}.payload")
+        broadcast(np.int64(payload.size), root_rank, f"{name}.size", process_set)
+        broadcast(payload, root_rank, f"{name}.payload", process_set)
         return obj
-    size = int(broadcast(np.int64(0), root_rank, f"{name}.size"))
-    return pickle.loads(broadcast(np.empty(size, np.uint8), root_rank, f"{name}.payload").tobytes())
+    size = int(broadcast(np.int64(0), root_rank, f"{name}.size", process_set))
+    return pickle.loads(broadcast(np.empty(size, np.uint8), root_rank, f"{name}.payload", process_set).tobytes())
 
 
-def allgather_object(obj: T, name: str | None = None) -> list[T]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return a list of the objects of all ranks, in rank order. Collective; sends objects as broadcast_object does."""
     name = name or "allgather_object"
-    payload = np.frombuffer(_dumps(obj), np.uint8)
-    sizes = allgather(np.array([payload.size], np.int64), f"{name}.sizes")
-    payloads = allgather(payload, f"{name}.payloads")
-    ends = np.cumsum(sizes)
-    return [pickle.loads(payloads[end - size:end].tobytes()) for end, size in zip(ends, sizes, strict=True)]
+    return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(_dumps(obj), name)]
 
 
 def _allreduce(arrays: Sequence[TensorLike], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
-               postscale: float, finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    tensors = [tensor_of(array) for array in arrays]
+               postscale: float, process_set: ProcessSet, finish: Callable[[list[Any]], T],
+               blocking: bool = False) -> AsyncResult[T]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array) for array in arrays]
     request = allreduce_request(name, specs_of([t.array for t in tensors]), resolve_op(op, average), float(prescale),
                                 float(postscale), device=_device_of(name, tensors))
-    return _submit(request, tensors, finish, blocking)
+    return _submit(group, request, tensors, finish, blocking)
 
 
-def _allgather(array: TensorLike, name: str, blocking: bool = False) -> AsyncResult[Any]:
-    tensors = [tensor_of(array)]
+def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: bool = False) -> AsyncResult[Any]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
     request = allgather_request(name, specs_of([t.array for t in tensors]), _device_of(name, tensors))
-    return _submit(request, tensors, _first, blocking)
+    return _submit(group, request, tensors, _first, blocking)
 
 
-def _broadcast(array: TensorLike, root_rank: int, name: str, blocking: bool = False) -> AsyncResult[Any]:
-    tensors = [tensor_of(array)]
-    request = broadcast_request(name, specs_of([t.array for t in tensors]), root_rank,
-                                runtime.current().topology.size, device=_device_of(name, tensors))
-    return _submit(request, tensors, _first, blocking)
+def _reducescatter(arrays: Sequence[TensorLike], name: str, op: ReduceOp | None, prescale: float, postscale: float,
+                   process_set: ProcessSet, finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array) for array in arrays]
+    request = reducescatter_request(name, specs_of([t.array for t in tensors]), resolve_op(op, None), float(prescale),
+                                    float(postscale), device=_device_of(name, tensors))
+    return _submit(group, request, tensors, finish, blocking)
 
 
-def _submit(request: Request, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T],
+def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
+              blocking: bool = False) -> AsyncResult[Any]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
+    if _device_of(name, tensors) == DEVICE_GPU:
+        raise InvalidRequestError(f"{name}: alltoall takes CPU tensors only.")
+    size, shape = group.topology.size, tensors[0].array.shape
+    counts = np.asarray(even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
+    tensors.append(tensor_of(counts.astype(np.int32, casting="same_kind")))
+    request = alltoall_request(name, specs_of([t.array for t in tensors]), size)
+    return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
+
+
+def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
+               blocking: bool = False) -> AsyncResult[Any]:
+    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
+    request = broadcast_request(name, specs_of([t.array for t in tensors]), root_rank, group.topology.job_ranks,
+                                device=_device_of(name, tensors))
+    return _submit(group, request, tensors, _first, blocking)
+
+
+def _submit(group: Group, request: Request, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T],
             blocking: bool) -> AsyncResult[T]:
-    engine = runtime.current().engine
-    handle = (engine.run if blocking else engine.submit)(request, [t.array for t in tensors])
+    handle = (group.engine.run if blocking else group.engine.submit)(request, [t.array for t in tensors])
     return AsyncResult(handle, lambda results: finish([t.restore(r) for t, r in zip(tensors, results, strict=True)]))
 
 
@@ -215,9 +308,9 @@ def _first(arrays: list[Any]) -> Any:
     return arrays[0]
 
 
-def _auto_name(name: str | None, operation: str) -> str:
-    """Return `name`, or else the name of the operation with the next number."""
-    return name or f"{operation}.{next(_counters[operation])}"
+def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
+    """Return `name`, or else the name of the operation with the next number of the process set."""
+    return name or f"{operation}.{next(_counters[operation, resolved(process_set).process_set_id])}"
 
 
 def _dumps(obj: object) -> bytes:

@@ -1,37 +1,146 @@
-"""Horovod's process sets, reduced to the one set that is available: all ranks."""
+"""Process sets: collectives among some of the ranks. Names and semantics are Horovod's.
 
-from ..core.errors import InvalidRequestError
-from .runtime import current
+A process set is made from ranks, and registered with init(process_sets=[...]) or add_process_set(); see registry.py.
+Each member then has a Group for the set, with its own engine. The methods here are local.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import InvalidRequestError, NotInitializedError
+from ..core.topology import rank_list
+from .group import Group
+
+NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
+_UNKNOWN = "Process set does not exist or has not been registered."  # Horovod's words
+
+
+def _checked(ranks: object) -> tuple[int, ...]:
+    """The ranks, ascending. Raises InvalidRequestError unless they are different whole numbers."""
+    values: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [ranks]
+    if not all(isinstance(rank, int | np.integer) and not isinstance(rank, bool) and rank >= 0 for rank in values) \
+            or len(set(values)) < len(values):
+        raise InvalidRequestError("a process set is made from different ranks, or from an mpi4py communicator. "
+                                  f"Received: {ranks!r}")
+    return tuple(sorted(int(rank) for rank in values))
 
 
 class ProcessSet:
-    """A set of ranks. The only instance is `global_process_set`, the set of all ranks."""
+    """Some ranks of the job, among which collectives can run.
 
-    process_set_id = 0
+    Args:
+        ranks_or_comm: Different ranks of the job, in any order; or an mpi4py communicator of such ranks. With a
+            communicator (of MPI_Comm_split, for example) each rank passes its own, so one call makes several sets.
+
+    Attributes:
+        process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks.
+        mpi_comm: The communicator that it was made from; None if it was made from ranks.
+
+    Raises:
+        ValueError: `ranks_or_comm` is not a list of different whole numbers.
+    """
+
+    def __init__(self, ranks_or_comm: Any):
+        self.process_set_id: int | None = None
+        self.mpi_comm: Any = None
+        self._ranks: tuple[int, ...] | None = None
+        self._group: Group | None = None  # of members only
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+        else:
+            self._ranks = _checked(ranks_or_comm)
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks in the set, ascending; None for a communicator before it is registered."""
+        return None if self._ranks is None else list(self._ranks)
+
+    def size(self) -> int | None:
+        """Return the number of ranks in the set; None if it is not registered. Local."""
+        return None if self.process_set_id is None or self._ranks is None else len(self._ranks)
+
+    def rank(self) -> int | None:
+        """Return this rank's place in the set; None if it is not in it, or if it is not registered. Local."""
+        return None if self._group is None else self._group.topology.rank
+
+    def included(self) -> bool | None:
+        """Return whether this rank is in the set; None if it is not registered. Local."""
+        return None if self.process_set_id is None else self._group is not None
+
+    def group(self, operation: str) -> Group:
+        """Return the group that executes collectives of the set. Local.
+
+        Raises:
+            InvalidRequestError: The set is not registered, or this rank is not in it; names `operation`.
+        """
+        if self._group is None:
+            if self.process_set_id is None:
+                raise InvalidRequestError(f"{operation}: {_UNKNOWN} Call init(process_sets=[...]) or add_process_set() "
+                                          "on all ranks first.")
+            raise InvalidRequestError(f"{operation}: this rank is not a member of the provided process set, whose "
+                                      f"ranks are {rank_list(self._ranks or ())}. Check process_set.included() first.")
+        return self._group
+
+    def bind(self, number: int | None, ranks: Sequence[int] | None = None, group: Group | None = None) -> None:
+        """Note that the set is registered, or (None) that it is no more. Local; for this package."""
+        self.process_set_id, self._group = number, group
+        if ranks is not None:
+            self._ranks = tuple(ranks)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+class _AllRanks(ProcessSet):
+    """The set of all ranks, which init() registers."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.process_set_id = 0
+        self._ranks = None
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks in the set."""
-        return list(range(current().topology.size))
+        return list(range(self.size()))
 
     def size(self) -> int:
-        """Number of ranks in the set."""
-        return current().topology.size
+        return self.group("size()").topology.size
 
     def rank(self) -> int:
-        """This rank's position in the set."""
-        return current().topology.rank
+        return self.group("rank()").topology.rank
 
     def included(self) -> bool:
-        """Whether this rank is in the set. Always True."""
-        return True
+        return self._group is not None
+
+    def group(self, operation: str) -> Group:
+        if self._group is None:
+            raise NotInitializedError(NOT_INITIALIZED)
+        return self._group
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id=0, ranks={None if self._group is None else self.ranks}, mpi_comm=None)"
 
 
-global_process_set = ProcessSet()
+global_process_set = _AllRanks()
+
+
+def resolved(process_set: ProcessSet | None) -> ProcessSet:
+    """The set that an argument `process_set` means: None is the set of all ranks.
+
+    Raises:
+        InvalidRequestError: It is no process set.
+    """
+    if process_set is None:
+        return global_process_set
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidRequestError("process_set must be a ProcessSet that init() or add_process_set() has registered. "
+                                  f"Received: {process_set!r}")
+    return process_set
 
 
 def require_global(process_set: ProcessSet | None) -> None:
     """Raise InvalidRequestError unless `process_set` is the global one, or None, which means the global one."""
     if process_set is not None and process_set is not global_process_set:
-        raise InvalidRequestError("only process_set=global_process_set is available. For a job on fewer ranks, give "
-                                  f"init(comm=[...]) their list. Received: {process_set!r}")
+        raise InvalidRequestError(f"only process_set=global_process_set is available. Received: {process_set!r}")

@@ -16,23 +16,22 @@ from typing import Any
 
 from ..core import forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError, StallError
+from ..core.request import Request
 from ..core.settings import Settings, differing, horovod_names
 from ..core.stalls import describe_wait
 from ..core.topology import Topology, unique_hosts
-from ..engine.controller import Controller
 from ..engine.engine import Engine
-from ..engine.executor import Executor
-from ..gpu.executor import GpuExecutor
 from ..transport.mpi import library
 from . import abort, handshake
-from .backends import Backends, backends_alone, backends_over
+from .backends import backends_alone, backends_over
+from .group import Group
 from .launch_env import launched_size
 from .launcher_watch import LauncherWatch, launcher_here
 from .own_place import require_own_place
+from .process_sets import NOT_INITIALIZED, ProcessSet
+from .registry import Registry
 
 logger = logging.getLogger(__name__)
-
-NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
 
 
 class Runtime:
@@ -40,46 +39,73 @@ class Runtime:
 
     Attributes:
         settings: The same on all ranks.
-        topology: Ranks and hosts.
-        comm: An mpi4py communicator of all ranks; None for one rank without MPI.
-        engine: Executes all collectives.
+        world: All ranks of the job, with the engine that executes their collectives.
+        registry: The process sets.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: Any):
-        self.settings, self.topology, self.comm = settings, topology, comm
-        self._backends = backends
+    def __init__(self, settings: Settings, world: Group):
+        self.settings, self.world = settings, world
+        self.registry = Registry(world, settings)
         self._in_cluster = False
-        self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
-        executor = Executor(backends.data, topology.size, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
-        self.engine.start()
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and hosts of the job."""
+        return self.world.topology
+
+    @property
+    def comm(self) -> Any:
+        """An mpi4py communicator of all ranks; None for one rank without MPI."""
+        return self.world.comm
 
     @property
     def data_name(self) -> str:
-        """The name of the backend that reduces CPU tensors."""
-        return self._backends.data.name
+        """The name of the backend that reduces CPU tensors of all ranks."""
+        return self.world.data_name
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of all ranks."""
+        return self.world.engine
+
+    def engine_of(self, request: Request) -> Engine:
+        """The engine that executes a request: that of its process set.
+
+        Raises:
+            InvalidRequestError: The process set has been removed.
+        """
+        try:
+            return self.registry.groups[request.process_set].engine
+        except KeyError:
+            raise InvalidRequestError(f"{request.name}: process set {request.process_set} does not exist or has not "
+                                      "been registered.") from None
 
     def close(self) -> None:
-        """Wait until all ranks have called this, stop the engine and free all resources. Collective.
+        """Wait until all ranks have called this, stop the engines and free all resources. Collective.
 
         The wait for ranks that cannot be reached ends after the stall limit. MPI_Finalize would wait for them without a
         limit, so it is not called then, and the job is aborted when this script ends.
         """
         began = time.monotonic()
         _log(self.topology.rank, "shutdown begins")
-        self.engine.end(self._report_waiting)
-        error = self.engine.controller.life.error
-        is_well = error is None or isinstance(error, StallError)
+        groups = self._groups()
+        self.registry.unbind()
+        # The announcements come first: a rank that waits for this one in any set fails now.
+        for group in groups:
+            group.engine.announce_end()
+        for group in groups:
+            group.engine.end(self._report_waiting)
+        errors = [group.error for group in groups if group.error is not None]
+        error = errors[0] if errors else None
+        is_well = all(isinstance(each, StallError) for each in errors)
         if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks():
             return
         _log(self.topology.rank, "shut down in %.2f s, %s", time.monotonic() - began,
              "because all ranks have called shutdown" if error is None else f"after an error: {error}")
         if error is not None:
             return  # Freeing communicators is collective, and the other ranks may not take part after an error.
-        self._device.close()
-        self._backends.close()
-        if self.comm is not None:
-            self.comm.Free()
+        for group in reversed(groups):
+            group.free()
 
     def join_cluster(self) -> None:
         """Make `close` return without waiting for the other ranks to close. Collective.
@@ -105,7 +131,17 @@ class Runtime:
         _log(self.topology.rank, "ends without the other ranks: %s", reason)
         if self.comm is not None:
             library.finalize_without_barrier(library.load_mpi())
-        self.engine.abandon(reason)
+        for group in self._groups():
+            group.engine.abandon(reason)
+
+    def disown(self, error: Exception) -> None:
+        """In a forked process: make collectives raise `error`."""
+        for group in self._groups():
+            group.engine.disown(error)
+
+    def _groups(self) -> list[Group]:
+        """The groups that this rank is in. Ascending by id, so that all ranks close them in the same order."""
+        return [group for _, group in sorted(self.registry.groups.items())]
 
     def _report_waiting(self, waited_s: float) -> None:
         logger.info("rank %d has shut down and has waited %.0f s for the other ranks to do so", self.topology.rank,
@@ -128,7 +164,7 @@ def _disown_in_child() -> None:
     global _lock
     _lock = threading.Lock()  # In the parent, a thread that does not exist here may have held the lock.
     if _runtime is not None:
-        _runtime.engine.disown(forked.error())
+        _runtime.disown(forked.error())
 
 
 os.register_at_fork(after_in_child=_disown_in_child)
@@ -151,26 +187,25 @@ def is_initialized() -> bool:
     return _runtime is not None
 
 
-def init(comm: Any = None, process_sets: Sequence[object] | None = None) -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect to the other ranks and start the engine. Collective; a repeated call does nothing.
 
     Without a launcher in the environment the job has one rank, and no MPI library is loaded.
 
     Args:
         comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
-        process_sets: For Horovod's signature. Only the set of all ranks is available, so None or an empty list.
+        process_sets: Process sets to register, the same on all ranks. "dynamic" is accepted for compatibility with
+            Horovod; sets may always be added later.
 
     Raises:
-        InvalidRequestError: Process sets were given.
+        InvalidRequestError: On all ranks, if the process sets cannot be registered, see add_process_set. The job is
+            initialised all the same.
         NotInitializedError: This process was forked from a rank, or a rank started it with the rank's environment.
         SettingsError: On every rank, if an MPISTRAT_ variable is invalid on some rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or does not offer the thread level.
     """
     global _runtime
-    if process_sets:
-        raise InvalidRequestError("process sets other than the global one are not available. For a job on fewer ranks, "
-                                  f"use init(comm=[...]). Received: process_sets={process_sets!r}")
     forked.require_rank()
     require_own_place(os.environ)
     with _lock:
@@ -195,6 +230,15 @@ def init(comm: Any = None, process_sets: Sequence[object] | None = None) -> None
     _log(topology.rank, "%s; local rank %d of %d on %s; %d ranks on %d hosts (%s); ready in %.2f s",
          "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host, topology.size,
          len(topology.hosts), ", ".join(topology.hosts), time.monotonic() - began)
+    if process_sets and process_sets != "dynamic":
+        runtime.registry.add(_listed(process_sets))
+
+
+def _listed(process_sets: Sequence[ProcessSet] | str) -> list[ProcessSet]:
+    if isinstance(process_sets, str):
+        raise InvalidRequestError('process_sets must be a list of ProcessSet, or "dynamic". '
+                                  f"Received: {process_sets!r}")
+    return list(process_sets)
 
 
 def shutdown() -> None:
@@ -257,7 +301,7 @@ def _init_alone() -> Runtime:
     _configure_logging(settings)
     _warn(horovod_names(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
-    return Runtime(settings, Topology(0, (platform.node(),)), backends_alone(), None)
+    return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None))
 
 
 def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
@@ -285,7 +329,8 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     _configure_logging(settings[rank])
     if rank == 0:
         _warn(horovod_names(os.environ) + handshake.differences(infos))
-    return Runtime(settings[rank], topology, backends_over(own, topology, settings[rank]), own)
+    backends = backends_over(own, topology, settings[rank])
+    return Runtime(settings[rank], Group(settings[rank], topology, backends, own))
 
 
 def _configure_logging(settings: Settings) -> None:

@@ -46,7 +46,12 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
     return buckets
 
 
-FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
+_FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
+
+
+def is_fused(request: Request) -> bool:
+    """Whether its tensors share a bucket with others. Adasum combines each tensor by itself."""
+    return request.kind in _FUSED and request.reduce_op is not ReduceOp.ADASUM
 
 
 class Submitted(Protocol):
@@ -91,7 +96,7 @@ class BucketPlans:
         self._limit = 0
 
     def plan(self, entries: Sequence[Submitted], limit: int) -> list[FusionBucket]:
-        """The buckets, of at most `limit` bytes each, of the arrays of all entries whose kind is in FUSED."""
+        """The buckets, of at most `limit` bytes each, of the arrays of all entries that are fused."""
         if limit != self._limit:
             self._plans.clear()
             self._limit = limit
@@ -109,7 +114,7 @@ class BucketPlans:
         members: list[tuple[Hashable, int]] = []
         for index, entry in enumerate(entries):
             request = entry.request
-            if request.kind in FUSED:
+            if is_fused(request):
                 key = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
                        request.device, request.wire_dtype)
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
@@ -120,8 +125,11 @@ class BucketPlans:
             first = members_of_bucket[0][0]
             request, arrays = entries[first].request, entries[first].arrays
             whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
-            average = request.reduce_op is ReduceOp.AVERAGE
-            reduction = Reduction(ReduceOp.SUM if average else request.reduce_op, request.prescale,
-                                  Scale(request.postscale, self._size if average else 1))
-            buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
+            buckets.append(FusionBucket(request, members_of_bucket, whole, self.reduction(request)))
         return buckets
+
+    def reduction(self, request: Request) -> Reduction:
+        """The arithmetic that a request asks for."""
+        average = request.reduce_op is ReduceOp.AVERAGE
+        return Reduction(ReduceOp.SUM if average else request.reduce_op, request.prescale,
+                         Scale(request.postscale, self._size if average else 1))

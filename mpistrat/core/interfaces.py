@@ -69,6 +69,22 @@ class DataPlane(ABC):
         """Concatenate the ranks' `source` in `target`. Rank r has `counts[r]` elements."""
 
     @abstractmethod
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from it.
+
+        `target` gets the received elements in the order of the ranks.
+        """
+
+    @abstractmethod
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
+                      reduction: Reduction) -> None:
+        """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
+
+        The parts are in the order of the ranks; rank r's has `counts[r]` elements. The result has the bits of allreduce
+        among the ranks of one host.
+        """
+
+    @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with that of `root_rank`."""
 

@@ -17,13 +17,14 @@ from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
 from .plain_values import COUNTS, EXTENTS, RANKS, are_in, is_tuple_of
 from .protocols import Array
+from .topology import rank_list
 from .tuning import KEPT_REQUESTS
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
 
 
 class ReduceOp(IntEnum):
-    """How an all-reduce combines values. The numbers are Horovod's."""
+    """How a reduction combines values. The numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -40,12 +41,14 @@ class CollectiveType(str, Enum):
     ALLGATHER = "allgather"
     BROADCAST = "broadcast"
     BARRIER = "barrier"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
 
 
 class TensorSpec(NamedTuple):
     """The dtype (numpy's name) and the shape of a tensor, on which the ranks must agree.
 
-    For an allgather the first dimension is -1, since it may differ among ranks.
+    For an allgather and an all-to-all the first dimension is -1, since it may differ among ranks.
     """
 
     dtype: str
@@ -56,7 +59,7 @@ class TensorSpec(NamedTuple):
 class Request:
     """Tensors of one rank that are ready to be reduced, gathered or broadcast together.
 
-    The ranks match requests by `name`. All other fields but `labels` and `in_graph` must be equal on all ranks.
+    The ranks match requests by `name`. All other fields but the last three must be equal on all ranks.
 
     Attributes:
         tensors: Dtype and shape of each of the caller's tensors.
@@ -66,6 +69,7 @@ class Request:
         wire_dtype: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
         labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
         in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
+        process_set: The id of the process set that it is for. Each set has its own engine, so it is not sent.
     """
 
     kind: CollectiveType
@@ -80,6 +84,7 @@ class Request:
     wire_dtype: str = ""
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
+    process_set: int = field(default=0, compare=False)
 
     @cached_property
     def _hash(self) -> int:
@@ -149,20 +154,17 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
             raise InvalidRequestError("The op parameter supersedes average. Please provide only one of them.")
         return Average if average else Sum
     try:
-        op = Average if op is None else ReduceOp(op)
+        return Average if op is None else ReduceOp(op)
     except ValueError:
         raise InvalidRequestError(
-            f"op must be one of Average, Sum, Min, Max, Product. Received: {op!r}") from None
-    if op is Adasum:
-        raise InvalidRequestError("op=Adasum is not available. Use Average or Sum.")
-    return op
+            f"op must be one of Average, Sum, Min, Max, Product, Adasum. Received: {op!r}") from None
 
 
 @lru_cache(KEPT_REQUESTS)
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
                       postscale: float = 1.0, labels: tuple[str, ...] = (),
                       layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU,
-                      wire_dtype: str = "") -> Request:
+                      wire_dtype: str = "", process_set: int = 0) -> Request:
     """A request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
@@ -170,15 +172,17 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, 
     """
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, op)
-    if not (math.isfinite(prescale) and math.isfinite(postscale)):
-        raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
-                                  f"{postscale}")
+    _check_factors(name, prescale, postscale)
+    if op is Adasum and device == DEVICE_GPU:
+        raise InvalidRequestError(f"{name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, or pass "
+                                  "CPU tensors.")
     return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels)
+                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
-def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU) -> Request:
+def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU,
+                      process_set: int = 0) -> Request:
     """A request to concatenate each of `tensors` along its first dimension, which may differ among ranks."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
@@ -186,25 +190,76 @@ def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = 
             raise InvalidRequestError(f"{name}: allgather needs at least one dimension, but a rank-zero tensor was "
                                       "given. Reshape it to (1,).")
     return Request(CollectiveType.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors),
-                   device=device)
+                   device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
-def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, size: int,
-                      labels: tuple[str, ...] = (), device: str = DEVICE_CPU) -> Request:
-    """A request to overwrite `tensors` with those of `root_rank`."""
+def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
+                          postscale: float = 1.0, device: str = DEVICE_CPU, process_set: int = 0) -> Request:
+    """A request to reduce each of `tensors`, of which each rank gets its rows.
+
+    Raises:
+        InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or `op` is
+            neither Average nor Sum.
+    """
+    if op not in (Average, Sum):
+        raise InvalidRequestError(f"{name}: reducescatter supports Average and Sum. Received: {op.name.capitalize()}")
+    for tensor in tensors:
+        _check_reducible(name, tensor.dtype, op)
+        if not tensor.shape:
+            raise InvalidRequestError(f"{name}: reducescatter does not support scalar inputs. Reshape it to (1,).")
+    _check_factors(name, prescale, postscale)
+    return Request(CollectiveType.REDUCESCATTER, name, tensors, op, prescale=float(prescale),
+                   postscale=float(postscale), device=device, process_set=process_set)
+
+
+@lru_cache(KEPT_REQUESTS)
+def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, device: str = DEVICE_CPU,
+                     process_set: int = 0) -> Request:
+    """A request to send rows of a tensor to each rank.
+
+    Args:
+        name: As in Request.
+        tensors: The tensor, and its splits: how many rows each of the `size` ranks gets.
+        size: The number of ranks.
+        device: Where the tensor is. The splits are on the CPU.
+        process_set: As in Request.
+
+    Raises:
+        InvalidRequestError: The tensor cannot be sent or is a scalar, or the splits are not one integer for each rank.
+    """
+    tensor, splits = tensors
+    _check_bytes(name, tensor.dtype)
+    if not tensor.shape:
+        raise InvalidRequestError(f"{name}: alltoall needs at least one dimension, but a rank-zero tensor was given. "
+                                  "Reshape it to (1,).")
+    if splits.shape != (size,) or splits.dtype not in ("int32", "int64"):
+        raise InvalidRequestError(f"{name}: alltoall expects splits with one integer for each of the {size} ranks. "
+                                  f"Received: {splits.dtype} of shape {splits.shape}")
+    return Request(CollectiveType.ALLTOALL, name, (TensorSpec(tensor.dtype, (-1, *tensor.shape[1:])), splits),
+                   device=device, process_set=process_set)
+
+
+@lru_cache(KEPT_REQUESTS)
+def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, ranks: Sequence[int],
+                      labels: tuple[str, ...] = (), device: str = DEVICE_CPU, process_set: int = 0) -> Request:
+    """A request to overwrite `tensors` with those of `root_rank`, which is one of `ranks`.
+
+    `ranks` are all that take part, in order. The request names the root by its place among them.
+    """
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
-    if not 0 <= root_rank < size:
-        raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are 0 to "
-                                  f"{size - 1}.")
-    return Request(CollectiveType.BROADCAST, name, tensors, root_rank=int(root_rank), device=device, labels=labels)
+    if root_rank not in ranks:
+        raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are "
+                                  f"{rank_list(ranks)}.")
+    return Request(CollectiveType.BROADCAST, name, tensors, root_rank=ranks.index(root_rank), device=device,
+                   labels=labels, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
-def barrier_request(name: str) -> Request:
+def barrier_request(name: str, process_set: int = 0) -> Request:
     """A request without tensors, which is complete when all ranks have submitted it."""
-    return Request(CollectiveType.BARRIER, name)
+    return Request(CollectiveType.BARRIER, name, process_set=process_set)
 
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
@@ -218,6 +273,12 @@ def _check_bytes(name: str, dtype: str) -> None:
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be sent. Use broadcast_object or allgather_object.")
 
 
+def _check_factors(name: str, prescale: float, postscale: float) -> None:
+    if not (math.isfinite(prescale) and math.isfinite(postscale)):
+        raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
+                                  f"{postscale}")
+
+
 def _check_reducible(name: str, dtype: str, op: ReduceOp) -> None:
     if dtype in HALVES:
         return
@@ -225,6 +286,8 @@ def _check_reducible(name: str, dtype: str, op: ReduceOp) -> None:
         kind: str = np.dtype(dtype).kind
     except TypeError:
         kind = "unknown to numpy"
+    if op is Adasum and kind != "f":
+        raise InvalidRequestError(f"{name}: Adasum is for floating-point tensors. Received: {dtype}")
     if kind == "b" and op in (Sum, Average):
         raise InvalidRequestError(f"{name}: {op.name.capitalize()} of bool has no meaning. Cast to int32 to count, or "
                                   "use Min (all), Max (any) or Product (all).")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .topology import Topology, rank_list
+from .topology import Topology
 
 _LISTED = 6  # hosts that a message lists by name; it gives the number of the others
 _NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
@@ -17,7 +17,7 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
         waited_s: Seconds since the wait began.
     """
     is_one_host = len(topology.hosts) == 1
-    who = f"rank {topology.rank}" if is_one_host else f"rank {topology.rank} on {topology.host}"
+    who = f"rank {topology.job_ranks[topology.rank]}" + ("" if is_one_host else f" on {topology.host}")
     wait = f"{who} has waited {waited_s:.0f} s for {describe_ranks(topology, missing)}."
     engine = f"The engine of one of them, at least, does not run: {_NOT_RUNNING}."
     if is_one_host:
@@ -38,11 +38,11 @@ def likely_causes(topology: Topology) -> str:
 def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
     """`ranks [0, 1]`, with their hosts if there are several hosts."""
     if len(topology.hosts) == 1:
-        return f"ranks {rank_list(ranks)}"
+        return f"ranks {topology.listed(ranks)}"
     there: dict[str, list[int]] = {}
     for rank in ranks:
         there.setdefault(topology.host_of[rank], []).append(rank)
-    return "ranks " + _listed([f"{rank_list(some)} on {host}" for host, some in there.items()])
+    return "ranks " + _listed([f"{topology.listed(some)} on {host}" for host, some in there.items()])
 
 
 def hosts_of(topology: Topology, ranks: Sequence[int]) -> list[str]:

@@ -13,10 +13,12 @@ class Topology:
     Attributes:
         rank: This process, 0 to size - 1.
         host_of: The host name of each rank, by rank. Ranks share memory exactly if their host names are equal.
+        members: For the ranks of a process set, the rank of each in the job, in order; () for all ranks of the job.
     """
 
     rank: int
     host_of: tuple[str, ...]
+    members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.host_of):
@@ -26,6 +28,23 @@ class Topology:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.host_of)
+
+    @cached_property
+    def job_ranks(self) -> tuple[int, ...]:
+        """The rank of each rank in the job. Messages to users have these."""
+        return self.members or tuple(range(self.size))
+
+    def listed(self, ranks: Iterable[int]) -> str:
+        """`rank_list` of the ranks, as ranks of the job."""
+        return rank_list(self.job_ranks[rank] for rank in ranks)
+
+    def subset(self, ranks: Sequence[int]) -> "Topology":
+        """The topology of a process set, of which this rank is a member.
+
+        Args:
+            ranks: Ascending.
+        """
+        return Topology(ranks.index(self.rank), tuple(self.host_of[rank] for rank in ranks), tuple(ranks))
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:

@@ -3,19 +3,21 @@
 Called by the controller, in the thread that drives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import EngineError
-from ..core.fusion import BucketPlans, FusionBucket
+from ..core.errors import EngineError, InvalidRequestError
+from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType
+from ..core.rows import received_rows, rows_of_ranks
+from .adasum import adasum
 
 
 @dataclass(slots=True)
@@ -41,17 +43,22 @@ class Executor:
 
     Args:
         data: The collectives.
+        rank: This rank.
         size: How many ranks there are.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
     """
 
-    def __init__(self, data: DataPlane, size: int, fusion_bytes: int, device: DeviceExecutor):
-        self._data, self._size, self._fusion_bytes, self.device = data, size, fusion_bytes, device
+    def __init__(self, data: DataPlane, rank: int, size: int, fusion_bytes: int, device: DeviceExecutor):
+        self._data, self._rank, self._size, self._fusion_bytes, self.device = data, rank, size, fusion_bytes, device
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(size)
         self._prepared: tuple[Entry, _Job] | None = None
+        # What is executed entry by entry.
+        self._single: dict[CollectiveType, Callable[[Entry], list[np.ndarray]]] = {
+            CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
+            CollectiveType.REDUCESCATTER: self._reducescatter, CollectiveType.ALLREDUCE: self._adasum}
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
@@ -80,10 +87,10 @@ class Executor:
             self._run(job, all_ready)
             self._deliver(job, entries, partials)
         for entry in entries:
-            if entry.request.kind is CollectiveType.ALLGATHER:
-                entry.handle.complete(self._allgather(entry.arrays))
-            elif not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
+            if not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
                 entry.handle.complete([])
+            elif not is_fused(entry.request):
+                self._run_single(entry)
         self._pool.next_turn()
 
     def abandon_collectives(self, is_stalled: bool) -> None:
@@ -98,7 +105,8 @@ class Executor:
         """
         request = entry.request
         self._prepared = None
-        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays:
+        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays \
+                or not is_fused(request):
             return False
         buckets = self._plans.plan([entry], self._fusion_bytes)
         if buckets[0].whole is None:
@@ -170,7 +178,16 @@ class Executor:
         self._data.broadcast(packed, root_rank)
         unpack(packed, targets)
 
-    def _allgather(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _run_single(self, entry: Entry) -> None:
+        try:
+            results = self._single[entry.request.kind](entry)
+        except InvalidRequestError as error:  # The same on all ranks.
+            entry.handle.fail(error)
+        else:
+            entry.handle.complete(results)
+
+    def _allgather(self, entry: Entry) -> list[np.ndarray]:
+        arrays = entry.arrays
         # The numbers of rows are gathered here and not negotiated, so that a step with other row counts is still a
         # step seen before.
         own = np.array([array.shape[0] for array in arrays], np.int64)
@@ -182,4 +199,34 @@ class Executor:
             result = self._pool.take((int(counts.sum()), *array.shape[1:]), array.dtype)
             self._data.allgather(array.reshape(-1), result.reshape(-1), [int(count) * row_size for count in counts])
             results.append(result)
+        return results
+
+    def _alltoall(self, entry: Entry) -> list[np.ndarray]:
+        array, splits = entry.arrays
+        # As for an allgather, the numbers of rows are exchanged here.
+        own = np.array([array.shape[0], *splits], np.int64)
+        table = np.empty((self._size, own.size), np.int64)
+        self._data.allgather(own, table.reshape(-1), [own.size] * self._size)
+        received = received_rows(entry.request.name, table, self._rank)
+        row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+        result = self._pool.take((int(received.sum()), *array.shape[1:]), array.dtype)
+        self._data.alltoall(array.reshape(-1), result.reshape(-1), [int(rows) * row_size for rows in splits],
+                            [int(rows) * row_size for rows in received])
+        return [result, received.astype(splits.dtype)]
+
+    def _reducescatter(self, entry: Entry) -> list[np.ndarray]:
+        results = []
+        for array in entry.arrays:
+            rows = rows_of_ranks(array.shape[0], self._size)
+            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            result = self._pool.take((rows[self._rank], *array.shape[1:]), array.dtype)
+            self._data.reducescatter(array.reshape(-1), result.reshape(-1), [count * row_size for count in rows],
+                                     self._plans.reduction(entry.request))
+            results.append(result)
+        return results
+
+    def _adasum(self, entry: Entry) -> list[np.ndarray]:
+        results = [self._pool.take(array.shape, array.dtype) for array in entry.arrays]
+        adasum(self._data, self._rank, self._size, entry.arrays, results, entry.request.prescale,
+               entry.request.postscale)
         return results

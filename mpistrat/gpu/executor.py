@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.errors import EngineError
-from ..core.fusion import FUSED, BucketPlans, FusionBucket
+from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor
 from ..core.request import CollectiveType
+from ..core.rows import rows_of_ranks
 from ..core.settings import Settings
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
 from .arrays import GpuArray, GpuDevice, GpuInput
@@ -87,7 +88,7 @@ class GpuExecutor(DeviceExecutor):
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
             # others wait for it in a collective.
-            allocated = [array.allocate(array.shape) for array in entry.arrays] if entry.request.kind in FUSED else []
+            allocated = [array.allocate(array.shape) for array in entry.arrays] if is_fused(entry.request) else []
             works.append((entry, [array for array, _ in allocated]))
             events |= {id(event): event for _, event in allocated}
         for backend in self._backends:
@@ -97,6 +98,8 @@ class GpuExecutor(DeviceExecutor):
         for entry, results in works:
             if entry.request.kind is CollectiveType.ALLGATHER:
                 results += self._allgather(entry.arrays)
+            elif entry.request.kind is CollectiveType.REDUCESCATTER:
+                results += self._reducescatter(entry)
         self._underway, now = [], self._clock()
         if not self._batches:
             self._progress = now
@@ -182,6 +185,19 @@ class GpuExecutor(DeviceExecutor):
             result, event = array.allocate((sum(counts), *array.shape[1:]))
             backend.wait_for([event])
             backend.allgather(array, result, [count * row_size for count in counts])
+            results.append(result)
+        return results
+
+    def _reducescatter(self, entry: Entry) -> list[GpuArray]:
+        reduction = self._plans.reduction(entry.request)
+        results = []
+        for array in entry.arrays:
+            rows = rows_of_ranks(array.shape[0], self._size)
+            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            result, event = array.allocate((rows[self._rank], *array.shape[1:]))
+            backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
+            backend.wait_for([event])
+            backend.reducescatter(array, result, [count * row_size for count in rows], reduction)
             results.append(result)
         return results
 

@@ -204,7 +204,7 @@ class Coordinator:
                 agreed.append(self._numbered(request))
             else:
                 by_request = pending.by_request()
-                text = describe_mismatch(by_request)
+                text = describe_mismatch(by_request, self._topology)
                 errors.append((next(iter(by_request)).name, text))
                 if any(request.in_graph for request in by_request):
                     half_done = half_done or text
@@ -231,7 +231,7 @@ class Coordinator:
             for name, pending in self._pending.items():
                 lost = sorted(set(pending.missing()) & self._ended.keys())
                 if lost:
-                    return EndReason.RANK_ENDED, describe_ended(name, pending, lost, self._ended)
+                    return EndReason.RANK_ENDED, describe_ended(self._topology, name, pending, lost, self._ended)
             if len(self._ended) == self.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if self._abort_s is not None and now >= self._next_check:

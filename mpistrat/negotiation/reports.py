@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.request import CollectiveType, ReduceOp, Request
+from ..core.request import ReduceOp, Request
 from ..core.stalls import describe_ranks, hosts_without, network_cause
 from ..core.topology import Topology, rank_list
 from .pending import Pending
@@ -13,13 +13,18 @@ from .pending import Pending
 _LISTED = 6  # how many names a message lists before it says how many more there are
 
 
-def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
+def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | None = None) -> str:
     """The sentence on what the ranks disagree about; checked in Horovod's order.
 
     Args:
         by_request: At least two different requests of one name, each with the ranks that submitted it.
+        topology: Where the ranks are; None: the numbers of the ranks are those of the job.
     """
     first = next(iter(by_request))
+
+    def in_job(rank: int) -> int:
+        return rank if topology is None else topology.job_ranks[rank]
+
     aspects: list[tuple[str, Callable[[Request], Any]]] = [
         ("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
     for i in range(min(len(r.tensors) for r in by_request)):
@@ -28,7 +33,7 @@ def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
         aspects += [(f"dtype{which}", partial(_dtype, i)), (f"shape{which}", partial(_shape, i))]
     aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
                 ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
-                ("root rank", lambda r: r.root_rank),
+                ("root rank", lambda r: in_job(r.root_rank)),
                 ("device", lambda r: r.device),
                 ("compression", lambda r: r.wire_dtype or "none"),
                 ("how the list is packed (an eager call and a tf.function differ in that)",
@@ -38,7 +43,7 @@ def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
         for request, ranks in by_request.items():
             values.setdefault(get(request), set()).update(ranks)
         if len(values) > 1:
-            said = "; ".join(f"{value} on ranks {rank_list(sorted(ranks))}" for value, ranks in
+            said = "; ".join(f"{value} on ranks {rank_list(map(in_job, sorted(ranks)))}" for value, ranks in
                              sorted(values.items(), key=lambda item: min(item[1])))
             return f"{first.name}: the ranks disagree on {what}: {said}."
     raise AssertionError("the requests are equal")
@@ -60,7 +65,7 @@ def _dtype(index: int, request: Request) -> str:
 
 def _shape(index: int, request: Request) -> str:
     shape = request.tensors[index].shape
-    if request.kind is CollectiveType.ALLGATHER:
+    if shape[:1] == (-1,):
         return "(" + ", ".join(["any", *map(str, shape[1:])]) + ")"
     return str(shape)
 
@@ -81,7 +86,7 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
         instead = sorted(other for other, its in all_pending.items()
                          if other != name and set(missing) - set(its.missing()))[:_LISTED]
         meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
-        parts.append(f"{name}: ranks {rank_list(pending.present())} have waited {now - pending.since:.0f} s "
+        parts.append(f"{name}: ranks {topology.listed(pending.present())} have waited {now - pending.since:.0f} s "
                      f"for {describe_ranks(topology, missing)}, which {meanwhile}.")
     more = f" And {len(stalled) - _LISTED} more tensors." if len(stalled) > _LISTED else ""
     return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
@@ -99,10 +104,12 @@ def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalle
     return ""
 
 
-def describe_ended(name: str, pending: Pending, lost: Sequence[int], completed: Mapping[int, int]) -> str:
+def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],
+                   completed: Mapping[int, int]) -> str:
     """The sentence on ranks that wait for ranks that have shut down.
 
     Args:
+        topology: Where the ranks are.
         name: What they wait for.
         pending: The ranks that wait.
         lost: The ranks that have shut down.
@@ -110,6 +117,6 @@ def describe_ended(name: str, pending: Pending, lost: Sequence[int], completed: 
     """
     counts = Counter(completed[rank] for rank in lost)
     after = ", ".join(str(count) for count in sorted(counts))
-    return (f"{name}: ranks {rank_list(pending.present())} wait for ranks {rank_list(lost)}, which have "
+    return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
             f"different numbers of steps: give every rank the same number, by repeating or truncating the data.")

@@ -21,13 +21,26 @@ from .compression import Compression
 from .distribute import MPIStrategy
 from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape
-from .ops import allgather, allreduce, barrier, broadcast, broadcast_variables, grouped_allreduce
+from .ops import (
+    allgather,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_variables,
+    grouped_allgather,
+    grouped_allreduce,
+)
 from .pin_gpu import init as init  # in place of that of api.common
 from .pin_gpu import pin_gpu
+from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
+from .pin_gpu import pin_gpu
+from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 
 __all__ = [
     "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver", "MPIStrategy",  # noqa: F405
-    "allgather", "allreduce", "barrier", "broadcast", "broadcast_variables", "grouped_allreduce", "pin_gpu", "strategy",
+    "allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_variables",
+    "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "pin_gpu", "reducescatter", "strategy",
 ]
 __all__ += common.__all__
 

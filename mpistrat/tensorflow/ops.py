@@ -15,8 +15,10 @@ import tensorflow as tf
 
 from ..api import ops as array_ops
 from ..api import runtime
-from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, Sum, allgather_request, broadcast_request, resolve_op, specs_of
+from ..core.topology import Topology
 from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
@@ -47,7 +49,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
         name: Identifies the collective on all ranks.
-        process_set: The global one.
+        process_set: The ranks that take part. An average divides by their number.
         ignore_name_scope: Leave name scopes out of the name.
 
     Raises:
@@ -57,11 +59,11 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         NotImplementedError: On this rank, for tf.IndexedSlices with an `op` other than Average and Sum.
         EngineError: The engine has ended. Eagerly it is a tf.errors.UnknownError too.
     """
-    require_global(process_set)
+    number = number_of(process_set, "Allreduce")
     op = _op_for([tensor], op, average)
-    tensor = _as_tensor(tensor)
-    name = _wire_name("allreduce", tensor, name, ignore_name_scope)
-    return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, may_wait=False)[0]
+    tensor = as_tensor(tensor)
+    name = wire_name("allreduce", tensor, name, ignore_name_scope)
+    return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, number, may_wait=False)[0]
 
 
 @without_autograph
@@ -71,14 +73,14 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Tensor]:
     """As allreduce, for a list of tensors that are reduced together. Dtypes may differ; `[]` gives `[]`."""
-    require_global(process_set)
+    number = number_of(process_set, "Allreduce")
     tensors = list(tensors)
     op = _op_for(tensors, op, average)
     if not tensors:
         return []
-    converted = [_as_tensor(tensor) for tensor in tensors]
-    name = _wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
-    return _reduce(converted, op, compression, prescale_factor, postscale_factor, name)
+    converted = [as_tensor(tensor) for tensor in tensors]
+    name = wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
+    return _reduce(converted, op, compression, prescale_factor, postscale_factor, name, number)
 
 
 @without_autograph
@@ -91,9 +93,20 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     Raises:
         As allreduce.
     """
-    require_global(process_set)
-    tensor = _as_tensor(tensor)
-    return _gather(_wire_name("allgather", tensor, name, ignore_name_scope), tensor)
+    number = number_of(process_set, "Allgather")
+    tensor = as_tensor(tensor)
+    return _gather(wire_name("allgather", tensor, name, ignore_name_scope), [tensor], number)[0]
+
+
+@without_autograph
+def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ignore_name_scope: bool = False,
+                      process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+    """As allgather, for a list of tensors in one collective. Dtypes may differ; `[]` gives `[]`."""
+    number = number_of(process_set, "Allgather")
+    converted = [as_tensor(tensor) for tensor in tensors]
+    if not converted:
+        return []
+    return _gather(wire_name("grouped_allgather", converted[0], name, ignore_name_scope), converted, number)
 
 
 @without_autograph
@@ -101,17 +114,18 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
 
-    As in Horovod, the gradient is the average of the ranks' gradients on the root, and zero on other ranks.
+    `root_rank` is a rank of the job, also with a process set. As in Horovod, the gradient is the average of the ranks'
+    gradients on the root, and zero on other ranks.
 
     Raises:
         As allreduce.
     """
-    require_global(process_set)
-    tensor = _as_tensor(tensor)
-    name = _wire_name("broadcast", tensor, name, ignore_name_scope)
+    number = number_of(process_set, "Broadcast")
+    tensor = as_tensor(tensor)
+    name = wire_name("broadcast", tensor, name, ignore_name_scope)
 
-    return with_gradient(lambda value: broadcast_list([value], root_rank, name), BroadcastGradient(name, root_rank),
-                         [tensor])[0]
+    return with_gradient(lambda value: broadcast_list([value], root_rank, name, process_set=number),
+                         BroadcastGradient(name, root_rank, number), [tensor])[0]
 
 
 @dataclass(frozen=True)
@@ -120,15 +134,16 @@ class BroadcastGradient(Gradient):
 
     name: str
     root_rank: int
+    process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_list(upstream, name_of_gradient(self.name), Average)
+        mean, = reduce_list(upstream, name_of_gradient(self.name), Average, process_set=self.process_set)
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 
-def barrier() -> None:
-    """Return when every rank has called it. Collective; eager only."""
-    array_ops.barrier()
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called it. Collective; eager only."""
+    array_ops.barrier(process_set=process_set)
 
 
 @without_autograph
@@ -139,44 +154,73 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
     Args:
         variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.
         root_rank: The rank whose values all ranks get.
-        process_set: The global one.
+        process_set: The ranks that take part; `root_rank` is one of them.
         inplace: Accepted for compatibility with Horovod, ignored. Assignment is always in place.
     """
-    require_global(process_set)
+    _assign_from(root_rank, list(variables), None, process_set)
+
+
+@without_autograph
+def broadcast_(variables: Sequence[Variable], root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+    """As broadcast_variables, but returns the values that the variables have then."""
     variables = list(variables)
+    _assign_from(root_rank, variables, name, process_set)
+    return [tf.convert_to_tensor(variable) for variable in variables]
+
+
+def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None, process_set: ProcessSet) -> None:
+    number = number_of(process_set, "Broadcast")
     if not variables:
         return
-    name = _wire_name("broadcast_variables", None, None, False)
+    name = wire_name("broadcast_variables", None, name, False)
     labels = tuple(getattr(v, "path", v.name) for v in variables)
-    values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels)
+    values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels, number)
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
-def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str,
-                   labels: tuple[str, ...] = ()) -> list[tf.Tensor]:
+def number_of(process_set: ProcessSet | None, operation: str) -> int:
+    """The id of a process set that this rank is in. Raises InvalidRequestError if it is in none; names `operation`."""
+    try:
+        found = resolved(process_set)
+        found.group(operation)
+    except MpistratError as error:
+        raise cpu.as_tf_error(error) from error
+    assert found.process_set_id is not None
+    return found.process_set_id
+
+
+def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
+                   process_set: int = 0) -> list[tf.Tensor]:
     """Root_rank's values of dense tensors, in one collective. Collective."""
-    size, device = runtime.current().topology.size, gpu_graph.device_of(tensors)
+    ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
     run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
-    return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, size, labels), tensors,
-               [t.shape for t in tensors])
+    return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
+                                                process_set=process_set), tensors, [t.shape for t in tensors])
+
+
+def topology_of(process_set: int) -> Topology:
+    """The ranks of a process set that this rank is in."""
+    return runtime.current().registry.groups[process_set].topology
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compressor], prescale: float, postscale: float,
-            name: str, may_wait: bool = True) -> list[Tensor]:
+            name: str, process_set: int, may_wait: bool = True) -> list[Tensor]:
     """Reduce dense tensors in one collective, and each tf.IndexedSlices by gathering."""
     def dense(values: list[tf.Tensor], _: list[str]) -> list[tf.Tensor]:
         compressed = Compressed(values, compression)
         return compressed.restored(reduce_dense(compressed.tensors, op, prescale, postscale, name, may_wait=may_wait,
-                                                wire_dtype=compressed.wire_dtype))
+                                                wire_dtype=compressed.wire_dtype, process_set=process_set))
 
-    return reduce_mixed(tensors, op, name, dense, prescale, postscale)
+    return reduce_mixed(tensors, op, name, dense, prescale, postscale, process_set=process_set)
 
 
 def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
                  reduce: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]], prescale: float = 1.0,
-                 postscale: float = 1.0, labels: Sequence[str] = (), numbers: Sequence[int] = ()) -> list[Tensor]:
+                 postscale: float = 1.0, labels: Sequence[str] = (), numbers: Sequence[int] = (),
+                 process_set: int = 0) -> list[Tensor]:
     """Reduce dense tensors by one call of `reduce`, and each tf.IndexedSlices by gathering. Collective.
 
     Args:
@@ -187,12 +231,14 @@ def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
         prescale, postscale: For the slices, which refuse other factors than 1.
         labels: What users call the tensors, for error messages.
         numbers: The number of each tensor in the names of sparse ones, if that is not its place.
+        process_set: The id of the process set.
     """
     results = list(tensors)
     dense = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, op, prescale, postscale, f"{name}/{numbers[i] if numbers else i}")
+            results[i] = reduce_slices(tensor, op, prescale, postscale, f"{name}/{numbers[i] if numbers else i}",
+                                       process_set)
         else:
             dense.append(i)
     reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [])
@@ -202,16 +248,18 @@ def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
-                 labels: Sequence[str] = (), may_wait: bool = True, wire_dtype: str = "") -> list[tf.Tensor]:
+                 labels: Sequence[str] = (), may_wait: bool = True, wire_dtype: str = "",
+                 process_set: int = 0) -> list[tf.Tensor]:
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
 
     def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire_dtype=wire_dtype)
+        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire_dtype=wire_dtype,
+                           process_set=process_set)
 
     return with_gradient(reduced, ReduceGradient(name, int(op), float(prescale), float(postscale), tuple(labels),
-                                                 may_wait, wire_dtype), tensors)
+                                                 may_wait, wire_dtype, process_set), tensors)
 
 
 @dataclass(frozen=True)
@@ -225,51 +273,64 @@ class ReduceGradient(Gradient):
     labels: Sequence[str]
     may_wait: bool
     wire_dtype: str
+    process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, ReduceOp(self.op), self.prescale, self.postscale, name_of_gradient(self.name),
-                            self.labels, self.may_wait, self.wire_dtype)
+                            self.labels, self.may_wait, self.wire_dtype, self.process_set)
 
 
-def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float,
-                  name: str) -> tf.IndexedSlices:
+def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, name: str,
+                  process_set: int = 0) -> tf.IndexedSlices:
     """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective."""
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
     if prescale != 1.0 or postscale != 1.0:
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
-    values = _gather(f"{name}/values", slices.values)
-    indices = _gather(f"{name}/indices", slices.indices)
+    slices = merged(slices)
+    values, = _gather(f"{name}/values", [slices.values], process_set)
+    indices, = _gather(f"{name}/indices", [slices.indices], process_set)
     if op is Average:
-        values = values / tf.cast(runtime.current().topology.size, values.dtype)
+        values = values / tf.cast(topology_of(process_set).size, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def _gather(name: str, tensor: tf.Tensor) -> tf.Tensor:
-    return with_gradient(lambda value: gather_list([value], name), GatherGradient(name), [tensor])[0]
+def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The slices with one row for each index, the sum of its rows: fewer bytes to send. Local, differentiable."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _gather(name: str, tensors: Sequence[tf.Tensor], process_set: int) -> list[tf.Tensor]:
+    return with_gradient(lambda *values: gather_list(values, name, process_set), GatherGradient(name, process_set),
+                         tensors)
 
 
 @dataclass(frozen=True)
 class GatherGradient(Gradient):
-    """This rank's part of the average of the ranks' gradients."""
+    """This rank's parts of the averages of the ranks' gradients."""
 
     name: str
+    process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        name, own = name_of_gradient(self.name), tf.shape(values[0], tf.int64)[:1]
-        mean, = reduce_list(upstream, name, Average)
-        rows, = gather_list([own], f"{name}/rows")
-        before = tf.reduce_sum(rows[:runtime.current().topology.rank])
-        return [mean[before:before + own[0]]]
+        name = name_of_gradient(self.name)
+        own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
+        means = reduce_list(upstream, name, Average, process_set=self.process_set)
+        rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
+        before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
+        return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
 
 
-def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0) -> list[tf.Tensor]:
     """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable."""
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
-    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name)
-    return run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
+    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name,
+                                                                 process_set=process_set)
+    return run(lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors,
                [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 
 
@@ -281,7 +342,8 @@ def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | N
     return resolve_op(op, average)
 
 
-def _as_tensor(value: Reducible) -> Tensor:
+def as_tensor(value: Reducible) -> Tensor:
+    """The value as a tensor, or as tf.IndexedSlices of tensors."""
     if isinstance(value, tf.IndexedSlices):
         # In a graph this turns tensors from outside into tensors of the graph, which have names.
         return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
@@ -291,7 +353,8 @@ def _as_tensor(value: Reducible) -> Tensor:
     return tf.convert_to_tensor(value)
 
 
-def _wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_name_scope: bool) -> str:
+def wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_name_scope: bool) -> str:
+    """The name by which the ranks match a collective; in a graph a new one for each call."""
     if tf.executing_eagerly():
         return name or operation
     if name is None:

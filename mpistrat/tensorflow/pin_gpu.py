@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..api import runtime
+from ..api.process_sets import ProcessSet
 from ..core.errors import InvalidRequestError
 from ..gpu.assignment import Pin, choose
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 _pinned: tuple[runtime.Runtime, Pin] | None = None
 
 
-def init(comm: Any = None, process_sets: Sequence[object] | None = None) -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Do what mpistrat.init does, and then make TensorFlow use only this rank's GPU, as pin_gpu does. Collective.
 
     The GPUs stay as they are if MPISTRAT_PIN_GPU is 0; if this process has chosen its visible GPUs or configured

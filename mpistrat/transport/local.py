@@ -76,6 +76,19 @@ class ThreadData(DataPlane):
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         np.concatenate(self._exchange(source), out=target)
 
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
+        table = self._exchange(np.array(sent, np.int64))
+        before = [int(row[:self._rank].sum()) for row in table]
+        parts = [part[first:first + count] for part, first, count in zip(self._exchange(source), before, received)]
+        np.concatenate(parts, out=target)
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
+                      reduction: Reduction) -> None:
+        reduced = np.empty_like(source)
+        self.allreduce([source], [reduced], reduction)
+        first = sum(counts[:self._rank])
+        np.copyto(target, reduced[first:first + target.size])
+
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         np.copyto(array, self._exchange(array)[root_rank])
 

@@ -16,5 +16,5 @@ def make_engine(rank: int, size: int, control: ControlPlane, data: DataPlane, se
                 agreement: AgreementRound | None = None, device: DeviceExecutor | None = None) -> Engine:
     """The engine of one of `size` ranks that are all on one host."""
     settings = settings or Settings()
-    executor = Executor(data, size, settings.fusion_bytes, device or DeviceExecutor())
+    executor = Executor(data, rank, size, settings.fusion_bytes, device or DeviceExecutor())
     return Engine(Controller(Topology(rank, ("",) * size), control, executor, settings, agreement, clock))

@@ -591,7 +591,7 @@ def test_fusion_does_not_change_a_bit() -> None:
 def test_broadcasts_of_one_root_and_dtype_are_sent_together() -> None:
     def work(rank: int, engine: Engine) -> list[Handle]:
         arrays = [np.full(3, 10.0 * rank), np.full(4, 10.0 * rank + 1)]
-        requests = [broadcast_request(f"{root}/{i}", specs_of([array]), root, 3)
+        requests = [broadcast_request(f"{root}/{i}", specs_of([array]), root, range(3))
                     for root in (2, 0) for i, array in enumerate(arrays)]
         return [engine.submit(request, [array]) for request, array in zip(requests, arrays * 2, strict=True)]
 
@@ -699,7 +699,7 @@ def test_several_arrays_are_gathered_each_for_itself() -> None:
 def test_a_broadcast_brings_the_roots_values(root: int) -> None:
     def work(rank: int, engine: Engine) -> list[Handle]:
         array = np.array([rank, rank + 0.5]) if rank != root else np.array([np.nan, 7.0])
-        return [engine.submit(broadcast_request("b", specs_of([array]), root, 3), [array])]
+        return [engine.submit(broadcast_request("b", specs_of([array]), root, range(3)), [array])]
 
     for rank in run_once(3, work)[0]:
         np.testing.assert_array_equal(rank[0][0], [np.nan, 7.0])

@@ -62,7 +62,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
                 labels: Sequence[str] = (), may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES,
-                wire_dtype: str = "") -> list[tf.Tensor]:
+                wire_dtype: str = "", process_set: int = 0) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -76,12 +76,16 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
             collective of the graph.
         bucket_bytes: The size of the buckets; the same on all ranks.
         wire_dtype: As in Request.
+        process_set: The id of the process set.
     """
     if not tensors:
         return []
     device = gpu_graph.device_of(tensors)
     # On a GPU a concatenation is a copy at memory speed, while each tensor that is exported waits for the GPU.
-    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, bucket_bytes if device else JOINED_TENSOR_BYTES)
+    joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
+    if op == ReduceOp.ADASUM:
+        joined_bytes = 0  # It combines each tensor by itself.
+    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, joined_bytes)
     if tf.executing_eagerly():
         # Nothing overlaps with an eager call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
@@ -92,17 +96,18 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
-        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name)
+        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name,
+                                                                                process_set=process_set)
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire_dtype,
-                                     run)
+                                     process_set, run)
         for i, result in reduced:
             results[i] = result
     return results
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, op: ReduceOp, prescale: float,
-                   postscale: float, labels: tuple[str, ...], wire_dtype: str,
+                   postscale: float, labels: tuple[str, ...], wire_dtype: str, process_set: int,
                    run: Callable) -> list[tuple[int, tf.Tensor]]:
     submitted = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in submitted]
@@ -117,7 +122,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.
         single_specs = specs_of(arrays[:len(bucket.single)])
         return allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels, layout,
-                                 wire_dtype=wire_dtype)
+                                 wire_dtype=wire_dtype, process_set=process_set)
 
     reduced = run(make_request, submitted, shapes)
     results = list(zip(bucket.single, reduced, strict=False))

@@ -149,7 +149,8 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> lis
         if gpu_eager.are_on_gpu(tensors):
             return gpu_eager.run(make_request, tensors)
         arrays = [to_array(tensor) for tensor in tensors]
-        results = runtime.current().engine.run(make_request(arrays), arrays).wait()
+        request = make_request(arrays)
+        results = runtime.current().engine_of(request).run(request, arrays).wait()
     except MpistratError as error:
         raise as_tf_error(error) from error
     return [to_tensor(result) for result in results]
@@ -174,12 +175,13 @@ class _CpuCallSite:
         """Submit the collective; return a ticket for the result."""
         keep_thread_state()
         request, arrays, number = self._prepared(inputs)
-        return COMPLETIONS.ticket_for(runtime.current().engine.submit(request, arrays), number)
+        return COMPLETIONS.ticket_for(runtime.current().engine_of(request).submit(request, arrays), number)
 
     def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
         """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
         keep_thread_state()
-        engine, (request, arrays, number) = runtime.current().engine, self._prepared(inputs)
+        request, arrays, number = self._prepared(inputs)
+        engine = runtime.current().engine_of(request)
         if self._wait is Wait.ALWAYS or self._position == self._counter.count:
             handle = engine.run(request, arrays, SUBMIT_WAIT_S)
             if handle.done():
@@ -203,7 +205,7 @@ class _CpuCallSite:
         request = self._latest[1]
         if past is not None:
             request = dataclasses.replace(request, name=request.name + executions.suffix(past))
-        return request, arrays, executions.next_number(request.name) if self._counts else 0
+        return request, arrays, executions.next_number(request.name, request.process_set) if self._counts else 0
 
 
 def as_tf_error(error: MpistratError) -> Exception:

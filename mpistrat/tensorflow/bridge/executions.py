@@ -32,8 +32,8 @@ class Execution:
 
 
 _current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-# A weak reference to the engine, and the number of executions by the name of the collective.
-_counted: tuple[Callable[[], object], dict[str, int]] = lambda: None, {}
+# A weak reference to the engine, and the number of executions by the process set and name of the collective.
+_counted: tuple[Callable[[], object], dict[tuple[int, str], int]] = lambda: None, {}
 
 
 def current() -> Execution | None:
@@ -51,14 +51,14 @@ def scope(execution: Execution) -> Iterator[Execution]:
         _current.reset(token)
 
 
-def next_number(name: str) -> int:
+def next_number(name: str, process_set: int = 0) -> int:
     """The number of a new execution of the collective of this name."""
     global _counted
     engine = runtime.current().engine
     if _counted[0]() is not engine:
         _counted = weakref.ref(engine), {}  # Numbering restarts with each engine, on all ranks.
     counts = _counted[1]
-    number = counts[name] = counts.get(name, -1) + 1
+    number = counts[process_set, name] = counts.get((process_set, name), -1) + 1
     return number
 
 

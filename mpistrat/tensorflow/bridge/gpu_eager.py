@@ -63,7 +63,7 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
     with device.current():
         arrays = [_LIBRARY.to_gpu(tensor, device) for tensor in tensors]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
-    results = runtime.current().engine.run(request, arrays).wait()
+    results = runtime.current().engine_of(request).run(request, arrays).wait()
     return [result.owner for result in results]
 
 

@@ -75,7 +75,7 @@ def _has_cupy() -> bool:
 
 
 def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = (), process_set: int = 0) -> list[tf.Tensor]:
     """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
 
     Args:
@@ -85,10 +85,11 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
         rows: The first dimension of each result, int64 on the host. The default is the shapes of the tensors.
+        process_set: The id of the process set, which `make_request` sets too.
     """
     cpu.require_function()
     execution = executions.current() or Execution()
-    site = _GpuCallSite(name, make_request, len(tensors), execution)
+    site = _GpuCallSite(name, make_request, len(tensors), execution, process_set)
     past = [execution.number] if execution.is_past else []
     calls_in_order()
     COMPLETIONS.prepare()
@@ -113,7 +114,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
 
 
 def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-           shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+           shapes: Sequence[tf.TensorShape], process_set: int = 0) -> list[tf.Tensor]:
     """As `run`, for an all-gather. The ranks first gather their numbers of rows, to allocate the results.
 
     Args:
@@ -121,7 +122,7 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
     """
     def rows_of(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
         # The same name as on ranks whose tensors are on the host, so that all ranks get the mismatch error.
-        return allgather_request(name, specs_of(arrays))
+        return allgather_request(name, specs_of(arrays), process_set=process_set)
 
     with tf.device("CPU:0"):
         own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
@@ -129,21 +130,23 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
         totals = tf.unstack(tf.reduce_sum(rows, axis=0))
     another = f"{name}/on GPUs"
     return run(device, another, lambda arrays: dataclasses.replace(make_request(arrays), name=another), tensors,
-               shapes, totals)
+               shapes, totals, process_set)
 
 
 class _GpuCallSite:
     """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
 
-    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution):
+    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution,
+                 process_set: int):
         self._name, self._make_request, self._tensors = name, make_request, tensors
-        self._counts = execution.number is None
+        self._process_set, self._counts = process_set, execution.number is None
         self._suffixes: dict[int, str] = {}  # by the number of the ticket
 
     def begin(self, *past: np.int64) -> Arrays:
         """Return a ticket for the result."""
         keep_thread_state()
-        ticket = COMPLETIONS.open_ticket(executions.next_number(self._name) if self._counts else 0)
+        ticket = COMPLETIONS.open_ticket(executions.next_number(self._name, self._process_set) if self._counts
+                                         else 0)
         self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
         return ticket
 
@@ -172,7 +175,7 @@ class _GpuCallSite:
             arrays = gpu_eager.with_results(tensors, results)
             request = dataclasses.replace(self._make_request(arrays), name=handle.name, device=DEVICE_GPU,
                                           in_graph=True)
-            submitted = runtime.current().engine.submit(request, arrays)
+            submitted = runtime.current().engine_of(request).submit(request, arrays)
         except Exception as error:  # The fetch raises it to the function's caller.
             handle.fail(error)
             return

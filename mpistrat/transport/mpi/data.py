@@ -4,6 +4,7 @@ Importing this module imports mpi4py.MPI, which loads and initialises the MPI li
 it has chosen a communicator. Used by the engine's thread.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -102,6 +103,37 @@ class MpiData(DataPlane):
                 np.copyto(part, source.view(np.uint8))
             self.broadcast(part, rank)
 
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
+        # The pieces of one exchange have one size on all ranks, which the largest part anywhere decides.
+        largest = np.array([max(*sent, *received) * source.itemsize], np.int64)
+        together = np.empty(self._size, np.int64)
+        self._complete(self._comm.Iallgather(largest, together), together.nbytes)
+        self._exchange(source, target, sent, received, int(together.max()))
+
+    def _exchange(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                  largest: int) -> None:
+        """MPI_Alltoallv of elements, in pieces that MPI can count. `largest` bytes are the largest part of any rank."""
+        out, own, itemsize = target.view(np.uint8), source.view(np.uint8), source.itemsize
+        step = max(MPI_PIECE_BYTES // self._size, 1)
+        to, from_ = [count * itemsize for count in sent], [count * itemsize for count in received]
+        starts, places = _starts(to), _starts(from_)
+        for start in range(0, largest, step):
+            self._complete(self._comm.Ialltoallv(
+                [own, [min(max(size - start, 0), step) for size in to],
+                 [min(first + start, own.nbytes) for first in starts], MPI.BYTE],
+                [out, [min(max(size - start, 0), step) for size in from_],
+                 [min(first + start, out.nbytes) for first in places], MPI.BYTE]), step)
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
+                      reduction: Reduction) -> None:
+        if reduction.prescale != 1.0:
+            packed = self._packed.view(source.size, source.dtype)
+            pack([source], packed, reduction.prescale)
+            source = packed
+        parts = self._parts.view(target.size * self._size, source.dtype).reshape(self._size, -1)
+        self._exchange(source, parts.reshape(-1), counts, [target.size] * self._size, max(counts) * source.itemsize)
+        combine(parts, reduction.op, target, reduction.scale)
+
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         data = array.view(np.uint8)
         for start in range(0, data.nbytes, MPI_PIECE_BYTES):
@@ -114,3 +146,8 @@ class MpiData(DataPlane):
     def close(self) -> None:
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """The first place of each part, of parts that follow one another."""
+    return [0, *itertools.accumulate(sizes)][:-1]

@@ -106,6 +106,17 @@ def require_thread_level(mpi: ModuleType) -> None:
             "SERIALIZED or more. Set mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI.")
 
 
+def require_several_threads(mpi: ModuleType) -> None:
+    """Raise MpistratError unless several threads may call MPI at once (THREAD_MULTIPLE).
+
+    Each process set has a thread of its own that calls MPI.
+    """
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise MpistratError("process sets need an MPI that was initialised with THREAD_MULTIPLE, and this one was not. "
+                            "mpi4py asks for it by default: leave mpi4py.rc.thread_level as it is, and use an MPI that "
+                            "was built with threads.")
+
+
 def finalize_without_barrier(mpi: ModuleType) -> bool:
     """Make MPI_Finalize not wait for all processes, since some have died or are unreachable.
 

@@ -237,6 +237,13 @@ class SharedMemoryData(DataPlane):
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         self._others.allgather(source, target, counts)
 
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
+        self._others.alltoall(source, target, sent, received)
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
+                      reduction: Reduction) -> None:
+        self._others.reducescatter(source, target, counts, reduction)
+
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         self._others.broadcast(array, root_rank)
 

@@ -1,0 +1,63 @@
+"""Group: ranks that communicate, with their own backends and their own engine.
+
+All ranks of the job are one group. Each process set is another one, a job inside the job: its ranks have numbers of
+their own, from 0. Groups share nothing but the processes. So two sets that overlap may run their collectives in any
+order, and sets without a common rank do not wait for each other.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..core.request import allgather_request, specs_of
+from ..core.settings import Settings
+from ..core.topology import Topology
+from ..engine.controller import Controller
+from ..engine.engine import Engine
+from ..engine.executor import Executor
+from ..gpu.executor import GpuExecutor
+from .backends import Backends
+
+
+class Group:
+    """One rank's part in a group. Constructing it starts the engine.
+
+    Attributes:
+        topology: The ranks of the group, and their hosts.
+        comm: An mpi4py communicator of these ranks; None for one rank.
+        engine: Executes the collectives of the group.
+    """
+
+    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: Any):
+        self.topology, self.comm = topology, comm
+        self._backends = backends
+        self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
+        executor = Executor(backends.data, topology.rank, topology.size, settings.fusion_bytes, self._device)
+        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
+        self.engine.start()
+
+    @property
+    def data_name(self) -> str:
+        """The name of the backend that reduces CPU tensors."""
+        return self._backends.data.name
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the engine; None while it runs, and after a shutdown of all ranks."""
+        return self.engine.controller.life.error
+
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        """Return the payloads of all ranks of the group, in rank order. Collective over the group."""
+        own = np.frombuffer(payload, np.uint8)
+        count = np.array([own.size], np.int64)
+        sizes, = self.engine.run(allgather_request(f"{name}.sizes", specs_of([count])), [count]).wait()
+        together, = self.engine.run(allgather_request(f"{name}.payloads", specs_of([own])), [own]).wait()
+        ends = np.cumsum(sizes)
+        return [together[end - size:end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+
+    def free(self) -> None:
+        """Free all resources. Collective; after the engine has ended without an error."""
+        self._device.close()
+        self._backends.close()
+        if self.comm is not None:
+            self.comm.Free()

@@ -1,0 +1,161 @@
+"""Registry: registers and removes process sets. Each set is a Group of its own, over an MPI communicator of its own.
+
+All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks. Before
+anything changes, the ranks exchange what they want to do. So an error is an error on all ranks, and changes nothing.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..core.errors import InvalidRequestError, MpistratError
+from ..core.settings import Settings
+from ..core.topology import rank_list
+from ..transport.mpi import library
+from .backends import backends_alone, backends_over
+from .group import Group
+from .process_sets import ProcessSet, global_process_set, resolved
+
+Ranks = tuple[int, ...]
+
+
+class Registry:
+    """The process sets of a job, as one rank sees them.
+
+    Args:
+        world: All ranks of the job.
+        settings: The same on all ranks.
+
+    Attributes:
+        groups: The groups of the sets that this rank is in, by id; 0 is `world`.
+    """
+
+    def __init__(self, world: Group, settings: Settings):
+        self.groups: dict[int, Group] = {0: world}
+        self._world, self._settings = world, settings
+        self._sets: dict[int, ProcessSet] = {0: global_process_set}
+        global_process_set.bind(0, group=world)
+
+    def add(self, process_sets: Sequence[ProcessSet]) -> None:
+        """Register sets. Collective over all ranks of the job.
+
+        Raises:
+            InvalidRequestError: On all ranks, and nothing is registered: a set is empty, has ranks that do not exist,
+                is registered already, or is twice in the list; or the ranks register different sets.
+            MpistratError: On all ranks: MPI was initialised with a thread level below MULTIPLE.
+        """
+        own: list[Ranks] = []
+        from_comm: list[bool] = []
+        problem = ""
+        try:
+            from_comm = [resolved(process_set).mpi_comm is not None for process_set in process_sets]
+            own = [self._ranks_of(process_set) for process_set in process_sets]
+            self._check(process_sets, own)
+        except MpistratError as error:
+            problem = str(error)
+        everybody = [json.loads(text) for text in self._world.allgather_bytes(
+            json.dumps([problem, own, from_comm]).encode(), "add_process_set")]
+        problems = {rank: text for rank, (text, *_) in enumerate(everybody) if text}
+        if problems:
+            raise InvalidRequestError(problem or "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
+        problem = disagreement([[tuple(ranks) for ranks in lists] for _, lists, _ in everybody],
+                               [any(flags) for flags in zip(*(flags for *_, flags in everybody))])
+        if problem:
+            raise InvalidRequestError(problem)
+        for process_set, ranks in zip(process_sets, own, strict=True):
+            number = next(n for n in range(1, len(self._sets) + 1) if n not in self._sets)
+            self._sets[number] = process_set
+            group = self._connect(number, ranks) if self._world.topology.rank in ranks else None
+            if group is not None:
+                self.groups[number] = group
+            process_set.bind(number, ranks, group)
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """Remove a set. Collective over all ranks of the job. Operations in flight in the set are completed first.
+
+        Returns:
+            False if it is the set of all ranks, or is not registered.
+
+        Raises:
+            InvalidRequestError: On all ranks, if they remove different sets.
+        """
+        number = process_set.process_set_id
+        if number is None or self._sets.get(number) is not process_set:
+            number = -1
+        numbers = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(number).encode(),
+                                                                            "remove_process_set")]
+        if len(set(numbers)) > 1:
+            raise InvalidRequestError("the ranks disagree on the process set to remove: " + _by_rank(
+                "none that is registered" if each < 0 else f"set {each}" for each in numbers))
+        if number < 1:
+            return False
+        del self._sets[number]
+        process_set.bind(None)
+        group = self.groups.pop(number, None)
+        if group is not None:
+            group.engine.end()
+            if group.error is None:
+                group.free()
+        return True
+
+    def unbind(self) -> None:
+        """Note that no set is registered any more, because the job is shut down. Local."""
+        for process_set in self._sets.values():
+            process_set.bind(0 if process_set is global_process_set else None)
+
+    def _ranks_of(self, process_set: ProcessSet) -> Ranks:
+        comm = process_set.mpi_comm
+        if comm is None or self._world.comm is None:
+            return tuple(process_set.ranks or ())
+        ranks = comm.Get_group().Translate_ranks(list(range(comm.Get_size())), self._world.comm.Get_group())
+        if any(rank < 0 for rank in ranks):
+            raise InvalidRequestError("the communicator of a process set has processes that are not in the job.")
+        return tuple(sorted(ranks))
+
+    def _check(self, process_sets: Sequence[ProcessSet], own: Sequence[Ranks]) -> None:
+        """Raise an error if this rank cannot register the sets, whatever the other ranks do."""
+        size = self._world.topology.size
+        taken = {tuple(each.ranks or ()): number for number, each in self._sets.items()}
+        for i, (process_set, ranks) in enumerate(zip(process_sets, own, strict=True)):
+            if not ranks or ranks[-1] >= size:
+                raise InvalidRequestError(f"a process set has at least one rank, from 0 to {size - 1}. Received: "
+                                          f"{list(ranks)}")
+            if process_set.process_set_id is not None:
+                raise InvalidRequestError(f"{process_set} is registered already.")
+            if ranks in taken or ranks in own[:i]:
+                raise InvalidRequestError(f"a process set with the same ranks {list(ranks)} is registered already"
+                                          + (f", as set {taken[ranks]}." if ranks in taken else "."))
+            if len(ranks) > 1:
+                library.require_several_threads(library.load_mpi())
+
+    def _connect(self, number: int, ranks: Ranks) -> Group:
+        """This rank's group for a set that it is in. Collective over the set."""
+        topology, world = self._world.topology.subset(ranks), self._world.comm
+        if len(ranks) == 1:
+            return Group(self._settings, topology, backends_alone(), None)
+        comm: Any = world.Create_group(world.Get_group().Incl(ranks), number)
+        return Group(self._settings, topology, backends_over(comm, topology, self._settings), comm)
+
+
+def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) -> str:
+    """A sentence on what the ranks disagree about when they register sets; "" if they agree. Pure.
+
+    Args:
+        lists: For each rank the sets that it registers, each as ranks of the job.
+        from_comm: For each set whether some rank has made it from a communicator, which only its members know. Then all
+            ranks in a set must name the same ranks for it, and others may name another set in its place.
+    """
+    if len({len(sets) for sets in lists}) > 1:
+        return f"the ranks register different numbers of process sets: {_by_rank(str(len(sets)) for sets in lists)}."
+    for named, is_partly_known in zip(zip(*lists, strict=True), from_comm):
+        if any(named[member] != ranks for ranks in named for member in ranks) or \
+                (len(set(named)) > 1 and not is_partly_known):
+            return f"the ranks disagree on a process set: {_by_rank(str(list(ranks)) for ranks in named)}."
+    return ""
+
+
+def _by_rank(values: Iterable[str]) -> str:
+    where: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        where.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on ranks {rank_list(ranks)}" for value, ranks in where.items())

@@ -1,0 +1,42 @@
+"""Which rows of a tensor go to which rank, in reduce-scatters and all-to-alls. Pure."""
+
+import numpy as np
+
+from .errors import InvalidRequestError
+
+
+def rows_of_ranks(rows: int, size: int) -> list[int]:
+    """How many rows of a reduced tensor each rank gets. As in Horovod, the first `rows % size` ranks get one more."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def even_splits(name: str, rows: int, size: int) -> list[int]:
+    """The splits of an all-to-all in which all ranks get as many rows.
+
+    Raises:
+        InvalidRequestError: The rows cannot be divided so.
+    """
+    if rows % size:
+        raise InvalidRequestError(f"{name}: alltoall without splits needs a number of rows that is an even multiple of "
+                                  f"the {size} ranks. Received: {rows} rows. Pass splits=.")
+    return [rows // size] * size
+
+
+def received_rows(name: str, table: np.ndarray, rank: int) -> np.ndarray:
+    """How many rows `rank` receives from each rank in an all-to-all.
+
+    Args:
+        name: The name of the collective, for errors.
+        table: Row r has the number of rows of rank r's tensor, and how many of them it sends to each rank.
+        rank: This rank.
+
+    Raises:
+        InvalidRequestError: The splits of some rank are negative, or more than its rows. The same on all ranks.
+    """
+    for sender, (rows, *splits) in enumerate(table.tolist()):
+        if min(splits) < 0:
+            raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender} are negative: {splits}")
+        if sum(splits) > rows:
+            raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender}, {splits}, add up to more than "
+                                      f"the {rows} rows of its tensor.")
+    return table[:, 1 + rank]

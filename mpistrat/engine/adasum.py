@@ -1,0 +1,86 @@
+"""Adasum: combines gradients so that the parts that they have in common count once (Maleki et al., MLSys 2021).
+
+Two gradients a and b become `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`: their mean if they are equal, their sum if
+they are orthogonal. More ranks are combined in pairs, and the results in pairs again; a rank without a partner waits
+for the next level. Neighbours come first, so the ranks of a host are combined with each other before other hosts.
+
+Each rank works on one slice of each tensor, as in an all-reduce: it receives the slices of all ranks, and the ranks sum
+the dot products of their slices at each level. So the number of ranks may be any, and each byte travels as often as in
+an all-reduce. Dot products are in float64. The same bits result on all ranks, for each slice has one owner.
+
+Called by the executor, in the thread that drives.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..core.arithmetic import IDENTITY, Reduction, scaled_copy
+from ..core.dtypes import is_half
+from ..core.interfaces import DataPlane
+from ..core.request import ReduceOp
+
+
+def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+           prescale: float, postscale: float) -> None:
+    """Write the Adasum of all ranks' `sources` to `targets`, each tensor by itself. Collective.
+
+    Args:
+        data: The collectives.
+        rank: This rank.
+        size: How many ranks there are.
+        sources: Floating-point arrays; the same shapes and dtypes on all ranks.
+        targets: As many arrays, of the same shapes and dtypes.
+        prescale: Multiplies the sources.
+        postscale: Multiplies the results.
+    """
+    slices = [_slice_of_each_rank(data, rank, size, source, prescale) for source in sources]
+    while len(slices[0]) > 1:
+        slices = _combined(data, slices)
+    for source, target, (own,) in zip(sources, targets, slices, strict=True):
+        scaled_copy(own, postscale, own)
+        counts = _counts(source.size, size)
+        flat = target.reshape(-1)
+        data.allgather(own.astype(flat.dtype, copy=False), flat, counts)
+
+
+def _slice_of_each_rank(data: DataPlane, rank: int, size: int, source: np.ndarray,
+                        prescale: float) -> list[np.ndarray]:
+    """The slices that this rank owns, of the tensors of all ranks; half precision as float32."""
+    counts = _counts(source.size, size)
+    parts = np.empty((size, counts[rank]), source.dtype)
+    data.alltoall(source.reshape(-1), parts.reshape(-1), counts, [counts[rank]] * size)
+    wide = parts.astype(np.float32) if is_half(parts.dtype) else parts
+    scaled_copy(wide, prescale, wide)
+    return list(wide)
+
+
+def _combined(data: DataPlane, slices: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """One level: the slices of each tensor, with pairs combined. Collective."""
+    pairs = len(slices[0]) // 2
+    dots = np.array([[_dots(parts[2 * i], parts[2 * i + 1]) for i in range(pairs)] for parts in slices])
+    flat = dots.reshape(-1)
+    data.allreduce([flat], [flat], Reduction(ReduceOp.SUM, 1.0, IDENTITY))
+    results = []
+    for parts, dots_of_tensor in zip(slices, dots, strict=True):
+        pairwise = [_pair(parts[2 * i], parts[2 * i + 1], *dots_of_tensor[i]) for i in range(pairs)]
+        results.append(pairwise + parts[2 * pairs:])
+    return results
+
+
+def _dots(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
+    """a.b, |a|^2 and |b|^2 in float64."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(a @ b), float(a @ a), float(b @ b)
+
+
+def _pair(a: np.ndarray, b: np.ndarray, dot: float, norm_a: float, norm_b: float) -> np.ndarray:
+    """The Adasum of two tensors, given their dot products. A tensor of zeros leaves the other one as it is."""
+    of_a = 1.0 - dot / (2 * norm_a) if norm_a else 1.0
+    of_b = 1.0 - dot / (2 * norm_b) if norm_b else 1.0
+    return a * a.dtype.type(of_a) + b * b.dtype.type(of_b)
+
+
+def _counts(elements: int, size: int) -> list[int]:
+    """How many elements of a tensor each rank owns."""
+    return [elements * (rank + 1) // size - elements * rank // size for rank in range(size)]

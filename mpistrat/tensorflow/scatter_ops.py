@@ -1,0 +1,186 @@
+"""reducescatter and alltoall on TensorFlow tensors: eager, in tf.function, and differentiable.
+
+As in ops.py, calls of different ranks are matched by name, and signatures and semantics are Horovod's. Tensors on a GPU
+are copied to the host, and the results back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from ..api.process_sets import ProcessSet, global_process_set
+from ..core.errors import InvalidRequestError, MpistratError
+from ..core.request import Average, ReduceOp, Sum, alltoall_request, reducescatter_request, resolve_op, specs_of
+from ..core.rows import even_splits
+from .bridge import cpu
+from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
+from .compression import Compressed, Compression, Compressor
+from .ops import Reducible, as_tensor, gather_list, number_of, topology_of, wire_name, without_autograph
+from .types import OptionalGradient, Tensor
+
+
+@without_autograph
+def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[Compressor] = Compression.none,
+                  op: ReduceOp | None = Average, name: str | None = None,
+                  process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
+                  prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> tf.Tensor:
+    """Return this rank's rows of the reduction of `tensor` over all ranks. Collective, differentiable.
+
+    The rows are dealt out in rank order. Where they do not divide evenly, the first ranks get one more. As in Horovod,
+    the gradient is that of the ranks' sum: the gathered gradients, times the number of ranks for Sum.
+
+    Args:
+        tensor: A tensor of at least one dimension, the same shape and dtype on all ranks.
+        device_dense: Accepted for compatibility with Horovod, ignored.
+        compression: One of Compression.
+        op: Average (the default) or Sum.
+        name: Identifies the collective on all ranks.
+        process_set: The ranks that take part. An average divides by their number.
+        ignore_name_scope: Leave name scopes out of the name.
+        prescale_factor: Multiplies every value before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Raises:
+        As allreduce. A scalar, and an `op` other than Average and Sum, are InvalidRequestError.
+    """
+    number = number_of(process_set, "Reducescatter")
+    tensor = _dense(tensor, "reducescatter")
+    return _reducescatter([tensor], compression, op, wire_name("reducescatter", tensor, name, ignore_name_scope),
+                          number, prescale_factor, postscale_factor)[0]
+
+
+@without_autograph
+def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
+                          compression: type[Compressor] = Compression.none, op: ReduceOp | None = Average,
+                          process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                          postscale_factor: float = 1.0, name: str | None = None,
+                          ignore_name_scope: bool = False) -> list[tf.Tensor]:
+    """As reducescatter, for a list of tensors in one collective. Dtypes may differ; `[]` gives `[]`."""
+    number = number_of(process_set, "Reducescatter")
+    dense = [_dense(tensor, "reducescatter") for tensor in tensors]
+    if not dense:
+        return []
+    return _reducescatter(dense, compression, op, wire_name("grouped_reducescatter", dense[0], name, ignore_name_scope),
+                          number, prescale_factor, postscale_factor)
+
+
+def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], op: ReduceOp | None, name: str,
+                   process_set: int, prescale: float, postscale: float) -> list[tf.Tensor]:
+    op = resolve_op(op, None)
+    compressed = Compressed(list(tensors), compression)
+    gradient = ReduceScatterGradient(name, int(op), float(prescale), float(postscale), process_set)
+    scattered = with_gradient(lambda *values: _scatter_list(values, op, name, process_set, prescale, postscale),
+                              gradient, compressed.tensors)
+    return compressed.restored(scattered)
+
+
+def _scatter_list(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, process_set: int, prescale: float,
+                  postscale: float) -> list[tf.Tensor]:
+    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    return cpu.run(lambda arrays: reducescatter_request(name, specs_of(arrays), op, prescale, postscale,
+                                                        process_set=process_set), _on_host(tensors), shapes)
+
+
+@dataclass(frozen=True)
+class ReduceScatterGradient(Gradient):
+    """The gathered gradients, times the factors, and times the number of ranks for Sum: Horovod's convention."""
+
+    name: str
+    op: int
+    prescale: float
+    postscale: float
+    process_set: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        factor = self.prescale * self.postscale
+        if self.op == Sum:
+            factor *= topology_of(self.process_set).size
+        gathered = gather_list(upstream, name_of_gradient(self.name), self.process_set)
+        return [each * tf.cast(factor, each.dtype) for each in gathered]
+
+
+@without_autograph
+def alltoall(tensor: Reducible, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
+             process_set: ProcessSet = global_process_set) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
+    """Send rows of `tensor` to each rank, and return those that all ranks have sent here. Collective, differentiable.
+
+    Args:
+        tensor: A tensor of at least one dimension. The first dimension may differ among ranks.
+        splits: How many rows each rank gets, in rank order: 1-D integers. They may add up to less than all rows.
+            Default: all get as many, and the number of rows must be divisible by the number of ranks.
+        name: Identifies the collective on all ranks.
+        ignore_name_scope: Leave name scopes out of the name.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and the number of rows
+        from each rank (1-D int32).
+
+    Raises:
+        As allreduce. Splits that are negative, or more than the rows, are InvalidRequestError on all ranks.
+    """
+    number = number_of(process_set, "Alltoall")
+    tensor = _dense(tensor, "alltoall")
+    name = wire_name("alltoall", tensor, name, ignore_name_scope)
+    size = topology_of(number).size
+    counts = _even(name, tensor, size) if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
+    received: list[tf.Tensor] = []
+
+    def exchange(rows: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
+        data, of_ranks = _exchange(rows, counts, name, number)
+        received.append(of_ranks)
+        return [data]
+
+    result, = with_gradient(exchange, AllToAllGradient(name, number), [tensor, counts])
+    return result if splits is None else (result, received[0])
+
+
+def _even(name: str, tensor: tf.Tensor, size: int) -> tf.Tensor:
+    """The splits that give all ranks as many rows. In a graph an uneven number of rows is found when it runs."""
+    if tensor.shape.rank and tensor.shape[0] is not None:
+        try:
+            return tf.constant(even_splits(name, int(tensor.shape[0]), size), tf.int32)
+        except MpistratError as error:
+            raise cpu.as_tf_error(error) from error
+    rows = tf.shape(tensor)[0] if tensor.shape.rank != 0 else 0
+    # The splits of an uneven number add up to more than the rows, which is an error on all ranks.
+    return tf.fill([size], -(-rows // size))
+
+
+def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
+    size = topology_of(process_set).size
+    shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]) if tensor.shape.rank else tensor.shape
+    rows, received = cpu.run(lambda arrays: alltoall_request(name, specs_of(arrays), size, process_set=process_set),
+                             _on_host([tensor, splits]), [shape, tf.TensorShape([size])])
+    return rows, received
+
+
+@dataclass(frozen=True)
+class AllToAllGradient(Gradient):
+    """The gradients of the rows that this rank has sent, sent back by the ranks that have received them."""
+
+    name: str
+    process_set: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[OptionalGradient]:
+        name, (tensor, splits) = name_of_gradient(self.name), values
+        received, _ = _exchange(splits, tf.ones_like(splits), f"{name}/splits", self.process_set)
+        returned, _ = _exchange(upstream[0], received, name, self.process_set)
+        unsent = tf.shape(tensor)[0] - tf.shape(returned)[0]  # Rows that no rank has received.
+        padding = tf.concat([[[0, unsent]], tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)], 0)
+        return [tf.ensure_shape(tf.pad(returned, padding), tensor.shape), None]
+
+
+def _dense(tensor: Reducible, operation: str) -> tf.Tensor:
+    if isinstance(tensor, tf.IndexedSlices):
+        raise cpu.as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices; convert them to a "
+                                                  "tensor first."))
+    return as_tensor(tensor)
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[tf.Tensor]:
+    with tf.device("CPU:0"):
+        return [tf.identity(tensor) if "GPU" in tensor.device else tensor for tensor in tensors]
+

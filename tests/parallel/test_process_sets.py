@@ -1,0 +1,194 @@
+"""Process sets: collectives among some of the ranks, in any order, and what is wrong input."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.core.errors import InvalidRequestError, MismatchError
+
+
+@pytest.fixture
+def two_sets(rank: int, size: int) -> Iterator[tuple[mpistrat.ProcessSet, mpistrat.ProcessSet]]:
+    """All ranks but the last, and all but the first: with three ranks they overlap."""
+    first = mpistrat.add_process_set(range(size - 1))
+    last = mpistrat.add_process_set(range(1, size))
+    yield first, last
+    assert mpistrat.remove_process_set(last)
+    assert mpistrat.remove_process_set(first)
+
+
+def test_every_collective_on_arrays_runs_in_a_set(rank: int, size: int, two_sets: tuple) -> None:
+    for process_set in two_sets:
+        if not process_set.included():
+            continue
+        ranks, n = process_set.ranks, process_set.size()
+        own = np.full(3, rank, np.float32)
+        assert mpistrat.allreduce(own, op=mpistrat.Sum, process_set=process_set).tolist() == [sum(ranks)] * 3
+        assert mpistrat.allreduce(own, process_set=process_set).tolist() == [np.float32(sum(ranks) / n)] * 3
+        assert mpistrat.allgather(own[:1], process_set=process_set).tolist() == ranks
+        assert mpistrat.broadcast(own, ranks[-1], process_set=process_set).tolist() == [ranks[-1]] * 3
+        assert mpistrat.broadcast_object({"from": rank}, ranks[-1], process_set=process_set) == {"from": ranks[-1]}
+        assert mpistrat.allgather_object(rank, process_set=process_set) == ranks
+        mpistrat.barrier(process_set=process_set)
+        assert process_set.rank() == ranks.index(rank)
+
+
+def test_overlapping_sets_run_in_any_order(rank: int, size: int, two_sets: tuple) -> None:
+    mine = [each for each in two_sets if each.included()]
+    order = mine if rank % 2 else mine[::-1]
+    for turn in range(20):
+        pending = {id(each): mpistrat.allreduce_async(np.full(2000 * turn + 1, rank), op=mpistrat.Sum,
+                                                      name=f"turn{turn}", process_set=each) for each in order}
+        everybody = mpistrat.allreduce(np.array([rank]), op=mpistrat.Sum)
+        assert everybody.tolist() == [size * (size - 1) // 2]
+        for each in order[::-1]:
+            assert set(pending[id(each)].wait().tolist()) == {sum(each.ranks)}
+
+
+def test_a_set_runs_while_another_waits(rank: int, size: int, two_sets: tuple) -> None:
+    """The last rank enters the set of the other ranks' collective late; the global one must not wait for it."""
+    first, _ = two_sets
+    if first.included():
+        late = mpistrat.allreduce_async(np.ones(2), name="late", process_set=first)
+    for _ in range(5):
+        mpistrat.barrier()
+    if first.included():
+        assert late.wait().tolist() == [1.0, 1.0]
+
+
+def test_threads_use_sets_at_the_same_time(rank: int, size: int, two_sets: tuple) -> None:
+    results: dict[int, list[float]] = {}
+
+    def reduce_in(place: int, process_set: mpistrat.ProcessSet) -> None:
+        for turn in range(30):
+            got = mpistrat.allreduce(np.full(500, rank + turn), op=mpistrat.Sum, process_set=process_set)
+            results.setdefault(place, []).append(float(got[0]) - turn * process_set.size())
+
+    threads = [threading.Thread(target=reduce_in, args=(place, each))
+               for place, each in enumerate((*two_sets, mpistrat.global_process_set)) if each.included()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, each in enumerate((*two_sets, mpistrat.global_process_set)):
+        if each.included():
+            assert results[place] == [sum(each.ranks)] * 30
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_tensors_and_gradients_in_a_set(rank: int, size: int, two_sets: tuple, graph: bool) -> None:
+    for process_set in two_sets:
+        if not process_set.included():
+            continue
+        ranks, n, root = process_set.ranks, process_set.size(), process_set.ranks[-1]
+        variable = tf.Variable([float(rank), 1.0])
+
+        def step(variable=variable, process_set=process_set, root=root) -> tuple:
+            with tf.GradientTape(persistent=True) as tape:
+                total = hvd.allreduce(variable, op=hvd.Sum, process_set=process_set, name="total")
+                together = hvd.allgather(variable, process_set=process_set, name="together")
+                sent = hvd.broadcast(variable, root, process_set=process_set, name="sent")
+            weights = tf.range(1.0, 2.0 * len(process_set.ranks) + 1)
+            return (total, together, sent, tape.gradient(total, variable),
+                    tape.gradient(together, variable, output_gradients=weights), tape.gradient(sent, variable))
+
+        total, together, sent, *gradients = (tf.function(step) if graph else step)()
+        assert total.numpy().tolist() == [sum(ranks), n]
+        assert together.numpy().reshape(-1, 2)[:, 0].tolist() == ranks
+        assert sent.numpy().tolist() == [root, 1.0]
+        assert gradients[0].numpy().tolist() == [n, n]
+        place = process_set.rank()
+        assert gradients[1].numpy().tolist() == [2.0 * place + 1, 2.0 * place + 2]
+        assert gradients[2].numpy().tolist() == ([1.0, 1.0] if rank == root else [0.0, 0.0])
+
+
+def test_variables_are_broadcast_in_a_set(rank: int, size: int, two_sets: tuple) -> None:
+    variable = tf.Variable([float(rank)])
+    first, _ = two_sets
+    if first.included():
+        hvd.broadcast_variables([variable], root_rank=first.ranks[-1], process_set=first)
+    assert variable.numpy().tolist() == [size - 2 if first.included() else rank]
+
+
+def test_one_name_in_two_sets_is_two_collectives(rank: int, size: int, two_sets: tuple) -> None:
+    handles = [(each, mpistrat.allreduce_async(np.array([rank]), op=mpistrat.Sum, name="same", process_set=each))
+               for each in (*two_sets, mpistrat.global_process_set) if each.included()]
+    for each, handle in handles:
+        assert handle.wait().tolist() == [sum(each.ranks)]
+
+
+def test_ranks_outside_are_refused(rank: int, size: int, two_sets: tuple) -> None:
+    for process_set in two_sets:
+        if process_set.included():
+            continue
+        assert process_set.rank() is None and process_set.size() == size - 1
+        with pytest.raises(InvalidRequestError, match=r"not a member of the provided process set, whose ranks are \["):
+            mpistrat.allreduce(np.ones(1), process_set=process_set)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Allgather: this rank is not a member"):
+            hvd.allgather(tf.ones(1), process_set=process_set)
+
+
+def test_a_mismatch_in_a_set_names_ranks_of_the_job(rank: int, size: int, two_sets: tuple) -> None:
+    _, last = two_sets
+    if last.included() and last.size() > 1:
+        with pytest.raises(MismatchError, match=rf"shape: \(1,\) on ranks \[1\].*on ranks \[{size - 1}\]"):
+            mpistrat.allreduce(np.ones(1 if rank == 1 else 2), process_set=last, name="differs")
+        with pytest.raises(MismatchError, match=rf"root rank: 1 on ranks \[1\]; {size - 1} on ranks \[{size - 1}\]"):
+            mpistrat.broadcast(np.ones(1), rank, process_set=last, name="differs")
+        with pytest.raises(InvalidRequestError, match="invalid root rank 0"):
+            mpistrat.broadcast(np.ones(1), 0, process_set=last)
+
+
+def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: int) -> None:
+    for wrong, text in (([], "at least one rank"), ([size], "at least one rank"), (range(size), "registered already"),
+                        ([rank], "disagree"), ([0] if rank else [1], "disagree")):
+        with pytest.raises(ValueError, match=text):
+            mpistrat.add_process_set(wrong)
+    for wrong in ([0, 0], ["0"], [0.5], [True], "01", 1.0, [-1]):
+        with pytest.raises(ValueError, match="different ranks"):
+            mpistrat.ProcessSet(wrong)
+    added = mpistrat.add_process_set([0])
+    assert added.process_set_id == 1
+    with pytest.raises(ValueError, match="as set 1"):
+        mpistrat.add_process_set([0])
+    assert mpistrat.remove_process_set(added)
+    assert not mpistrat.remove_process_set(added)
+    assert not mpistrat.remove_process_set(mpistrat.global_process_set)
+    with pytest.raises(InvalidRequestError, match="has not been registered"):
+        mpistrat.barrier(process_set=added)
+
+
+def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two_sets: tuple) -> None:
+    with pytest.raises(InvalidRequestError, match=r"disagree on the process set to remove: set 1 on ranks \[0\]"):
+        mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
+
+
+def test_a_communicator_makes_a_set_on_each_side(rank: int, size: int) -> None:
+    from mpi4py import MPI
+    halves = MPI.COMM_WORLD.Split(rank % 2)
+    process_set = mpistrat.add_process_set(mpistrat.ProcessSet(halves))
+    assert process_set.ranks == list(range(rank % 2, size, 2))
+    assert mpistrat.allreduce(np.array([rank]), op=mpistrat.Sum, process_set=process_set) == sum(process_set.ranks)
+    assert mpistrat.remove_process_set(process_set)
+    halves.Free()
+
+
+def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> None:
+    mpistrat.shutdown()
+    process_set = mpistrat.ProcessSet([size - 1])
+    assert process_set.size() is process_set.rank() is process_set.included() is None
+    mpistrat.init(process_sets=[process_set])
+    assert process_set.process_set_id == 1 and process_set.included() == (rank == size - 1)
+    if process_set.included():
+        assert mpistrat.allgather(np.ones(1), process_set=process_set).tolist() == [1.0]
+    mpistrat.shutdown()
+    assert process_set.process_set_id is None
+    with pytest.raises(ValueError, match="not been initialized"):
+        mpistrat.global_process_set.size()
+    mpistrat.init(process_sets="dynamic")
+    assert mpistrat.global_process_set.ranks == list(range(size))

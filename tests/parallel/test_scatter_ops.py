@@ -1,0 +1,271 @@
+"""Reduce-scatter, all-to-all, grouped gathers and Adasum on arrays and tensors, against numpy."""
+
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.core.errors import InvalidRequestError, MismatchError
+from mpistrat.core.rows import rows_of_ranks
+
+DTYPES = ["int32", "int64", "float16", "float32", "float64", ml_dtypes.bfloat16]
+
+
+def eager(step: Callable) -> Callable:
+    return step
+
+
+each_way = pytest.mark.parametrize("way", [eager, tf.function], ids=["eager", "graph"])
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: object = "float32") -> np.ndarray:
+    """Small whole numbers, other ones on every rank."""
+    return ((np.arange(math.prod(shape)) * 7 + 3 * rank) % 11 + rank).reshape(shape).astype(dtype)
+
+
+def own_rows(total: np.ndarray, rank: int, size: int) -> np.ndarray:
+    ends = np.cumsum(rows_of_ranks(len(total), size))
+    return total[ends[rank] - rows_of_ranks(len(total), size)[rank]:ends[rank]]
+
+
+# -- reduce-scatter -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("shape", [(1,), (5, 3), (12,), (0, 2), (70_001, 2)], ids=str)
+def test_each_rank_gets_its_rows_of_the_sum(dtype: object, shape: tuple, rank: int, size: int) -> None:
+    total = np.sum([of_rank(r, shape, np.float64) for r in range(size)], 0).astype(dtype)
+    result = mpistrat.reducescatter(of_rank(rank, shape, dtype), op=mpistrat.Sum)
+    assert result.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(result, own_rows(total, rank, size))
+
+
+def test_factors_and_averages_are_those_of_allreduce(rank: int, size: int) -> None:
+    values = np.random.default_rng(rank).normal(size=(9, 4)).astype(np.float32)
+    for op in (mpistrat.Sum, mpistrat.Average):
+        whole = mpistrat.allreduce(values, op=op, prescale_factor=0.5, postscale_factor=3.0)
+        rows = mpistrat.reducescatter(values, op=op, prescale_factor=0.5, postscale_factor=3.0)
+        np.testing.assert_allclose(rows, own_rows(whole, rank, size), rtol=1e-6)
+
+
+def test_groups_may_have_several_dtypes(rank: int, size: int) -> None:
+    results = mpistrat.grouped_reducescatter([of_rank(rank, (4,)), of_rank(rank, (5, 2), "int64")], op=mpistrat.Sum)
+    for result, shape, dtype in zip(results, ((4,), (5, 2)), ("float32", "int64")):
+        np.testing.assert_array_equal(
+            result, own_rows(np.sum([of_rank(r, shape, dtype) for r in range(size)], 0), rank, size))
+    assert mpistrat.grouped_reducescatter([]) == []
+
+
+@each_way
+def test_tensors_are_scattered_and_have_gradients(way: Callable, rank: int, size: int) -> None:
+    value = tf.Variable(of_rank(rank, (5, 2)))
+
+    def step() -> tuple:
+        with tf.GradientTape(persistent=True) as tape:
+            summed = hvd.reducescatter(value, op=hvd.Sum, name="summed", postscale_factor=2.0)
+            mean, = hvd.grouped_reducescatter([value], name="mean")
+        weights = tf.cast(tf.range(1 + rank, 1 + rank + tf.shape(summed)[0]), tf.float32)[:, None] * tf.ones([1, 2])
+        return (summed, mean, tape.gradient(summed, value, output_gradients=weights),
+                tape.gradient(mean, value, output_gradients=weights))
+
+    summed, mean, of_sum, of_mean = way(step)()
+    total = np.sum([of_rank(r, (5, 2)) for r in range(size)], 0)
+    np.testing.assert_array_equal(summed, 2 * own_rows(total, rank, size))
+    np.testing.assert_allclose(mean, own_rows(total / np.float32(size), rank, size), rtol=1e-6)
+    weights = np.concatenate([np.arange(1 + r, 1 + r + rows_of_ranks(5, size)[r]) for r in range(size)])
+    np.testing.assert_array_equal(of_sum, np.stack([weights, weights], 1) * 2.0 * size)
+    np.testing.assert_array_equal(of_mean, np.stack([weights, weights], 1))
+
+
+def test_static_shapes_leave_the_rows_open(size: int) -> None:
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        scattered, gathered, exchanged = hvd.reducescatter(x), hvd.grouped_allgather([x])[0], hvd.alltoall(x)
+        for result in (scattered, gathered, exchanged):
+            assert result.shape.as_list() == [None, 3]
+        return scattered
+
+    step(tf.ones([2 * size, 3]))
+
+
+# -- all-to-all -----------------------------------------------------------------------------------------------------
+
+
+def splits_of(rank: int, size: int) -> list[int]:
+    """Other splits on each rank, some of them 0."""
+    return [(rank + 2 * other) % 3 for other in range(size)]
+
+
+def received_by(rank: int, size: int, columns: int, dtype: object) -> tuple[np.ndarray, list[int]]:
+    blocks = []
+    for sender in range(size):
+        splits = splits_of(sender, size)
+        first = sum(splits[:rank])
+        blocks.append(of_rank(sender, (sum(splits) + 1, columns), dtype)[first:first + splits[rank]])
+    return np.concatenate(blocks), [len(block) for block in blocks]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "complex64", *DTYPES], ids=lambda d: np.dtype(d).name)
+def test_rows_go_to_the_ranks_of_the_splits(dtype: object, rank: int, size: int) -> None:
+    splits = splits_of(rank, size)
+    rows, received = mpistrat.alltoall(of_rank(rank, (sum(splits) + 1, 3), dtype), splits)
+    expected, counts = received_by(rank, size, 3, dtype)
+    assert rows.dtype == np.dtype(dtype) and received.dtype == np.int32
+    np.testing.assert_array_equal(rows, expected)
+    assert received.tolist() == counts
+
+
+def test_without_splits_all_ranks_get_as_many_rows(rank: int, size: int) -> None:
+    rows = mpistrat.alltoall(np.arange(2 * size) + 100 * rank)
+    assert rows.tolist() == [100 * sender + 2 * rank + i for sender in range(size) for i in range(2)]
+    assert mpistrat.alltoall(np.ones((0, 2))).shape == (0, 2)
+
+
+def test_large_parts_go_in_pieces(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.transport.mpi import data
+    monkeypatch.setattr(data, "MPI_PIECE_BYTES", 1000)
+    values = np.arange(1003 * size, dtype=np.int64) + 10**6 * rank
+    rows = mpistrat.alltoall(values)
+    mine = np.arange(1003 * rank, 1003 * (rank + 1))
+    np.testing.assert_array_equal(rows, np.concatenate([mine + 10**6 * sender for sender in range(size)]))
+    np.testing.assert_array_equal(mpistrat.reducescatter(values, op=mpistrat.Sum),
+                                  mine * size + 10**6 * sum(range(size)))
+
+
+@each_way
+def test_tensors_are_exchanged_and_have_gradients(way: Callable, rank: int, size: int) -> None:
+    splits = splits_of(rank, size)
+    value = tf.Variable(of_rank(rank, (sum(splits) + 1, 2)))
+
+    def step() -> tuple:
+        with tf.GradientTape() as tape:
+            rows, received = hvd.alltoall(value, splits, name="exchange")
+        return rows, received, tape.gradient(rows, value, output_gradients=tf.fill(tf.shape(rows), 1.0 + rank))
+
+    rows, received, gradient = way(step)()
+    expected, counts = received_by(rank, size, 2, "float32")
+    np.testing.assert_array_equal(rows, expected)
+    assert received.numpy().tolist() == counts
+    receivers = [float(1 + other) for other in range(size) for _ in range(splits[other])]
+    np.testing.assert_array_equal(gradient, np.stack([[*receivers, 0.0]] * 2, 1))
+
+
+@each_way
+def test_wrong_splits_are_errors_on_all_ranks(way: Callable, rank: int, size: int, restart: Callable) -> None:
+    for wrong, text in (([-1] + [0] * (size - 1), "rank 0 are negative"), ([9] * size, "more than the 2 rows")):
+        splits = wrong if rank == 0 else [0] * size
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            way(lambda splits=splits: hvd.alltoall(tf.ones([2, 2]), splits, name="wrong"))()
+    assert hvd.allreduce(1.0, op=hvd.Sum) == size
+
+
+def test_ranks_that_disagree_get_an_error_that_names_them(rank: int) -> None:
+    with pytest.raises(MismatchError, match=r"the ranks disagree on shape of tensor 0: \(any, 3\) on ranks \[0\]"):
+        mpistrat.alltoall(np.ones((6, 2 if rank else 3)))
+    with pytest.raises(MismatchError, match=r"reducescatter: the ranks disagree on shape: \(1,\) on ranks \[0\]"):
+        mpistrat.reducescatter(np.ones(2 if rank else 1))
+    with pytest.raises(MismatchError, match=r"kind of collective: alltoall on ranks \[0\]; reducescatter on ranks"):
+        (mpistrat.reducescatter if rank else mpistrat.alltoall)(np.ones(6), name="same")
+
+
+# -- grouped all-gather, broadcast_ ------------------------------------------------------------------------------------
+
+
+@each_way
+def test_gathers_in_groups(way: Callable, rank: int, size: int) -> None:
+    first, second = tf.Variable(of_rank(rank, (rank + 1, 2))), tf.Variable(of_rank(rank, (2,)))
+
+    def step() -> tuple:
+        with tf.GradientTape() as tape:
+            gathered = hvd.grouped_allgather([first, tf.constant([rank]), second], name="grouped")
+        return gathered, tape.gradient([gathered[0], gathered[2]], [first, second])
+
+    gathered, gradients = way(step)()
+    np.testing.assert_array_equal(gathered[0], np.concatenate([of_rank(r, (r + 1, 2)) for r in range(size)]))
+    assert gathered[1].numpy().tolist() == list(range(size))
+    np.testing.assert_array_equal(gathered[2], np.concatenate([of_rank(r, (2,)) for r in range(size)]))
+    np.testing.assert_array_equal(gradients[0], np.ones((rank + 1, 2)))
+    np.testing.assert_array_equal(gradients[1], np.ones(2))
+    assert hvd.grouped_allgather([]) == []
+
+
+@each_way
+def test_variables_are_assigned_in_place(way: Callable, rank: int, size: int) -> None:
+    variables = [tf.Variable(of_rank(rank, (3,))), tf.Variable(rank)]
+    values = way(lambda: hvd.broadcast_(variables, size - 1, name="assigned"))()
+    for value, variable, expected in zip(values, variables, (of_rank(size - 1, (3,)), size - 1), strict=True):
+        np.testing.assert_array_equal(value, expected)
+        np.testing.assert_array_equal(variable, expected)
+
+
+# -- sparse -----------------------------------------------------------------------------------------------------------
+
+
+@each_way
+def test_duplicate_indices_are_merged_before_they_travel(way: Callable, rank: int, size: int) -> None:
+    reduced = way(lambda: hvd.allreduce(tf.IndexedSlices(
+        tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, rank, 7]), tf.constant([9, 1])), op=hvd.Sum))()
+    assert reduced.indices.numpy().tolist() == [i for r in range(size) for i in (7, r)]
+    assert reduced.values.numpy().ravel().tolist() == [5.0, 2.0] * size
+
+
+# -- Adasum -----------------------------------------------------------------------------------------------------------
+
+
+def adasum_of(parts: list[np.ndarray]) -> np.ndarray:
+    """The paper's formula in float64, in pairs of neighbours."""
+    while len(parts) > 1:
+        pairs = []
+        for a, b in zip(parts[::2], parts[1::2]):
+            dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
+            pairs.append((1 - dot / (2 * of_a) if of_a else 1) * a + (1 - dot / (2 * of_b) if of_b else 1) * b)
+        parts = pairs + (parts[-1:] if len(parts) % 2 else [])
+    return parts[0]
+
+
+@pytest.mark.parametrize("dtype, rtol", [("float64", 1e-12), ("float32", 1e-5), ("float16", 1e-2),
+                                         (ml_dtypes.bfloat16, 1e-1)], ids=["f64", "f32", "f16", "bf16"])
+def test_adasum_is_the_papers_formula_per_tensor(dtype: object, rtol: float, rank: int, size: int) -> None:
+    def tensors(r: int) -> list[np.ndarray]:
+        random = np.random.default_rng(r)
+        return [random.normal(size=shape).astype(dtype) for shape in ((5, 3), (1,), (), (1000,))]
+
+    results = mpistrat.grouped_allreduce(tensors(rank), op=mpistrat.Adasum)
+    for i, result in enumerate(results):
+        expected = adasum_of([np.asarray(tensors(r)[i], np.float64) for r in range(size)])
+        np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=rtol, atol=rtol)
+    digests = mpistrat.allgather_object([result.tobytes() for result in results])
+    assert all(other == digests[0] for other in digests)
+
+
+def test_equal_gradients_are_averaged_and_orthogonal_ones_added(rank: int, size: int) -> None:
+    same = mpistrat.allreduce(np.array([3.0, 4.0]), op=mpistrat.Adasum)
+    np.testing.assert_allclose(same, [3.0, 4.0])
+    unit = np.eye(size)[rank]
+    np.testing.assert_allclose(mpistrat.allreduce(unit, op=mpistrat.Adasum), np.ones(size))
+    zeros = mpistrat.allreduce(np.zeros(2) if rank else np.ones(2), op=mpistrat.Adasum)
+    np.testing.assert_allclose(zeros, [1.0, 1.0])
+
+
+@each_way
+def test_adasum_of_many_small_tensors_is_per_tensor(way: Callable, rank: int, size: int) -> None:
+    values = [of_rank(rank, (3,)) * (i + 1) for i in range(5)]
+    reduced = way(lambda: hvd.grouped_allreduce([tf.constant(v) for v in values], op=hvd.Adasum, prescale_factor=2.0,
+                                                postscale_factor=0.25, name="adasum"))()
+    for i, result in enumerate(reduced):
+        expected = adasum_of([2.0 * of_rank(r, (3,), np.float64) * (i + 1) for r in range(size)]) / 4
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_scalars_and_wrong_operations_are_refused() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="does not support scalar inputs"):
+        hvd.reducescatter(1.0)
+    with pytest.raises(InvalidRequestError, match="reducescatter supports Average and Sum"):
+        hvd.reducescatter(tf.ones([2]), op=hvd.Min)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="does not take"):
+        hvd.alltoall(tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0])))
