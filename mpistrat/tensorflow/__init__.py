@@ -34,8 +34,6 @@ from .ops import (
 from .pin_gpu import init as init  # in place of that of api.common
 from .pin_gpu import pin_gpu
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
-from .pin_gpu import pin_gpu
-from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 
 __all__ = [
     "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver", "MPIStrategy",  # noqa: F405

@@ -9,7 +9,7 @@ from ..core.errors import InvalidRequestError
 from ..core.request import Average, ReduceOp, resolve_op
 from .compression import Compressed, Compressor
 from .identity import IdentitySet
-from .ops import reduce_dense, reduce_mixed
+from .lists import reduce_dense, reduce_mixed
 from .types import OptionalGradient, Tensor, Variable
 
 

@@ -17,7 +17,8 @@ from ..core.rows import even_splits
 from .bridge import cpu
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
-from .ops import Reducible, as_tensor, gather_list, number_of, topology_of, wire_name, without_autograph
+from .lists import gather_list, number_of, topology_of
+from .ops import Reducible, as_tensor, wire_name, without_autograph
 from .types import OptionalGradient, Tensor
 
 

@@ -20,7 +20,7 @@ from ...core.request import Average, Sum
 from ...core.tuning import BUCKET_BYTES
 from ..bridge.buckets import reduce_list
 from ..bridge.program_order import token
-from ..ops import broadcast_list, gather_list, reduce_mixed
+from ..lists import broadcast_list, gather_list, reduce_mixed
 from ..types import Tensor, TensorLike
 from . import threads
 

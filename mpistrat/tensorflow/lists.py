@@ -1,0 +1,164 @@
+"""Reductions and gathers of lists of tensors, with gradients: what the collectives and the gradient reducer share.
+
+Process sets are ids here, see Request. All functions are collective unless their docstring says otherwise.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import tensorflow as tf
+
+from ..api import runtime
+from ..api.process_sets import ProcessSet, resolved
+from ..core.errors import MpistratError
+from ..core.request import Average, ReduceOp, Sum, allgather_request, broadcast_request, specs_of
+from ..core.topology import Topology
+from .bridge import cpu, gpu_graph
+from .bridge.buckets import reduce_list
+from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
+from .types import Tensor
+
+
+def number_of(process_set: ProcessSet | None, operation: str) -> int:
+    """The id of a process set that this rank is in. Raises InvalidRequestError if it is in none; names `operation`."""
+    try:
+        found = resolved(process_set)
+        found.group(operation)
+    except MpistratError as error:
+        raise cpu.as_tf_error(error) from error
+    assert found.process_set_id is not None
+    return found.process_set_id
+
+
+def topology_of(process_set: int) -> Topology:
+    """The ranks of a process set that this rank is in."""
+    return runtime.current().registry.groups[process_set].topology
+
+
+def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
+                 reduce: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]], prescale: float = 1.0,
+                 postscale: float = 1.0, labels: Sequence[str] = (), numbers: Sequence[int] = (),
+                 process_set: int = 0) -> list[Tensor]:
+    """Reduce dense tensors by one call of `reduce`, and each tf.IndexedSlices by gathering. Collective.
+
+    Args:
+        tensors: Dense tensors and tf.IndexedSlices.
+        op: How to reduce.
+        name: The name by which the ranks match the operation.
+        reduce: Called with the dense tensors and their labels.
+        prescale, postscale: For the slices, which refuse other factors than 1.
+        labels: What users call the tensors, for error messages.
+        numbers: The number of each tensor in the names of sparse ones, if that is not its place.
+        process_set: The id of the process set.
+    """
+    results = list(tensors)
+    dense = []
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            results[i] = reduce_slices(tensor, op, prescale, postscale, f"{name}/{numbers[i] if numbers else i}",
+                                       process_set)
+        else:
+            dense.append(i)
+    reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [])
+    for i, tensor in zip(dense, reduced, strict=True):
+        results[i] = tensor
+    return results
+
+
+def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
+                 labels: Sequence[str] = (), may_wait: bool = True, wire_dtype: str = "",
+                 process_set: int = 0) -> list[tf.Tensor]:
+    """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
+    if not tensors:
+        return []
+
+    def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
+        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire_dtype=wire_dtype,
+                           process_set=process_set)
+
+    return with_gradient(reduced, ReduceGradient(name, int(op), float(prescale), float(postscale), tuple(labels),
+                                                 may_wait, wire_dtype, process_set), tensors)
+
+
+@dataclass(frozen=True)
+class ReduceGradient(Gradient):
+    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
+
+    name: str
+    op: int
+    prescale: float
+    postscale: float
+    labels: Sequence[str]
+    may_wait: bool
+    wire_dtype: str
+    process_set: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return reduce_dense(upstream, ReduceOp(self.op), self.prescale, self.postscale, name_of_gradient(self.name),
+                            self.labels, self.may_wait, self.wire_dtype, self.process_set)
+
+
+def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, name: str,
+                  process_set: int = 0) -> tf.IndexedSlices:
+    """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective."""
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
+    if prescale != 1.0 or postscale != 1.0:
+        raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
+                                  "sparse_as_dense=True, or tf.convert_to_tensor.")
+    slices = merged(slices)
+    values, = gather(f"{name}/values", [slices.values], process_set)
+    indices, = gather(f"{name}/indices", [slices.indices], process_set)
+    if op is Average:
+        values = values / tf.cast(topology_of(process_set).size, values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The slices with one row for each index, the sum of its rows: fewer bytes to send. Local, differentiable."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int) -> list[tf.Tensor]:
+    """As gather_list, but differentiable."""
+    return with_gradient(lambda *values: gather_list(values, name, process_set), GatherGradient(name, process_set),
+                         tensors)
+
+
+@dataclass(frozen=True)
+class GatherGradient(Gradient):
+    """This rank's parts of the averages of the ranks' gradients."""
+
+    name: str
+    process_set: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        name = name_of_gradient(self.name)
+        own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
+        means = reduce_list(upstream, name, Average, process_set=self.process_set)
+        rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
+        before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
+        return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
+
+
+def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0) -> list[tf.Tensor]:
+    """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable."""
+    device = gpu_graph.device_of(tensors)
+    has_rows = all(t.shape.rank for t in tensors)
+    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name,
+                                                                 process_set=process_set)
+    return run(lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors,
+               [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
+
+
+def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
+                   process_set: int = 0) -> list[tf.Tensor]:
+    """Root_rank's values of dense tensors, in one collective. Collective."""
+    ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
+    wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
+    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
+    return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
+                                                process_set=process_set), tensors, [t.shape for t in tensors])
