@@ -23,9 +23,10 @@ from ..tensorflow.pin_gpu import init as init  # in place of that of api.common
 from . import callbacks
 from .ops import allgather, allreduce, broadcast, load_model
 from .optimizer import DistributedOptimizer
+from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "allgather", "allreduce", "broadcast", "broadcast_variables", "callbacks",
-    "load_model",
+    "Compression", "DistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "broadcast",
+    "broadcast_variables", "callbacks", "load_model",
 ]
 __all__ += common.__all__

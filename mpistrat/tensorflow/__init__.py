@@ -37,6 +37,7 @@ from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 
 __all__ = [
     "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver", "MPIStrategy",  # noqa: F405
+    "SyncBatchNormalization",  # noqa: F405
     "allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_variables",
     "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "pin_gpu", "reducescatter", "strategy",
 ]
@@ -44,8 +45,8 @@ __all__ += common.__all__
 
 
 def __getattr__(name: str) -> Any:
-    # Horovod has DistributedOptimizer here too. It is a Keras optimizer, so Keras is imported on first access only.
-    if name == "DistributedOptimizer":
+    # Horovod has these here too. They need Keras, which is imported on first access only.
+    if name in ("DistributedOptimizer", "SyncBatchNormalization"):
         from importlib import import_module
-        return import_module("mpistrat.keras").DistributedOptimizer
+        return getattr(import_module("mpistrat.keras"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

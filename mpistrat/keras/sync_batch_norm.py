@@ -1,0 +1,78 @@
+"""SyncBatchNormalization: batch normalization with the statistics of the batches of all ranks together."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..core.errors import InvalidRequestError
+from ..core.request import Sum
+from ..tensorflow.ops import allreduce
+from ..tensorflow.types import Tensor
+from ._private import serialise_as
+
+
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """A BatchNormalization layer that normalizes by mean and variance over the rows of all ranks.
+
+    In training, `call` is collective: it reduces the numbers of rows, the sums and the squared deviations, in two
+    all-reduces, and its gradient in two more. So mean and variance are exact, also for batches of different sizes, and
+    equal those of one process with all rows. Float16 and bfloat16 inputs are computed in float32. In inference nothing
+    is communicated. A model is saved as with keras.layers.BatchNormalization, and loads where mpistrat is not
+    installed, as that layer.
+
+    Args:
+        fused: For Horovod's signature; False.
+        process_set: The ranks whose rows count together.
+        **kwargs: As for keras.layers.BatchNormalization, without `renorm` and `synchronized`.
+
+    Raises:
+        InvalidRequestError: `fused`, `renorm` or `synchronized` is set, or `process_set` is no process set.
+    """
+
+    def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):
+        if fused in (True, None):
+            raise InvalidRequestError("SyncBatchNormalization does not support fused=True. Leave it out.")
+        for name in ("renorm", "synchronized"):
+            if kwargs.get(name):
+                raise InvalidRequestError(f"SyncBatchNormalization does not support {name}=True. Leave it out.")
+        super().__init__(**kwargs)
+        self._process_set = resolved(process_set)
+
+    def call(self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Tensor:
+        """Normalize `inputs`. Collective over the process set in training."""
+        if not (training and self.trainable) or not self._process_set.included() or self._process_set.size() == 1:
+            return super().call(inputs, training=training, mask=mask)
+        x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        mean, variance = self._moments_of_all_ranks(x, mask)
+        for moving, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            moving.assign(ops.cast(moving, value.dtype) * self.momentum + value * (1.0 - self.momentum))
+        result = ops.batch_normalization(
+            x, mean, variance, axis=self.axis, epsilon=self.epsilon,
+            offset=ops.cast(self.beta, x.dtype) if self.center else None,
+            scale=ops.cast(self.gamma, x.dtype) if self.scale else None)
+        return ops.cast(result, self.compute_dtype)
+
+    def _moments_of_all_ranks(self, x: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Mean and variance over all axes but `axis`, of the rows of all ranks, which the mask does not exclude."""
+        channels = self.axis % len(x.shape)
+        axes = [i for i in range(len(x.shape)) if i != channels]
+        weight = tf.ones_like(x) if mask is None else \
+            tf.cast(tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x)), x.dtype)
+        count_and_sum = self._total(tf.stack([tf.reduce_sum(weight, axes), tf.reduce_sum(weight * x, axes)]))
+        count = tf.maximum(count_and_sum[0], 1.0)  # All rows of all ranks may be masked.
+        mean = count_and_sum[1] / count
+        shape = [-1 if i == channels else 1 for i in range(len(x.shape))]
+        # Deviations from the mean of all, and not E[x^2] - E[x]^2, which cancels.
+        deviations = self._total(tf.reduce_sum(weight * tf.square(x - tf.reshape(mean, shape)), axes))
+        return mean, deviations / count
+
+    def _total(self, value: tf.Tensor) -> tf.Tensor:
+        return allreduce(value, op=Sum, process_set=self._process_set)
+
+
+# In a file, Keras names layers and their weights after the class.
+SyncBatchNormalization.__name__ = keras.layers.BatchNormalization.__name__
+serialise_as(SyncBatchNormalization, keras.layers.BatchNormalization)
