@@ -57,6 +57,7 @@ data = data.map(noisy, num_parallel_calls=tf.data.AUTOTUNE).batch(args.batch_siz
 data = data.apply(service.distribute(service.ShardingPolicy.DYNAMIC, f"grpc://{address}", job_name="training"))
 data = data.prefetch(tf.data.AUTOTUNE)
 
+keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the callback makes them equal.
 model = keras.Sequential([
     keras.Input((8, 8, 1)),
     keras.layers.Conv2D(16, 3, activation="relu"),

@@ -71,7 +71,8 @@ optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
               jit_compile=False)  # A compiled step cannot communicate; on a GPU Keras would compile it.
 
-callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
+             hvd.callbacks.LearningRateWarmupCallback(1e-3 * hvd.size(), warmup_epochs=3)]
 if chief and args.checkpoint:
     callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint))
 
