@@ -68,7 +68,8 @@ model = keras.Sequential([
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
-callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
+             hvd.callbacks.LearningRateWarmupCallback(1e-3 * hvd.size(), warmup_epochs=3)]
 if chief and args.checkpoint:
     callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint))
 

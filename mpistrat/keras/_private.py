@@ -3,7 +3,7 @@
 They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. There are two groups:
 
 - DistributedOptimizer needs two registries. They are looked up when an optimizer is created; without them training
-  works, and a warning says what does not.
+  works, and a warning says what does not. The broadcast callback looks for layers in layers.
 - MPIStrategy needs the second group. Where a name is missing, `require_for_strategy` raises when a strategy is created,
   and the rest of mpistrat.keras works. keras.distribute.patches compares the signatures of all functions that
   MPIStrategy replaces.
@@ -67,6 +67,12 @@ def agree_on_finite(all_ranks: Callable[[tf.Tensor], tf.Tensor]) -> None:
     optimizer.check_finite = check_finite
 
 
+def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers of a model and those in its layers; without Keras' private method only the former."""
+    flatten = getattr(model, "_flatten_layers", None)
+    return list(model.layers) if flatten is None else list(flatten(include_self=False, recursive=True))
+
+
 # -- MPIStrategy ------------------------------------------------------------------------------------------------------
 
 # With Keras 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
@@ -98,5 +104,5 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
                                   "Keras 3.10 to 3.15. DistributedOptimizer works without it.")
 
 
-__all__ = ["REGISTRIES", "GeneratorDataAdapter", "agree_on_finite", "legacy_h5_format", "require_for_strategy",
-           "saving_lib", "serialise_as", "strategy_unsupported", "trainer"]
+__all__ = ["REGISTRIES", "GeneratorDataAdapter", "agree_on_finite", "all_layers", "legacy_h5_format",
+           "require_for_strategy", "saving_lib", "serialise_as", "strategy_unsupported", "trainer"]

@@ -12,6 +12,7 @@ from ..api.process_sets import ProcessSet, global_process_set, require_global
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
+from ._private import all_layers
 
 Logs = dict[str, Any] | None
 
@@ -20,8 +21,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
     When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
-    creates its weights with the first batch; they are broadcast after that batch. Random states of layers such as
-    Dropout are not broadcast, so that the ranks drop different units.
+    creates its weights with the first batch; they are broadcast after that batch. Normalization layers use the root's
+    statistics then. Random states of layers such as Dropout are not broadcast, so that the ranks drop different units.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -60,6 +61,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._sent = len(variables)
         if runtime.current().topology.size > 1:
             broadcast_variables(variables, self.root_rank)
+            for layer in all_layers(self.model):
+                if isinstance(layer, keras.layers.Normalization):
+                    layer.finalize_state()  # It computes with constants, which it makes from its variables here.
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

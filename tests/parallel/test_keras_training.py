@@ -188,6 +188,18 @@ def test_variables_that_are_not_trained_are_broadcast(rank: int, size: int) -> N
     assert any(np.array_equal(value, np.ones(COLUMNS)) for value in watch.before[0])
 
 
+def test_a_normalization_that_each_rank_has_adapted_computes_with_the_roots_statistics(rank: int, size: int) -> None:
+    x, y = global_data(size)
+    own = shard(x, rank, size) * (rank + 1) + rank
+    normalization = keras.layers.Normalization()
+    normalization.adapt(own)
+    model = keras.Sequential([keras.Input((COLUMNS,)), keras.Sequential([normalization]), keras.layers.Dense(1)])
+    fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), (own, shard(y, rank, size)), BATCH, epochs=1,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert_equal_on_all_ranks(model.get_weights())
+    assert_equal_on_all_ranks([model.predict(x, verbose=0), normalization(x)])
+
+
 def test_local_variables_stay_as_they_are(rank: int, size: int) -> None:
     model = new_model("input", seed=0)
     given, registered = model.layers[0].bias, model.layers[1].bias

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,31 @@ def test_a_rank_ends_even_if_mpi_abort_does_not_return() -> None:
     assert done.stdout == "aborts with 1\n"
     assert "[mpistrat] rank 3 on there ends the job: ValueError: odd\n" in done.stderr
     assert "in stuck" in done.stderr
+
+
+PROMPT = """
+import types
+from mpistrat.api import abort
+world = types.SimpleNamespace(Abort=lambda code: print("aborts with", code))
+abort.end_job_on_exception(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
+raise ValueError("typed")
+print("goes on")
+"""
+
+
+def test_an_error_at_the_prompt_of_interactive_python_does_not_end_the_job() -> None:
+    done = subprocess.run([sys.executable, "-i"], input=PROMPT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done
+    assert "ValueError: typed" in done.stderr
+    assert "ends the job" not in done.stderr
+
+
+def test_an_error_of_a_script_ends_the_job_even_if_a_prompt_would_follow(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STUCK)
+    done = subprocess.run([sys.executable, "-i", tmp_path / "script.py"], input="", capture_output=True, text=True,
+                          timeout=100)
+    assert done.returncode == 1
+    assert "[mpistrat] rank 3 on there ends the job: ValueError: odd\n" in done.stderr
 
 
 @pytest.mark.parametrize("library", [SimpleNamespace(__file__="No such file"), np.linalg._umath_linalg])
