@@ -22,6 +22,7 @@ from ..core.topology import Topology, unique_hosts
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
+from ..engine.parked import ThreadScan, threads_of_libraries
 from ..gpu.executor import GpuExecutor
 from ..transport.mpi import library
 from . import abort, handshake
@@ -51,7 +52,8 @@ class Runtime:
         self._in_cluster = False
         self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
         executor = Executor(backends.data, topology.size, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
+        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
+                                        scan=ThreadScan()))
         self.engine.start()
 
     @property
@@ -184,7 +186,8 @@ def init(comm: Any = None, process_sets: Sequence[object] | None = None) -> None
             if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
                 runtime = _init_alone()
             else:
-                runtime = _init_mpi(comm, size, launcher)
+                with threads_of_libraries():
+                    runtime = _init_mpi(comm, size, launcher)
         except BaseException:
             _stop_watch()
             raise

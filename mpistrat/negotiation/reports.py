@@ -11,6 +11,8 @@ from ..core.topology import Topology, rank_list
 from .pending import Pending
 
 _LISTED = 6  # how many names a message lists before it says how many more there are
+# What to write in a script whose ranks run different numbers of steps.
+_EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows"
 
 
 def describe_mismatch(by_request: dict[Request, set[int]]) -> str:
@@ -75,6 +77,30 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
         stalled: Some of these names, each with the ranks that miss.
         now: The time.
     """
+    return ("Some ranks wait for a collective that other ranks have not called. "
+            + _describe_waits(topology, all_pending, stalled, now)
+            + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
+              f"for loops of different length ({_EQUAL_STEPS}), and for ranks that are merely slow."
+            + _network_hint(topology, all_pending, stalled))
+
+
+def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], now: float) -> str:
+    """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
+
+    Args:
+        topology: Where the ranks are, seen from rank 0.
+        all_pending: All names that are incomplete.
+        now: The time.
+    """
+    missing = {name: pending.missing() for name, pending in all_pending.items()}
+    return ("This is a deadlock: every rank waits for a collective that another rank cannot reach. "
+            + _describe_waits(topology, all_pending, missing, now)
+            + " Every rank must call the same collectives: give all ranks the same number of steps "
+              f"({_EQUAL_STEPS}), and call no collective under `if rank == 0`.")
+
+
+def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
+                    now: float) -> str:
     parts = []
     for name, missing in list(stalled.items())[:_LISTED]:
         pending = all_pending[name]
@@ -84,10 +110,7 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
         parts.append(f"{name}: ranks {rank_list(pending.present())} have waited {now - pending.since:.0f} s "
                      f"for {describe_ranks(topology, missing)}, which {meanwhile}.")
     more = f" And {len(stalled) - _LISTED} more tensors." if len(stalled) > _LISTED else ""
-    return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
-            + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
-              "for loops of different length, and for ranks that are merely slow."
-            + _network_hint(topology, all_pending, stalled))
+    return " ".join(parts) + more
 
 
 def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]]) -> str:
@@ -112,4 +135,4 @@ def describe_ended(name: str, pending: Pending, lost: Sequence[int], completed: 
     after = ", ".join(str(count) for count in sorted(counts))
     return (f"{name}: ranks {rank_list(pending.present())} wait for ranks {rank_list(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
-            f"different numbers of steps: give every rank the same number, by repeating or truncating the data.")
+            f"different numbers of steps: give every rank the same number ({_EQUAL_STEPS}).")
