@@ -238,7 +238,7 @@ class Coordinator:
         if half_done and end is None:
             end, text = EndReason.MISMATCH, describe_half_done(half_done)
         if not ready and end is None and self._is_deadlock(now):
-            end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._pending, now)
+            end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._pending)
         if self._failure is not None:
             agreed = []  # The rank that failed takes part in no further collective.
         tell_ended = bool(self._ended) and not self._ended_was_told

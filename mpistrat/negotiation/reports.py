@@ -84,31 +84,31 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
             + _network_hint(topology, all_pending, stalled))
 
 
-def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], now: float) -> str:
+def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending]) -> str:
     """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
 
     Args:
         topology: Where the ranks are, seen from rank 0.
         all_pending: All names that are incomplete.
-        now: The time.
     """
     missing = {name: pending.missing() for name, pending in all_pending.items()}
     return ("This is a deadlock: every rank waits for a collective that another rank cannot reach. "
-            + _describe_waits(topology, all_pending, missing, now)
+            + _describe_waits(topology, all_pending, missing)
             + " Every rank must call the same collectives: give all ranks the same number of steps "
               f"({_EQUAL_STEPS}), and call no collective under `if rank == 0`.")
 
 
 def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
-                    now: float) -> str:
+                    now: float | None = None) -> str:
     parts = []
     for name, missing in list(stalled.items())[:_LISTED]:
         pending = all_pending[name]
         instead = sorted(other for other, its in all_pending.items()
                          if other != name and set(missing) - set(its.missing()))[:_LISTED]
         meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
-        parts.append(f"{name}: ranks {rank_list(pending.present())} have waited {now - pending.since:.0f} s "
-                     f"for {describe_ranks(topology, missing)}, which {meanwhile}.")
+        wait = "wait" if now is None else f"have waited {now - pending.since:.0f} s"
+        parts.append(f"{name}: ranks {rank_list(pending.present())} {wait} for {describe_ranks(topology, missing)}, "
+                     f"which {meanwhile}.")
     more = f" And {len(stalled) - _LISTED} more tensors." if len(stalled) > _LISTED else ""
     return " ".join(parts) + more
 
