@@ -29,6 +29,7 @@ from .api.ops import (
 from .core.errors import (
     ClusterError,
     CollectiveError,
+    DeadlockError,
     DuplicateNameError,
     EngineError,
     InvalidRequestError,
@@ -46,10 +47,10 @@ from .core.roles import Role
 from .core.version import __version__ as __version__
 
 __all__ = [
-    "AsyncResult", "ClusterError", "CollectiveError", "DuplicateNameError", "EngineError", "InvalidRequestError",
-    "MismatchError", "MissingDependencyError", "MpistratError", "NotInitializedError", "RankDiedError", "ReduceOp",
-    "Role", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",
-    "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async", "grouped_allreduce",
-    "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async",
+    "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError", "EngineError",
+    "InvalidRequestError", "MismatchError", "MissingDependencyError", "MpistratError", "NotInitializedError",
+    "RankDiedError", "ReduceOp", "Role", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async",
+    "allreduce", "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async",
+    "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async",
 ]
 __all__ += common.__all__

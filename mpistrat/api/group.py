@@ -15,6 +15,7 @@ from ..core.topology import Topology
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
+from ..engine.parked import ThreadScan
 from ..gpu.executor import GpuExecutor
 from .backends import Backends
 
@@ -22,18 +23,26 @@ from .backends import Backends
 class Group:
     """One rank's part in a group. Constructing it starts the engine.
 
-    Attributes:
+    Args:
+        settings: The same on all ranks.
         topology: The ranks of the group, and their hosts.
+        backends: Of these ranks.
         comm: An mpi4py communicator of these ranks; None for one rank.
+        scan: Looks at the threads of this process, for all groups that it is in.
+
+    Attributes:
+        topology, comm, scan: The arguments.
         engine: Executes the collectives of the group.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: Any):
-        self.topology, self.comm = topology, comm
+    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: Any,
+                 scan: ThreadScan):
+        self.topology, self.comm, self.scan = topology, comm, scan
         self._backends = backends
         self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
         executor = Executor(backends.data, topology.rank, topology.size, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
+        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
+                                        scan=scan))
         self.engine.start()
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.settings import Settings
 from ..core.topology import rank_list
+from ..engine.parked import threads_of_libraries
 from ..transport.mpi import library
 from .backends import backends_alone, backends_over
 from .group import Group
@@ -65,7 +66,8 @@ class Registry:
         for process_set, ranks in zip(process_sets, own, strict=True):
             number = next(n for n in range(1, len(self._sets) + 1) if n not in self._sets)
             self._sets[number] = process_set
-            group = self._connect(number, ranks) if self._world.topology.rank in ranks else None
+            with threads_of_libraries():
+                group = self._connect(number, ranks) if self._world.topology.rank in ranks else None
             if group is not None:
                 self.groups[number] = group
             process_set.bind(number, ranks, group)
@@ -132,9 +134,10 @@ class Registry:
         """This rank's group for a set that it is in. Collective over the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
-            return Group(self._settings, topology, backends_alone(), None)
+            return Group(self._settings, topology, backends_alone(), None, self._world.scan)
         comm: Any = world.Create_group(world.Get_group().Incl(ranks), number)
-        return Group(self._settings, topology, backends_over(comm, topology, self._settings), comm)
+        backends = backends_over(comm, topology, self._settings)
+        return Group(self._settings, topology, backends, comm, self._world.scan)
 
 
 def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) -> str:

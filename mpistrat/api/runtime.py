@@ -21,6 +21,7 @@ from ..core.settings import Settings, differing, horovod_names
 from ..core.stalls import describe_wait
 from ..core.topology import Topology, unique_hosts
 from ..engine.engine import Engine
+from ..engine.parked import ThreadScan, threads_of_libraries
 from ..transport.mpi import library
 from . import abort, handshake
 from .backends import backends_alone, backends_over
@@ -219,7 +220,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
                 runtime = _init_alone()
             else:
-                runtime = _init_mpi(comm, size, launcher)
+                with threads_of_libraries():
+                    runtime = _init_mpi(comm, size, launcher)
         except BaseException:
             _stop_watch()
             raise
@@ -301,7 +303,7 @@ def _init_alone() -> Runtime:
     _configure_logging(settings)
     _warn(horovod_names(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
-    return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None))
+    return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None, ThreadScan()))
 
 
 def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
@@ -330,7 +332,7 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     if rank == 0:
         _warn(horovod_names(os.environ) + handshake.differences(infos))
     backends = backends_over(own, topology, settings[rank])
-    return Runtime(settings[rank], Group(settings[rank], topology, backends, own))
+    return Runtime(settings[rank], Group(settings[rank], topology, backends, own, ThreadScan()))
 
 
 def _configure_logging(settings: Settings) -> None:

@@ -16,6 +16,7 @@
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── MessageError                   another rank sent an invalid message
             ├── StallError                     ranks waited too long for others
+            │   └── DeadlockError              all ranks wait for each other
             └── ShutdownError                  a rank ended while others wait for it
 
 A `CollectiveError` is raised on every rank with the same text. After a `MismatchError` the engine goes on, unless the
@@ -79,6 +80,13 @@ class StallError(EngineError):
     """Some ranks waited longer than `stall_abort_s` for others.
 
     The other ranks did not submit a tensor, or a process is stopped, or the network between the hosts is down.
+    """
+
+
+class DeadlockError(StallError):
+    """Every rank waits for a collective that another rank cannot reach, so that no rank can ever go on.
+
+    Found within seconds, where StallError has to wait for its limit.
     """
 
 

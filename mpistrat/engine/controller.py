@@ -25,8 +25,10 @@ from ..negotiation.fast_path import FastPath
 from ..negotiation.messages import Decision, EndReason
 from .executor import Executor
 from .life_cycle import LifeCycle
+from .parked import ThreadScan
 from .proposals import Proposals
 from .queue import TensorQueue
+from .standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Controller:
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
+        scan: Looks at the threads of this process; None: a deadlock of all ranks is a stall like any other.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -60,7 +63,8 @@ class Controller:
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
-                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic):
+                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
+                 scan: ThreadScan | None = None):
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -70,6 +74,9 @@ class Controller:
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
         self._proposals = Proposals(self._fast_path, self._coordinator, executor, self.queue, control)
         self.life = LifeCycle(topology.rank, control, self._coordinator, self._fast_path, executor, self.queue, clock)
+        is_checked = topology.size > 1 and not (settings.stall_check_disable or settings.deadlock_check_disable)
+        self._standstill = Standstill(scan if is_checked else None, self.queue, self._coordinator, self._fast_path,
+                                      executor.device, self.life)
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
 
@@ -126,7 +133,8 @@ class Controller:
             timeout_s = device.next_check_s(now)
             spins = timeout_s == 0.0
         else:
-            timeout_s, spins = min(self._coordinator.next_check_s(now), self._fast_path.next_check_s()), is_awaited
+            timeout_s, spins = min(self._coordinator.next_check_s(now), self._fast_path.next_check_s(),
+                                   max(self._standstill.next_look_at - now, 0.0)), is_awaited
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -147,6 +155,8 @@ class Controller:
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_learned(now)
+        if now >= self._standstill.next_look_at:
+            self._standstill.look(now)
         announcement, decision = self._coordinator.advance(now)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]

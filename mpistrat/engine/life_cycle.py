@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from ..core.errors import EngineError, ShutdownError, StallError
+from ..core.errors import DeadlockError, EngineError, ShutdownError, StallError
 from ..core.interfaces import ControlPlane
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _ERRORS: dict[EndReason, type[EngineError]] = {
     EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_ENDED: ShutdownError, EndReason.STALL: StallError,
-    EndReason.FAILURE: EngineError, EndReason.MISMATCH: EngineError}
+    EndReason.DEADLOCK: DeadlockError, EndReason.FAILURE: EngineError, EndReason.MISMATCH: EngineError}
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 

@@ -17,11 +17,16 @@ from ..core.errors import MessageError
 from ..core.request import Request
 from ..core.topology import Topology
 from .answers import AnswerWatch
+from .blocked import BlockedRanks
 from .messages import Announcement, Decision, EndReason
 from .numbers import RequestNumbers
 from .pending import Pending
-from .reports import describe_ended, describe_half_done, describe_mismatch, describe_stall
+from .reports import describe_deadlock, describe_ended, describe_half_done, describe_mismatch, describe_stall
 from .tree import Node
+
+# Collectives in graphs on all ranks: a rank's graph may have another one after something that takes long, and that
+# engine/standstill.py does not see. Rank 0 waits so long before it calls that a deadlock.
+_GRAPHS_S = 10.0
 
 
 class Coordinator:
@@ -50,6 +55,8 @@ class Coordinator:
         self._pending: dict[str, Pending] = {}
         self._unanswered = AnswerWatch(self._topology, stall_warning_s)
         self._numbers = RequestNumbers(cache_capacity)
+        self._blocked = BlockedRanks(self._node)
+        self._blocked_since: float | None = None  # On rank 0: all ranks are, since then.
         self._ready: list[Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
@@ -67,6 +74,7 @@ class Coordinator:
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
         self._unanswered.begin(request.name, now)
+        self._blocked.note(self.rank, None)
         self._report(self.rank, request, None, now)
 
     def end(self, completed: int) -> None:
@@ -78,6 +86,15 @@ class Coordinator:
         """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
         if self._failure is None:
             self._failure, self._is_stalled = text, is_stall
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        """Whether this rank is blocked, as blocked.py says. It has executed all decisions that it has learned."""
+        self._blocked.note(self.rank, self._blocked.decisions if is_blocked else None)
+
+    @property
+    def decisions(self) -> int:
+        """How many decisions this rank has learned."""
+        return self._blocked.decisions
 
     def recall(self) -> None:
         """Ask rank 0 for a decision, which may be empty: it ends an open vote."""
@@ -101,6 +118,7 @@ class Coordinator:
         if message.failure is not None:
             self.fail(message.failure, message.is_stalled)
         self._is_recalled = self._is_recalled or message.recall
+        self._blocked.note(source, message.blocked)
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
         """Take a decision of rank 0. Returns the requests to execute, in order.
@@ -108,6 +126,7 @@ class Coordinator:
         Raises:
             MessageError: The decision has a number that stands for no request.
         """
+        self._blocked.decisions += 1
         requests = []
         for item in decision.agreed:
             if isinstance(item, int):
@@ -179,8 +198,11 @@ class Coordinator:
                     requests.append((request, None))
                 else:
                     ids.append(number)
-        # Incomplete requests are passed on only when rank 0 needs them: for a report, or because a rank has ended.
-        every = 0.0 if self._someone_ended else None if self._warning_s is None else self._warning_s / 2
+        blocked, is_news = self._blocked.to_send()
+        # Incomplete requests are passed on only when rank 0 needs them: for a report, because a rank has ended, or
+        # because all ranks may wait for each other.
+        every = 0.0 if self._someone_ended or blocked is not None else \
+            None if self._warning_s is None else self._warning_s / 2
         if every is not None:
             for pending in self._pending.values():
                 if now - pending.since >= every and (present := len(pending.present())) != pending.passed_on:
@@ -189,10 +211,11 @@ class Coordinator:
         ended, self._news_ended = tuple(self._news_ended), []
         failure, self._failure = self._failure, None
         recall, self._is_recalled = self._is_recalled, False
-        if not (ids or requests or ended or failure or recall):
+        if not (ids or requests or ended or failure or recall or is_news):
             return None
         is_stalled = failure is not None and self._is_stalled
-        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled)
+        self._blocked.sent(blocked)
+        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled, blocked)
 
     def _decide(self, ready: list[Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
@@ -214,6 +237,8 @@ class Coordinator:
         end, text = self._reason_to_end(now)
         if half_done and end is None:
             end, text = EndReason.MISMATCH, describe_half_done(half_done)
+        if not ready and end is None and self._is_deadlock(now):
+            end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._pending)
         if self._failure is not None:
             agreed = []  # The rank that failed takes part in no further collective.
         tell_ended = bool(self._ended) and not self._ended_was_told
@@ -223,6 +248,16 @@ class Coordinator:
         self._ended_was_told = self._ended_was_told or tell_ended
         self._finished = end is not None
         return Decision(tuple(agreed), tuple(errors), tell_ended, end, text)
+
+    def _is_deadlock(self, now: float) -> bool:
+        """Whether no rank can go on, given that no request is complete."""
+        if not (self._pending and self._blocked.are_all):
+            self._blocked_since = None
+            return False
+        if self._blocked_since is None:
+            self._blocked_since = now
+        are_in_graphs = all(request.in_graph for pending in self._pending.values() for request in pending.by_request())
+        return now - self._blocked_since >= (_GRAPHS_S if are_in_graphs else 0.0)
 
     def _reason_to_end(self, now: float) -> tuple[EndReason | None, str]:
         if self._failure is not None:

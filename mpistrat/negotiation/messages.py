@@ -73,6 +73,7 @@ class Announcement(NamedTuple):
         failure: Why a rank's engine failed.
         recall: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
+        blocked: The number of decisions after which the whole subtree is blocked (see blocked.py); None: it is not.
     """
 
     ids: tuple[int, ...] = ()
@@ -81,14 +82,14 @@ class Announcement(NamedTuple):
     failure: str | None = None
     recall: bool = False
     is_stalled: bool = False
+    blocked: int | None = None
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if not any(self[1:]):
+        if self.blocked is None and not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
-        return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, self.ended, self.failure, self.recall,
-                                                self.is_stalled))
+        return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, *self[2:]))
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
@@ -108,7 +109,7 @@ class Announcement(NamedTuple):
         _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        ids, requests, ended, failure, recall, is_stalled = fields
+        ids, requests, ended, failure, recall, is_stalled, blocked = fields
         _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
         _require(is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
         for _, ranks in requests:
@@ -118,8 +119,9 @@ class Announcement(NamedTuple):
         _require(failure is None or type(failure) is str, "a failure that is no text")
         _require(type(recall) is bool, "a recall that is neither yes nor no")
         _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
+        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "a number of decisions that is none")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   recall, is_stalled)
+                   recall, is_stalled, blocked)
 
 
 class EndReason(str, Enum):
@@ -128,6 +130,7 @@ class EndReason(str, Enum):
     SHUTDOWN = "shutdown"
     RANK_ENDED = "rank ended"
     STALL = "stall"
+    DEADLOCK = "deadlock"
     MISMATCH = "mismatch in a graph"
     FAILURE = "failure"
 

@@ -11,6 +11,8 @@ from ..core.topology import Topology, rank_list
 from .pending import Pending
 
 _LISTED = 6  # how many names a message lists before it says how many more there are
+# What to write in a script whose ranks run different numbers of steps.
+_EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows"
 
 
 def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | None = None) -> str:
@@ -80,19 +82,40 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
         stalled: Some of these names, each with the ranks that miss.
         now: The time.
     """
+    return ("Some ranks wait for a collective that other ranks have not called. "
+            + _describe_waits(topology, all_pending, stalled, now)
+            + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
+              f"for loops of different length ({_EQUAL_STEPS}), and for ranks that are merely slow."
+            + _network_hint(topology, all_pending, stalled))
+
+
+def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending]) -> str:
+    """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
+
+    Args:
+        topology: Where the ranks are, seen from rank 0.
+        all_pending: All names that are incomplete.
+    """
+    missing = {name: pending.missing() for name, pending in all_pending.items()}
+    return ("This is a deadlock: every rank waits for a collective that another rank cannot reach. "
+            + _describe_waits(topology, all_pending, missing)
+            + " Every rank must call the same collectives: give all ranks the same number of steps "
+              f"({_EQUAL_STEPS}), and call no collective under `if rank == 0`.")
+
+
+def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
+                    now: float | None = None) -> str:
     parts = []
     for name, missing in list(stalled.items())[:_LISTED]:
         pending = all_pending[name]
         instead = sorted(other for other, its in all_pending.items()
                          if other != name and set(missing) - set(its.missing()))[:_LISTED]
         meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
-        parts.append(f"{name}: ranks {topology.listed(pending.present())} have waited {now - pending.since:.0f} s "
-                     f"for {describe_ranks(topology, missing)}, which {meanwhile}.")
+        wait = "wait" if now is None else f"have waited {now - pending.since:.0f} s"
+        parts.append(f"{name}: ranks {topology.listed(pending.present())} {wait} for "
+                     f"{describe_ranks(topology, missing)}, which {meanwhile}.")
     more = f" And {len(stalled) - _LISTED} more tensors." if len(stalled) > _LISTED else ""
-    return ("Some ranks wait for a collective that other ranks have not called. " + " ".join(parts) + more
-            + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
-              "for loops of different length, and for ranks that are merely slow."
-            + _network_hint(topology, all_pending, stalled))
+    return " ".join(parts) + more
 
 
 def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]]) -> str:
@@ -119,4 +142,4 @@ def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequen
     after = ", ".join(str(count) for count in sorted(counts))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
-            f"different numbers of steps: give every rank the same number, by repeating or truncating the data.")
+            f"different numbers of steps: give every rank the same number ({_EQUAL_STEPS}).")

@@ -35,6 +35,7 @@ from mpistrat.core.request import (
 from mpistrat.core.settings import Settings
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
+from mpistrat.engine.parked import ThreadScan
 from mpistrat.transport.local import ThreadControl, ThreadData, ThreadGroup
 
 from ..support.engines import make_engine
@@ -70,11 +71,12 @@ def submit_barrier(engine: Engine, name: str) -> Handle:
 class ByHand:
     """Engines without threads. Work that moves no data can be driven in one thread, whatever the number of ranks."""
 
-    def __init__(self, size: int, settings: Settings | None = None):
+    def __init__(self, size: int, settings: Settings | None = None, scans: Sequence[ThreadScan] | None = None):
         group = ThreadGroup(size, timeout_s=0.01)
         self.now = 0.0
         self.engines = [make_engine(rank, size, group.control(rank), group.data(rank), settings,
-                               clock=lambda: self.now, agreement=ballot_of(group, rank)) for rank in range(size)]
+                               clock=lambda: self.now, agreement=ballot_of(group, rank),
+                               scan=scans[rank] if scans else None) for rank in range(size)]
 
     def settle(self, now: float | None = None) -> None:
         """Step all engines until nothing happens any more."""

@@ -1,0 +1,129 @@
+"""Whether all threads of this process wait for each other, so that nothing can happen in it. Linux only.
+
+Linux gives the system call that a thread is in. A thread that waits for a lock, a condition or a queue, of Python or of
+a library, is in a futex wait. If that has no time limit, and is in memory of this process alone, only another thread
+of the process can end it. So if all threads are in such waits, none of them ever goes on: a *parked* process. A thread
+that computes, sleeps, reads a file, or waits for a socket, a device or a process is in another call, or in none.
+
+These threads do not count, since they never call a collective:
+
+- the engine's, which this module is for, and the one that watches the launcher;
+- those that MPI has started in init(), which wait for sockets. (If a script has imported mpi4py.MPI before init(), they
+  are not known, and the process never counts as parked.)
+
+A thread that Python has not started may also wait with a time limit, or sleep: TensorFlow's input pipelines have two
+such threads, which never end, and which only measure and tune. See negotiation/coordinator.py for what that leaves
+open. A thread of Python's must wait without a limit.
+
+Where Linux does not give the system calls (on some processors, in some containers), no process counts as parked.
+"""
+
+import os
+import platform
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+
+from .queue import TensorQueue
+
+_TASKS = Path("/proc/self/task")
+# The number of futex, and those of nanosleep and clock_nanosleep, by processor.
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
+# From linux/futex.h: two of the commands, their mask (without FUTEX_CLOCK_REALTIME), and a flag.
+_WAIT, _WAIT_BITSET, _COMMANDS, _PRIVATE = 0, 9, 127, 128
+
+ENGINE_THREAD = "mpistrat-engine"
+WATCH_THREAD = "mpistrat-launcher-watch"
+
+_of_libraries: set[int] = set()  # Threads that stay when the engine ends: MPI is initialised once.
+
+
+class Wait(Enum):
+    """How a thread waits for another thread of the process."""
+
+    NOT = 0  # It does something, or waits for something else.
+    LIMITED = 1  # Or it sleeps.
+    UNLIMITED = 2
+
+
+def wait_of(text: str, machine: str) -> Wait:
+    """How a thread waits.
+
+    Args:
+        text: What Linux gives: the number of the system call, its arguments, and two addresses; or "running".
+        machine: The processor, as platform.machine() gives it.
+    """
+    call, *arguments = text.split()
+    if call in map(str, _SLEEPS.get(machine, ())):
+        return Wait.LIMITED
+    if call != str(_FUTEX.get(machine)) or len(arguments) < 4:
+        return Wait.NOT
+    operation, limit = int(arguments[1], 16), int(arguments[3], 16)
+    if not operation & _PRIVATE or operation & _COMMANDS not in (_WAIT, _WAIT_BITSET):
+        return Wait.NOT
+    return Wait.LIMITED if limit else Wait.UNLIMITED
+
+
+@contextmanager
+def threads_of_libraries() -> Iterator[None]:
+    """A context: threads that are started in it do not count from now on, except those that Python starts."""
+    before = _threads(_TASKS)
+    yield
+    _of_libraries.update(_threads(_TASKS) - before - {thread.native_id or 0 for thread in threading.enumerate()})
+
+
+def _threads(tasks: Path) -> set[int]:
+    try:
+        return {int(name) for name in os.listdir(tasks)}
+    except OSError:
+        return set()
+
+
+class ThreadScan:
+    """Looks at all threads of this process.
+
+    Args:
+        tasks: Where Linux describes them.
+        machine: The processor.
+
+    Attributes:
+        queues: What is submitted to the engines of this process. One engine may wake a thread that another waits for.
+    """
+
+    def __init__(self, tasks: Path = _TASKS, machine: str = platform.machine()):
+        self._tasks, self._machine = tasks, machine
+        self.queues: list[TensorQueue] = []
+
+    def look(self) -> dict[int, int] | None:
+        """How often each thread has run, if the process is parked, or None. The calling thread does not count.
+
+        If two looks have the same result, the process has been parked between them without interruption.
+        """
+        me, started = threading.get_native_id(), threading.enumerate()
+        callbacks = sys._current_frames().keys() - {thread.ident for thread in started}
+        if callbacks or signal.getitimer(signal.ITIMER_REAL)[0]:
+            return None  # Python code in a thread of a library, or a signal that may interrupt a wait.
+        ignored = {thread.native_id for thread in started if thread.name in (ENGINE_THREAD, WATCH_THREAD)} | {me}
+        pythons = {thread.native_id for thread in started} - ignored
+        ignored |= _of_libraries - pythons
+        times_run = {me: 0}  # Another caller is another state.
+        try:
+            # Python's threads first: on a rank that is busy, it is most often the main thread.
+            for thread in sorted(_threads(self._tasks) - ignored, key=lambda thread: thread not in pythons):
+                wait = wait_of((self._tasks / str(thread) / "syscall").read_text(), self._machine)
+                if wait is Wait.NOT or (wait is Wait.LIMITED and thread in pythons):
+                    return None
+                times_run[thread] = self._times_run(thread) if wait is Wait.UNLIMITED else 0
+        except (OSError, ValueError):
+            return None  # A thread has ended, or Linux does not give the calls.
+        return times_run
+
+    def _times_run(self, thread: int) -> int:
+        status = (self._tasks / str(thread) / "status").read_bytes()
+        return sum(map(int, re.findall(rb"ctxt_switches:\s+(\d+)", status)))

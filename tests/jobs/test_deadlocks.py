@@ -1,0 +1,60 @@
+"""Ranks that all wait for each other fail within seconds. Ranks that are slow, or have other threads, do not."""
+
+import pytest
+
+from ..support.jobs import Finished, needs_mpirun, run_job
+
+pytestmark = needs_mpirun
+
+# A look at the threads comes every half second, and three find a deadlock. The rest is for a busy machine, and is far
+# from the limit on stalls.
+SOON_S = 30
+CROSSED = "left: ranks [0] wait for ranks [1], which wait for right instead."
+# What each case of deadlocks.py comes to on two ranks: the text of the error, or the result.
+ARRAYS = {
+    "crossed_names": CROSSED,
+    "crossed_names_with_idle_threads": CROSSED,
+    "crossed_handles": CROSSED,
+    "a_rank_that_sleeps": "returned 4.0",
+    "orders_of_their_own": "returned 4.0",
+    "a_thread_that_sleeps_first": "returned 4.0",
+    "a_thread_that_waits_with_a_limit_first": "returned 4.0",
+    "a_thread_that_reads_first": "returned 4.0",
+    "ranks_that_have_ended_and_one_that_works": "returned shut down",
+}
+TENSORFLOW = {
+    "uneven_parts_of_the_data": "metrics/loss: ranks [0] wait for ranks [1], which wait for optimizer1 instead.",
+    "a_graph_and_an_eager_call": "in_a_graph: ranks [0] wait for ranks [1], which wait for eager instead.",
+    "a_graph_that_computes": "returned 4.0",
+    "a_graph_that_waits_for_a_file": "returned 4.0",
+    "a_graph_that_calls_python": "returned 4.0",
+    "a_graph_that_reads_data": "returned 4.0",
+    "graphs_of_other_orders": "returned 4.0",
+    "evaluation_on_rank_0_only": "returned 4.0",
+}
+
+
+def cases_of(job: Finished, rank: int) -> dict[str, tuple[str, float]]:
+    """What a rank said of each case: what it came to, and after how many seconds."""
+    *lines, end = job.of_rank(rank)
+    assert end == "ends", job.output
+    return {case: (result, float(seconds.removesuffix(" s")))
+            for case, result, seconds in zip(lines[::3], lines[1::3], lines[2::3], strict=True)}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)],
+                         ids=["arrays", "tensorflow"])
+def test_all_ranks_that_wait_for_each_other_fail_soon_and_no_others(kind: str, expected: dict[str, str]) -> None:
+    job = run_job(2, ["python", "tests/scripts/deadlocks.py", kind], limit_s=300)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        cases = cases_of(job, rank)
+        assert list(cases) == list(expected), job.output
+        for case, (result, seconds) in cases.items():
+            if expected[case].startswith("returned "):
+                assert result == expected[case], f"{case}: {job.output}"
+                continue
+            assert "DeadlockError: This is a deadlock: every rank waits for" in result, f"{case}: {job.output}"
+            assert expected[case] in result, f"{case}: {job.output}"
+            assert "hvd.shard(x, y)" in result, f"{case}: {job.output}"
+            assert seconds < SOON_S, f"{case}: {job.output}"
