@@ -17,7 +17,7 @@ from ..api import ops as array_ops
 from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set, require_global
 from ..core.request import Adasum, Average, ReduceOp, Sum, allgather_request, broadcast_request, resolve_op, specs_of
-from .bridge import cpu, gpu_graph
+from .bridge import cpu, gpu_graph, observers
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
@@ -269,6 +269,7 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
     run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name)
+    run = partial(run, observer=observers.claim())
     return run(lambda arrays: allgather_request(name, specs_of(arrays)), tensors,
                [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 
