@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core.errors import SettingsError
 from ..core.settings import Settings
+from ..core.topology import describe_by_rank
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,6 @@ def differences(infos: Sequence[RankInfo]) -> list[str]:
     subjects[f"content of the script {sys.argv[0]}"] = [info.script[:12] for info in infos]
     sentences = []
     for subject, values in subjects.items():
-        ranks: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks.setdefault(value, []).append(rank)
-        if len(ranks) > 1:
-            sentences.append(f"The ranks differ in the {subject}: "
-                             + "; ".join(f"{value} on ranks {where}" for value, where in ranks.items()))
+        if len(set(values)) > 1:
+            sentences.append(f"The ranks differ in the {subject}: {describe_by_rank(values)}")
     return sentences

@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from .errors import SettingsError
+from .topology import describe_by_rank
 
 T = TypeVar("T")
 
@@ -55,6 +56,10 @@ class Settings:
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")
+    consistency_check_disable: bool = _setting(
+        "CONSISTENCY_CHECK_DISABLE", False, "1: do not check that the ranks train the same weights, not all on the "
+        "same data, and in fit with as many steps and the same callbacks; and do not average the metrics that "
+        "callbacks such as EarlyStopping read.")
     cpu_operations: str = _setting(
         "CPU_OPERATIONS", "auto", "Backend for CPU tensors. auto: first available of shared_memory, mpi. "
         "shared_memory: shared memory within hosts, MPI between hosts. mpi: MPI throughout.",
@@ -140,12 +145,9 @@ def differing(by_rank: list[Settings]) -> list[str]:
     """A sentence for each setting that is not the same on all ranks. `by_rank[r]` are rank r's settings."""
     sentences = []
     for f in fields(Settings):
-        ranks: dict[object, list[int]] = {}
-        for rank, settings in enumerate(by_rank):
-            ranks.setdefault(getattr(settings, f.name), []).append(rank)
-        if len(ranks) > 1:
-            values = "; ".join(f"{value} on ranks {where}" for value, where in ranks.items())
-            sentences.append(f"{PREFIX}{f.metadata['env']}: the ranks disagree: {values}.")
+        values = [getattr(settings, f.name) for settings in by_rank]
+        if len(set(values)) > 1:
+            sentences.append(f"{PREFIX}{f.metadata['env']}: the ranks disagree: {describe_by_rank(values)}.")
     return sentences
 
 

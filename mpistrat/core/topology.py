@@ -121,6 +121,14 @@ def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]
                  for name, group in zip(names, groups, strict=True))
 
 
+def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ranks}") -> str:
+    """`3 on ranks [0, 2]; 4 on ranks [1]`: which ranks have which value. `values[r]` is that of rank r."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    return "; ".join(form.format(value=value, ranks=rank_list(where)) for value, where in ranks.items())
+
+
 def rank_list(ranks: Iterable[int]) -> str:
     """`[0, 1, 2]`. Runs of more than three ranks are written as `4-9`, and after 20 items the rest as `...`."""
     runs: list[list[int]] = []

@@ -9,6 +9,7 @@ import numpy as np
 from ..api import ops as array_ops
 from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
@@ -28,7 +29,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         root_rank: The rank whose values all ranks get.
         device: Accepted for compatibility with Horovod, ignored.
         local_variables: Variables that are not broadcast.
+
+    Attributes:
+        first_steps: What checks the optimizer's first reductions. Those before the broadcast do not count. Set by fit.
     """
+
+    first_steps: FirstSteps | None = None
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
@@ -36,22 +42,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         require_global(process_set)
         self.root_rank = root_rank
         self._local = IdentitySet(local_variables or ())
-        self._sent = 0
+        self._sent, self._is_first_batch = 0, True
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
         self._local.add(variable)
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._sent = 0
+        self._is_first_batch = True
         optimizer = self.model.optimizer
         if self.model.built and self.model.trainable_variables and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         self._broadcast()
+        if self.first_steps is not None:
+            self.first_steps.is_paused = not self.model.built
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if batch == 0 and len(self._variables()) != self._sent:
+        # The first `batch` is not 0 with steps_per_execution > 1.
+        if self._is_first_batch and len(self._variables()) != self._sent:
             self._broadcast()
+        self._is_first_batch = False
+        if self.first_steps is not None:
+            self.first_steps.is_paused = False
 
     def _variables(self) -> list[keras.Variable]:
         return [v for v in (*self.model.weights, *self.model.optimizer.variables) if v not in self._local]

@@ -13,11 +13,13 @@ from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, Min, ReduceOp, Sum
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression, Compressor
+from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradients import GradientReducer, check_groups
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
 from ._private import agree_on_finite, serialise_as
+from .fit import wrap_fit
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -35,6 +37,7 @@ class _Distributed:
     is_distributed = True
     _mpistrat_reducer: GradientReducer
     _mpistrat_factor: float
+    _mpistrat_averages_statistics: bool
     _mpistrat_accumulating: list[keras.Variable] | None
     _mpistrat_called: set[str]  # the hooks that Keras has called
 
@@ -108,7 +111,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: int | list[list[Variable]] | None = None,
                          process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True) -> Optimizer:
+                         scale_local_gradients: bool = True, average_statistics: bool = True) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -132,6 +135,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         groups: Accepted for compatibility, ignored. All gradients are reduced together.
         process_set: The global one.
         scale_local_gradients: See GradientReducer.
+        average_statistics: At the end of each epoch fit sets the running statistics of layers such as
+            BatchNormalization to their mean over the ranks. False: each rank keeps its own, as in Horovod.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
@@ -150,16 +155,19 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         require_hooks(type(optimizer))
     cls = _distributed_class(type(optimizer))
     distributed = cls.from_config(config)
+    wire_name = f"optimizer{next(_numbers)}"
     distributed._mpistrat_reducer = GradientReducer(
-        f"optimizer{next(_numbers)}", compression, sparse_as_dense, op, gradient_predivide_factor,
-        scale_local_gradients)
+        wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
+        FirstSteps(wire_name))
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
+    distributed._mpistrat_averages_statistics = average_statistics
     object.__setattr__(distributed, "_mpistrat_called", set())  # Keras would track a set.
     if optimizer.built:
         _take_over(distributed, optimizer, backward_passes_per_step)
     agree_on_finite(_on_all_ranks)
     xla.without_auto(is_distributed)
+    wrap_fit(distributed_in)
     return distributed
 
 
@@ -207,7 +215,13 @@ def _unknown(what: str) -> MissingDependencyError:
 
 def is_distributed(optimizer: Optimizer | None) -> bool:
     """Whether `optimizer`, or its inner optimizer, averages gradients over the ranks."""
-    return any(getattr(o, "is_distributed", False) for o in (optimizer, getattr(optimizer, "inner_optimizer", None)))
+    return distributed_in(optimizer) is not None
+
+
+def distributed_in(optimizer: Optimizer | None) -> Optimizer | None:
+    """`optimizer`, or its inner optimizer, if it averages gradients over the ranks."""
+    return next((o for o in (optimizer, getattr(optimizer, "inner_optimizer", None))
+                 if getattr(o, "is_distributed", False)), None)
 
 
 def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from ..api import runtime
-from ..core.errors import InvalidRequestError
+from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, resolve_op
+from . import first_steps
+from .bridge.cpu import as_tf_error, to_array
+from .bridge.observers import Observer, observed
 from .compression import Compressed, Compressor
+from .first_steps import FirstSteps
 from .identity import IdentitySet
 from .lists import reduce_dense, reduce_mixed
 from .types import OptionalGradient, Tensor, Variable
@@ -24,17 +28,20 @@ class GradientReducer:
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
+        checks: What its first reductions are checked by; None: that of the variables.
     """
 
     def __init__(self, name: str, compression: type[Compressor], sparse_as_dense: bool, op: ReduceOp,
-                 gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True):
+                 gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
+                 checks: FirstSteps | None = None):
         op = resolve_op(op, None)
         if gradient_predivide_factor != 1.0 and op is not Average:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
         if gradient_predivide_factor <= 0:
             raise InvalidRequestError(f"gradient_predivide_factor must be positive. Received: "
                                       f"{gradient_predivide_factor}")
-        self._name, self._compression, self._sparse_as_dense, self._op = name, compression, sparse_as_dense, op
+        self.name, self.checks = name, checks
+        self._compression, self._sparse_as_dense, self._op = compression, sparse_as_dense, op
         self._predivide = gradient_predivide_factor
         self._scale_local = scale_local_gradients
         self._local = IdentitySet()
@@ -43,11 +50,16 @@ class GradientReducer:
         """Exclude this variable's gradients from the reduction."""
         self._local.add(variable)
 
+    def is_local(self, variable: Variable) -> bool:
+        """Whether this variable was excluded."""
+        return variable in self._local
+
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
+            MismatchError: On every rank, when the ranks train different weights.
         """
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
@@ -66,16 +78,32 @@ class GradientReducer:
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 results[i] = tf.convert_to_tensor(gradient)
             shared.append(i)
-        reduced = reduce_mixed([results[i] for i in shared], self._op, self._name, self._reduce_dense,
-                               labels=[label_of(variables[i]) for i in shared], numbers=shared)
+        own = [results[i] for i in shared]
+        observer = self._observer([variables[i] for i in shared])
+        if observer is not None and tf.executing_eagerly():
+            _observe_eagerly(observer, own)
+            observer = None
+        with observed(observer):
+            reduced = reduce_mixed(own, self._op, self.name, self._reduce_dense,
+                                   labels=[label_of(variables[i]) for i in shared], numbers=shared)
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
 
+    def _observer(self, sources: Sequence[Variable]) -> Observer | None:
+        """What checks the reduction of the gradients of these sources, as long as there is something to check."""
+        if self.checks is not None and self.checks.is_done:
+            return None
+        variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
+        if not variables:
+            return None
+        checks = self.checks or first_steps.of_variables(variables, self.name)
+        return checks.observer(variables, [label_of(v) for v in variables])
+
     def _reduce_dense(self, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
         return compressed.restored(reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide,
-                                                self._name, labels, wire_dtype=compressed.wire_dtype))
+                                                self.name, labels, wire_dtype=compressed.wire_dtype))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:
@@ -83,6 +111,14 @@ class GradientReducer:
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size
+
+
+def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
+    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    try:
+        observer([to_array(tf.convert_to_tensor(part)) for part in parts])
+    except MpistratError as error:
+        raise as_tf_error(error) from error
 
 
 def label_of(variable: Variable) -> str:

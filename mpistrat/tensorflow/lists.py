@@ -14,7 +14,7 @@ from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
 from ..core.request import Average, ReduceOp, Sum, allgather_request, broadcast_request, specs_of
 from ..core.topology import Topology
-from .bridge import cpu, gpu_graph
+from .bridge import cpu, gpu_graph, observers
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .types import Tensor
@@ -150,6 +150,7 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0) -
     has_rows = all(t.shape.rank for t in tensors)
     run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name,
                                                                  process_set=process_set)
+    run = partial(run, observer=observers.claim())
     return run(lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors,
                [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
 

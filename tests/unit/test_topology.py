@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mpistrat.core.roles import Role, assign_roles, cluster_spec
-from mpistrat.core.topology import Topology, unique_hosts
+from mpistrat.core.topology import Topology, describe_by_rank, unique_hosts
 
 EVEN = ("a", "a", "b", "b")
 UNEVEN = ("a", "a", "a", "b", "c", "c")
@@ -157,3 +157,8 @@ def test_a_cluster_spec_is_json_as_tf_config_is() -> None:
 def test_a_cluster_spec_needs_one_port_for_each_rank(ports: list[int]) -> None:
     with pytest.raises(ValueError, match=rf"one port for each of 2 ranks is needed\. Received: {len(ports)}\."):
         cluster_spec(Topology(0, ("a", "b")), ports)
+
+
+def test_values_are_described_with_the_ranks_that_have_them() -> None:
+    assert describe_by_rank([3, 4, 3, None]) == "3 on ranks [0, 2]; 4 on ranks [1]; None on ranks [3]"
+    assert describe_by_rank(["go"] * 5, "ranks {ranks} {value}") == "ranks [0-4] go"

@@ -18,11 +18,11 @@ from ...core.request import Max
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
-from ...tensorflow.gradients import label_of
 from ...tensorflow.types import Structure
 from .._private import GeneratorDataAdapter
 from .._private import trainer as keras_trainer
 from ..optimizer import is_distributed
+from ..running_statistics import average, running_statistics
 from . import step_state
 from .patches import Function, replaces
 from .step_state import state, strategy_here, strategy_of
@@ -160,26 +160,13 @@ def average_statistics(model: keras.Model) -> None:
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
-    variables = _running_statistics(model)
-    values = collectives.all_reduce([strategy.extended.local(v.value) for v in variables],
-                                    tf.distribute.ReduceOp.MEAN, "statistics", [label_of(v) for v in variables])
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
-def _running_statistics(model: keras.Model) -> list[keras.Variable]:
-    """The variables that layers such as BatchNormalization update without gradients, from each rank's own rows."""
-    found = {}
-    for layer in model._flatten_layers():
-        for variable in layer._non_trainable_variables:
-            if keras.backend.is_float_dtype(variable.dtype):
-                found[id(variable)] = variable
-    return list(found.values())
+    average(running_statistics(model), lambda variables, labels: collectives.all_reduce(
+        [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
     """Run a step. On a rank without rows the running statistics keep their values."""
-    variables = _running_statistics(model) if state.rows is not None and model.built else []
+    variables = running_statistics(model) if state.rows is not None and model.built else []
     if not variables:
         return step()
     before = [tf.identity(v.value) for v in variables]

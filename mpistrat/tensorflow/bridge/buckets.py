@@ -11,7 +11,7 @@ import tensorflow as tf
 from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
-from . import cpu, gpu_graph
+from . import cpu, gpu_graph, observers
 from .cpu import Wait
 
 
@@ -97,7 +97,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name,
-                                                                                process_set=process_set)
+                                                                         process_set=process_set)
+        run = partial(run, observer=observers.claim())
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire_dtype,
                                      process_set, run)

@@ -41,6 +41,7 @@ from ..types import Arrays
 from . import executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
+from .observers import Observer
 from .program_order import calls_in_order
 from .python_op import host_call, keep_thread_state
 
@@ -76,7 +77,7 @@ _counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.W
 
 
 def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        wait: Wait = Wait.NEVER) -> list[tf.Tensor]:
+        wait: Wait = Wait.NEVER, observer: Observer | None = None) -> list[tf.Tensor]:
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
@@ -84,6 +85,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
         wait: In a graph, whether the submit waits for the result.
+        observer: In a graph, called before the submit.
 
     Raises:
         Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.
@@ -95,7 +97,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     dtypes = [t.dtype for t in tensors]
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
     execution = executions.current() or Execution()
-    site = _CpuCallSite(make_request, dtypes, counter, wait, execution)
+    site = _CpuCallSite(make_request, dtypes, counter, wait, execution, observer)
     past = [execution.number] if execution.is_past else []
     calls_in_order()
     COMPLETIONS.prepare()
@@ -163,8 +165,9 @@ class _CpuCallSite:
     """
 
     def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], counter: _CollectiveCounter, wait: Wait,
-                 execution: Execution):
+                 execution: Execution, observer: Observer | None):
         self._make_request, self._counter, self._wait = make_request, counter, wait
+        self._observer = observer
         self._has_past, self._counts = execution.is_past, execution.number is None
         counter.count += 1
         self._position = counter.count
@@ -199,6 +202,8 @@ class _CpuCallSite:
         """The request, the arrays, and the number of the execution."""
         arrays = [np.asarray(array) for array in inputs]
         past = int(arrays.pop()) if self._has_past else None
+        if self._observer is not None and not self._observer(arrays):
+            self._observer = None
         shapes = [array.shape for array in arrays]
         if self._latest is None or self._latest[0] != shapes:
             self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)

@@ -41,6 +41,8 @@ from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
 from .cpu import MakeRequest
 from .executions import Execution
+from .observers import Observer
+from .own_executor import at_once
 from .program_order import calls_in_order
 from .python_op import host_call, keep_thread_state, tensor_call
 
@@ -75,7 +77,8 @@ def _has_cupy() -> bool:
 
 
 def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = (), process_set: int = 0) -> list[tf.Tensor]:
+        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = (), process_set: int = 0,
+        observer: Observer | None = None) -> list[tf.Tensor]:
     """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
 
     Args:
@@ -86,10 +89,11 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         shapes: The static shape of each result, as far as it is known.
         rows: The first dimension of each result, int64 on the host. The default is the shapes of the tensors.
         process_set: The id of the process set, which `make_request` sets too.
+        observer: Called with copies on the host before the submit.
     """
     cpu.require_function()
     execution = executions.current() or Execution()
-    site = _GpuCallSite(name, make_request, len(tensors), execution, process_set)
+    site = _GpuCallSite(name, make_request, len(tensors), execution, process_set, observer)
     past = [execution.number] if execution.is_past else []
     calls_in_order()
     COMPLETIONS.prepare()
@@ -114,11 +118,12 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
 
 
 def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-           shapes: Sequence[tf.TensorShape], process_set: int = 0) -> list[tf.Tensor]:
+           shapes: Sequence[tf.TensorShape], process_set: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
     """As `run`, for an all-gather. The ranks first gather their numbers of rows, to allocate the results.
 
     Args:
         tensors: Of one dimension or more.
+        observer: As in `run`.
     """
     def rows_of(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
         # The same name as on ranks whose tensors are on the host, so that all ranks get the mismatch error.
@@ -130,15 +135,15 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
         totals = tf.unstack(tf.reduce_sum(rows, axis=0))
     another = f"{name}/on GPUs"
     return run(device, another, lambda arrays: dataclasses.replace(make_request(arrays), name=another), tensors,
-               shapes, totals, process_set)
+               shapes, totals, process_set, observer)
 
 
 class _GpuCallSite:
     """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
 
     def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution,
-                 process_set: int):
-        self._name, self._make_request, self._tensors = name, make_request, tensors
+                 process_set: int, observer: Observer | None):
+        self._name, self._make_request, self._tensors, self._observer = name, make_request, tensors, observer
         self._process_set, self._counts = process_set, execution.number is None
         self._suffixes: dict[int, str] = {}  # by the number of the ticket
 
@@ -172,6 +177,10 @@ class _GpuCallSite:
     def _export(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor], handle: Handle) -> None:
         """Submit the tensors; `handle` completes with their collective. Runs in the export thread."""
         try:
+            if self._observer is not None:
+                with at_once():
+                    if not self._observer([tensor.numpy() for tensor in tensors]):
+                        self._observer = None
             arrays = gpu_eager.with_results(tensors, results)
             request = dataclasses.replace(self._make_request(arrays), name=handle.name, device=DEVICE_GPU,
                                           in_graph=True)

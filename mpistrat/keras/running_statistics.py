@@ -1,0 +1,52 @@
+"""Running statistics: variables that layers such as BatchNormalization update from each rank's own rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ..core.request import Average
+from ..tensorflow.bridge.buckets import reduce_list
+from ..tensorflow.gradients import GradientReducer, label_of
+
+# Takes variables and their labels, and returns the ranks' mean of each. Collective.
+Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
+
+
+def running_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The running statistics of all layers, those of a frozen layer included."""
+    found = {}
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_variables:
+            if keras.backend.is_float_dtype(variable.dtype):
+                found[id(variable)] = variable
+    return list(found.values())
+
+
+def average(variables: list[keras.Variable], mean: Mean) -> None:
+    """Set variables on all ranks to their mean. Collective."""
+    for variable, value in zip(variables, mean(variables, [label_of(v) for v in variables]), strict=True):
+        variable.assign(value)
+
+
+class AverageStatistics(keras.callbacks.Callback):
+    """Averages the running statistics over the ranks when an epoch ends. Collective; fit adds it.
+
+    It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own statistics.
+
+    Args:
+        name: That of the optimizer, the same on all ranks.
+        reducer: That of the optimizer. Its local variables stay as they are.
+    """
+
+    def __init__(self, name: str, reducer: GradientReducer):
+        super().__init__()
+        self._name, self._reducer = f"{name}/statistics", reducer
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        variables = [v for v in running_statistics(self.model) if not self._reducer.is_local(v)]
+        average(variables, self._mean)
+
+    def _mean(self, variables: list[keras.Variable], labels: list[str]) -> list[tf.Tensor]:
+        return reduce_list([tf.convert_to_tensor(v) for v in variables], self._name, Average, labels=labels)

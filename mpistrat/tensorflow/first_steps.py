@@ -1,0 +1,230 @@
+"""Checks of the first reductions of gradients: the ranks train the same weights, and not all on the same data.
+
+With each of the first reductions a rank sends digests of its weights and of its local gradients, without waiting for
+those of the others. They have arrived when a later reduction begins, because each rank sends them before its gradients.
+Then the rank decides. All ranks have the same digests, so all decide the same.
+
+- Weights that differ are an error before the third step. A difference before the first step is none: models without an
+  Input layer, and loops as in Horovod's examples, broadcast after it.
+- Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same.
+  That is a warning.
+"""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..api import runtime
+from ..core.errors import CollectiveError, MismatchError
+from ..core.handle import Handle
+from ..core.request import allgather_request, specs_of
+from ..core.topology import rank_list
+from .bridge import executions
+from .bridge.observers import Observer
+from .bridge.own_executor import at_once
+from .types import Variable
+
+logger = logging.getLogger(__name__)
+
+_EXCHANGES = 3  # the reductions with which digests are sent
+_DIGEST_BYTES = 8
+_RANK_BYTES = 4
+_NOTHING = bytes(_DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
+_LISTED = 6  # groups of ranks that the error lists
+# Digests of an earlier step are there already, unless steps overlap. Then the check is left out.
+_WAIT_S = 1.0
+
+# The digests of one rank: of its gradients, and then of each variable, if they were read.
+Digests = list[bytes]
+
+_has_warned = False
+
+
+class FirstSteps:
+    """What is known of the first reductions of an optimizer, or of the variables of a tape.
+
+    Args:
+        name: The same on all ranks.
+
+    Attributes:
+        is_paused: The weights are going to be broadcast, and reductions before that do not count.
+    """
+
+    def __init__(self, name: str):
+        self.is_paused = False
+        self._name = f"check/{name}"
+        self._step = 0
+        self._labels: Sequence[str] = ()
+        self._exchanges: list[Handle] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to check."""
+        return self._step > _EXCHANGES
+
+    def observer(self, variables: Sequence[Variable], labels: Sequence[str]) -> Observer | None:
+        """What to call with this rank's gradients before they are reduced; None if there is nothing to check.
+
+        It raises MismatchError, on every rank, when the ranks train different weights.
+
+        Args:
+            variables: Those whose gradients are reduced.
+            labels: What users call them.
+        """
+        if self.is_done or runtime.current().settings.consistency_check_disable:
+            return None
+        return partial(self._observe, [weakref.ref(v) for v in variables], labels)
+
+    def conclude(self) -> None:
+        """Decide now, if training ends after two or three steps. All ranks call it, after as many reductions.
+
+        Raises:
+            MismatchError: On every rank, when the ranks train different weights.
+        """
+        self._require_equal_weights()
+        self._warn_of_equal_data()
+
+    def _observe(self, variables: Sequence["weakref.ref[Variable]"], labels: Sequence[str],
+                 gradients: Sequence[np.ndarray]) -> bool:
+        if self.is_paused:
+            return True
+        if self.is_done:
+            return False
+        self._step, self._labels = self._step + 1, labels
+        if self._step > _EXCHANGES:
+            self._warn_of_equal_data()
+            self._exchanges.clear()
+            return False
+        if self._step == 3:
+            self._require_equal_weights()
+        digests = [_digest_of(gradients)]
+        if self._step == 1 or (self._step == 2 and differing(self._received(0))):
+            digests += _digests_of_weights(variables)
+        self._exchanges.append(_send(self._name, digests))
+        return True
+
+    def _require_equal_weights(self) -> None:
+        """Raise MismatchError if the weights differed with the first two reductions."""
+        received = self._received(1)
+        if differing(self._received(0)) and differing(received):
+            raise MismatchError(describe_weights(self._labels, received))
+
+    def _warn_of_equal_data(self) -> None:
+        global _has_warned
+        received = [self._received(number) for number in range(len(self._exchanges))]
+        if runtime.current().topology.rank == 0 and not _has_warned and is_same_data(received):
+            _has_warned = True
+            logger.warning(
+                "all ranks train on the same data: their gradients had the same bits in the first steps. Give each "
+                "rank its own rows: x, y = hvd.shard(x, y).")
+
+    def _received(self, number: int) -> list[Digests]:
+        """The digests of all ranks in one exchange; [] if they are not known."""
+        if number >= len(self._exchanges):
+            return []
+        try:
+            rows, = self._exchanges[number].wait(_WAIT_S)
+        except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
+            return []
+        return by_rank(rows)
+
+
+def differing(digests: Sequence[Digests]) -> list[int]:
+    """The numbers of the variables that are not the same on all ranks; [] if the ranks cannot be compared."""
+    if len({len(of_rank) for of_rank in digests}) != 1:
+        return []
+    return [i - 1 for i in range(1, len(digests[0])) if len({of_rank[i] for of_rank in digests}) > 1]
+
+
+def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
+    """Whether the gradients were the same on all ranks in at least two reductions, and never different.
+
+    Reductions of different weights do not count.
+
+    Args:
+        received: The digests of all ranks in each reduction; [] where they are not known.
+    """
+    counted = [digests for digests in received if digests]
+    while counted and differing(counted[0]):
+        counted = counted[1:]
+    gradients = [{of_rank[0] for of_rank in digests} for digests in counted]
+    return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
+
+
+def describe_weights(labels: Sequence[str], digests: Sequence[Digests]) -> str:
+    """The error of ranks that train different weights."""
+    different = differing(digests)
+    groups: dict[bytes, list[int]] = {}
+    for rank, of_rank in enumerate(digests):
+        groups.setdefault(of_rank[1 + different[0]], []).append(rank)
+    listed = [rank_list(ranks) for ranks in groups.values()]
+    where = "; ".join(listed[:_LISTED]) + (f"; and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+    more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
+    return (f"the ranks train different weights: the values of {labels[different[0]]} differ among ranks {where}.{more}"
+            " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
+            "of fit, or call hvd.broadcast_variables(model.variables, root_rank=0) before a loop of your own. A "
+            "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
+            "register_local_source (of the tape). MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+
+
+def by_rank(rows: np.ndarray) -> list[Digests]:
+    """The digests of each rank, from the gathered rows, which begin with their rank."""
+    found: dict[int, Digests] = {}
+    for row in rows:
+        found.setdefault(int.from_bytes(row[:_RANK_BYTES].tobytes(), "little"), []).append(row[_RANK_BYTES:].tobytes())
+    return [found[rank] for rank in sorted(found)]
+
+
+def _send(name: str, digests: Digests) -> Handle:
+    """Begin to gather the digests of all ranks. Collective; returns at once."""
+    current = runtime.current()
+    head = current.topology.rank.to_bytes(_RANK_BYTES, "little")
+    rows = np.frombuffer(b"".join(head + digest for digest in digests), np.uint8).reshape(len(digests), -1)
+    # Several tapes may have one name. Their reductions come in the same order on all ranks.
+    name = f"{name}/{executions.next_number(name)}"
+    return current.engine.submit(allgather_request(name, specs_of([rows])), [rows])
+
+
+def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
+    says_something = any(np.any(g) for g in gradients) and all(np.all(np.isfinite(g)) for g in gradients)
+    return _digest(gradients) if says_something else _NOTHING
+
+
+def _digests_of_weights(variables: Sequence["weakref.ref[Variable]"]) -> Digests:
+    found = [variable() for variable in variables]
+    if any(variable is None for variable in found):
+        return []
+    with at_once():
+        return [_digest([tf.convert_to_tensor(variable).numpy()]) for variable in found]
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for array in arrays:
+        # By way of bytes: hashlib does not take bfloat16.
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+_of_variables: dict[int, tuple["weakref.ref[Any]", FirstSteps]] = {}
+
+
+def of_variables(variables: Sequence[Variable], name: str) -> FirstSteps:
+    """The FirstSteps of these variables, which lasts as long as the first of them.
+
+    It is for tapes: eager code makes a tape for each step.
+
+    Args:
+        variables: At least one.
+        name: The name of a new FirstSteps.
+    """
+    key = id(variables[0])
+    if key not in _of_variables:
+        _of_variables[key] = weakref.ref(variables[0], lambda _: _of_variables.pop(key, None)), FirstSteps(name)
+    return _of_variables[key][1]

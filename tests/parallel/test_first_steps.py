@@ -1,0 +1,218 @@
+"""Ranks that train different weights get an error, and ranks that train on the same data a warning."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.api import runtime
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+hvd = pytest.importorskip("mpistrat.keras")
+tape_hvd = pytest.importorskip("mpistrat.tensorflow")
+
+from mpistrat.tensorflow import first_steps  # noqa: E402
+
+COLUMNS, ROWS, BATCH = 5, 32, 8
+SAME_DATA = "all ranks train on the same data"
+broadcast = pytest.mark.parametrize("are_broadcast", [True, False], ids=["broadcast", "different"])
+
+
+def different_on(size: int) -> str:
+    return "differ among ranks " + r"; ".join(rf"\[{rank}\]" for rank in range(size)) + r"\."
+
+
+def new_model(rank: int, kind: str = "input") -> Any:
+    keras.utils.set_random_seed(rank)
+    layers = [keras.layers.Dense(3, name="first"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((COLUMNS,)), *layers] if kind == "input" else layers)
+
+
+def data_of(rank: int, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(rank).standard_normal((rows, COLUMNS)).astype(np.float32)
+    return x, x[:, :1]
+
+
+def fit(model: Any, data: tuple[np.ndarray, np.ndarray], callbacks: Sequence[Any] = (), epochs: int = 1,
+        **arguments: Any) -> Any:
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False, **arguments)
+    return model.fit(*data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
+    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
+    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
+
+
+@pytest.fixture
+def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with MPISTRAT_CONSISTENCY_CHECK_DISABLE=1."""
+    settings = dataclasses.replace(runtime.current().settings, consistency_check_disable=True)
+    monkeypatch.setattr(runtime.current(), "settings", settings)
+
+
+# -- different weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+def test_fit_without_a_broadcast_is_an_error_on_every_rank(run_eagerly: bool, rank: int, size: int) -> None:
+    with pytest.raises(tf.errors.OpError, match=f"the values of .*first/kernel {different_on(size)} So do 1 more of 4"):
+        fit(new_model(rank), data_of(rank), run_eagerly=run_eagerly)
+    assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size  # The engine goes on.
+
+
+def test_fit_of_two_steps_is_checked_at_its_end(rank: int, size: int) -> None:
+    with pytest.raises(mpistrat.MismatchError, match="the ranks train different weights"):
+        fit(new_model(rank), data_of(rank, 2 * BATCH))
+
+
+@pytest.mark.parametrize("steps", [1, 4], ids=["step by step", "four steps at once"])
+def test_weights_that_the_first_batch_creates_are_broadcast_after_it(steps: int, rank: int) -> None:
+    model = new_model(rank, "no input")
+    fit(model, data_of(rank), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], epochs=2, steps_per_execution=steps)
+    assert_equal_on_all_ranks(model.get_weights())
+
+
+def test_weights_that_the_first_batch_creates_are_checked_too(rank: int, size: int) -> None:
+    with pytest.raises(tf.errors.OpError, match=f"the values of .*first/kernel {different_on(size)}"):
+        fit(new_model(rank, "no input"), data_of(rank))
+
+
+@broadcast
+@pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
+def test_a_loop_may_broadcast_after_its_first_step(in_graph: bool, are_broadcast: bool, rank: int, size: int) -> None:
+    weights = [tf.Variable([float(rank + 1)], name="own"), tf.Variable([1.0])]
+
+    def step(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights[0] * x + weights[1])
+        tape = tape_hvd.DistributedGradientTape(tape)
+        for weight, gradient in zip(weights, tape.gradient(loss, weights)):
+            weight.assign_sub(0.1 * gradient)
+
+    def train() -> None:
+        call = tf.function(step, autograph=False) if in_graph else step
+        for number in range(5):
+            # One rank traces anew, alone.
+            call(tf.ones([number + 1 if rank == 0 else 1]))
+            if number == 0 and are_broadcast:
+                tape_hvd.broadcast_variables(weights, root_rank=0)
+
+    if are_broadcast:
+        train()
+        assert_equal_on_all_ranks([weight.numpy() for weight in weights])
+        return
+    with pytest.raises(tf.errors.OpError, match=f"the values of own.* {different_on(size)} Broadcast them before"):
+        train()
+    assert weights[1].numpy() != 1.0  # Two steps were made.
+
+
+def test_weights_may_be_made_equal_in_any_way(rank: int) -> None:
+    weight = keras.Variable([float(rank)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for step in range(5):
+        optimizer.apply([tf.fill([1], rank + 1.0)], [weight])
+        if step == 0:
+            weight.assign(mpistrat.broadcast_object(weight.numpy(), 0))
+    assert_equal_on_all_ranks([weight.numpy()])
+
+
+def test_variables_of_each_rank_are_exempt(rank: int) -> None:
+    weights = [keras.Variable([float(rank)]), keras.Variable([0.0])]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.register_local_var(weights[0])
+    for _ in range(5):
+        optimizer.apply([tf.fill([1], rank + 1.0)] * 2, weights)
+    assert_equal_on_all_ranks([weights[1].numpy()])
+
+
+@pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
+def test_a_model_of_sparse_gradients_only_is_checked(in_graph: bool, rank: int, size: int) -> None:
+    table = keras.Variable(np.full((4, 2), float(rank), np.float32), name="table")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([table])
+
+    def step() -> None:
+        optimizer.apply([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([4, 2]))], [table])
+
+    call = tf.function(step, autograph=False) if in_graph else step
+    with pytest.raises(tf.errors.OpError, match=f"the values of table {different_on(size)}"):
+        for _ in range(3):
+            call()
+
+
+def test_optimizers_that_the_ranks_reach_in_other_orders_are_checked(rank: int, size: int) -> None:
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2)]
+    weights = [keras.Variable([0.0]), keras.Variable([float(rank), 0.0], name="second")]
+    for optimizer, weight in zip(optimizers, weights):
+        optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        for i in (0, 1) if rank == 0 else (1, 0):
+            optimizers[i].apply([tf.ones(weights[i].shape)], [weights[i]])
+
+    with pytest.raises(tf.errors.OpError, match=f"the values of second {different_on(size)}"):
+        for _ in range(3):
+            step()
+
+
+@pytest.mark.usefixtures("without_checks")
+def test_the_check_can_be_left_out(rank: int, size: int) -> None:
+    model = new_model(rank)
+    fit(model, data_of(rank))
+    assert len(set(mpistrat.allgather_object(model.get_weights()[0].tobytes()))) == size
+
+
+# -- the same data ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The warnings of this rank so far, as if none had been given before the test."""
+    monkeypatch.setattr(first_steps, "_has_warned", False)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+                    and record.name.startswith("mpistrat")]
+
+
+@pytest.mark.parametrize("kind", ["input", "no input"])
+def test_the_chief_warns_once_of_the_same_data_on_all_ranks(kind: str, rank: int, warnings: Callable) -> None:
+    for _ in range(2):
+        fit(new_model(rank, kind), data_of(0, 5 * BATCH), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    found = [text for text in warnings() if SAME_DATA in text]
+    assert len(found) == (1 if rank == 0 else 0)
+    assert all("Give each rank its own rows: x, y = hvd.shard(x, y)." in text for text in found)
+
+
+def test_a_short_training_is_looked_at_when_it_ends(rank: int, warnings: Callable) -> None:
+    fit(new_model(0), data_of(0, 2 * BATCH))
+    assert len([text for text in warnings() if SAME_DATA in text]) == (1 if rank == 0 else 0)
+
+
+def test_a_loop_that_trains_on_the_same_data_is_found_too(rank: int, warnings: Callable) -> None:
+    weight = tf.Variable([1.0])
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        weight.assign_sub(0.1 * tape_hvd.DistributedGradientTape(tape).gradient(loss, weight))
+    assert len([text for text in warnings() if SAME_DATA in text]) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("gradients", [[0.0] * 5, [float("nan")] * 5, [1.0, "rank", 1.0, 1.0, 1.0]],
+                         ids=["zero", "nan", "different once"])
+def test_equal_gradients_that_say_nothing_are_no_reason_to_warn(gradients: list, rank: int,
+                                                                warnings: Callable) -> None:
+    weight, optimizer = keras.Variable([0.0]), hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    for value in gradients:
+        optimizer.apply([tf.fill([1], float(rank) if value == "rank" else value)], [weight])
+    assert not warnings()
+
+
+def test_own_data_of_each_rank_are_no_reason_to_warn(rank: int, warnings: Callable) -> None:
+    fit(new_model(0), data_of(rank, 5 * BATCH))
+    assert not warnings()
