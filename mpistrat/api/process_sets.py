@@ -69,6 +69,14 @@ class ProcessSet:
         """Return whether this rank is in the set; None if it is not registered. Local."""
         return None if self.process_set_id is None else self._group is not None
 
+    def has_others(self) -> bool:
+        """Return whether this rank is in the set together with other ranks, so that it has to communicate. Local.
+
+        Raises:
+            InvalidRequestError: The set is not registered.
+        """
+        return self.included() is not False and self.group("process_set").topology.size > 1
+
     def group(self, operation: str) -> Group:
         """Return the group that executes collectives of the set. Local.
 
@@ -112,7 +120,8 @@ class _AllRanks(ProcessSet):
         return self.group("rank()").topology.rank
 
     def included(self) -> bool:
-        return self._group is not None
+        self.group("included()")
+        return True
 
     def group(self, operation: str) -> Group:
         if self._group is None:
@@ -138,9 +147,3 @@ def resolved(process_set: ProcessSet | None) -> ProcessSet:
         raise InvalidRequestError("process_set must be a ProcessSet that init() or add_process_set() has registered. "
                                   f"Received: {process_set!r}")
     return process_set
-
-
-def require_global(process_set: ProcessSet | None) -> None:
-    """Raise InvalidRequestError unless `process_set` is the global one, or None, which means the global one."""
-    if process_set is not None and process_set is not global_process_set:
-        raise InvalidRequestError(f"only process_set=global_process_set is available. Received: {process_set!r}")

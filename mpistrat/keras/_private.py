@@ -44,7 +44,7 @@ def serialise_as(subclass: type, original: type) -> None:
             registry[subclass] = registry[original]
 
 
-def agree_on_finite(all_ranks: Callable[[tf.Tensor], tf.Tensor]) -> None:
+def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor], tf.Tensor]) -> None:
     """Make LossScaleOptimizer check the gradients of all ranks for overflow, if its inner optimizer is distributed.
 
     Keras checks the local gradients only, before they are averaged. (Under mixed_float16 compile() wraps every
@@ -52,7 +52,8 @@ def agree_on_finite(all_ranks: Callable[[tf.Tensor], tf.Tensor]) -> None:
     gradients.
 
     Args:
-        all_ranks: Takes a boolean scalar tensor and returns whether it is true on every rank. Collective.
+        all_ranks: Takes a distributed optimizer and a boolean scalar tensor, and returns whether it is true on every
+            rank of the optimizer's process set. Collective.
     """
     optimizer = keras.optimizers.LossScaleOptimizer
     local = optimizer.check_finite
@@ -61,7 +62,8 @@ def agree_on_finite(all_ranks: Callable[[tf.Tensor], tf.Tensor]) -> None:
 
     def check_finite(self: keras.optimizers.LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
         finite = local(self, grads)
-        return all_ranks(finite) if getattr(self.inner_optimizer, "is_distributed", False) else finite
+        inner = self.inner_optimizer
+        return all_ranks(inner, finite) if getattr(inner, "is_distributed", False) else finite
 
     check_finite._mpistrat = True  # type: ignore[attr-defined]
     optimizer.check_finite = check_finite

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..api import ops as array_ops
 from ..api import runtime
-from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
@@ -29,6 +29,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         root_rank: The rank whose values all ranks get.
         device: Accepted for compatibility with Horovod, ignored.
         local_variables: Variables that are not broadcast.
+        process_set: The ranks that take part; `root_rank` is one of them. On other ranks it does nothing.
 
     Attributes:
         first_steps: What checks the optimizer's first reductions. Those before the broadcast do not count. Set by fit.
@@ -39,8 +40,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
         super().__init__()
-        require_global(process_set)
-        self.root_rank = root_rank
+        self.root_rank, self._process_set = root_rank, resolved(process_set)
         self._local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
 
@@ -71,8 +71,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         variables = self._variables()
         self._sent = len(variables)
-        if runtime.current().topology.size > 1:
-            broadcast_variables(variables, self.root_rank)
+        if self._process_set.has_others():
+            broadcast_variables(variables, self.root_rank, self._process_set)
             for layer in all_layers(self.model):
                 if isinstance(layer, keras.layers.Normalization):
                     layer.finalize_state()  # It computes with constants, which it makes from its variables here.
@@ -86,18 +86,20 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Args:
         device: Accepted for compatibility with Horovod, ignored.
+        process_set: The ranks that take part. On other ranks it does nothing.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set):
         super().__init__()
-        require_global(process_set)
+        self._process_set = resolved(process_set)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if not logs or runtime.current().topology.size == 1:
+        if not logs or not self._process_set.has_others():
             return
         names = sorted(name for name, value in logs.items() if np.isscalar(value) or np.ndim(value) == 0)
         name = f"metrics/{','.join(names)}"
-        means = array_ops.allreduce(np.array([float(logs[n]) for n in names]), name=name)
+        means = array_ops.allreduce(np.array([float(logs[n]) for n in names]), name=name,
+                                    process_set=self._process_set)
         logs.update(zip(names, means.tolist(), strict=True))
 
 

@@ -42,7 +42,7 @@ def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
     @functools.wraps(original)
     def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         optimizer = distributed_in(getattr(self, "optimizer", None))
-        if optimizer is None or runtime.current().topology.size == 1:
+        if optimizer is None or not optimizer._mpistrat_reducer.process_set.has_others():
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         with _extended(call.arguments.get("callbacks"), self, optimizer) as callbacks:
@@ -59,7 +59,7 @@ def own_callbacks(optimizer: Optimizer, callbacks: list[Callback]) -> list[Callb
     averages = optimizer._mpistrat_averages_statistics
     own: list[Callback] = []
     if reducer.checks is not None and not runtime.current().settings.consistency_check_disable:
-        own.append(FitChecks(reducer.name, callbacks, averages, reducer.checks))
+        own.append(FitChecks(reducer.name, callbacks, averages, reducer.checks, reducer.process_set))
     if averages:
         own.append(AverageStatistics(reducer.name, reducer))
     return own

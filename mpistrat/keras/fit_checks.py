@@ -14,7 +14,7 @@ import numpy as np
 from keras.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau, TerminateOnNaN
 
 from ..api import ops as array_ops
-from ..api import runtime
+from ..api.process_sets import ProcessSet
 from ..core.errors import CollectiveError, MismatchError
 from ..core.topology import describe_by_rank, rank_list
 from ..tensorflow.first_steps import FirstSteps
@@ -77,14 +77,17 @@ class FitChecks(Callback):
         callbacks: The callbacks of fit on this rank.
         averages_statistics: Whether fit averages the running statistics.
         first_steps: Checks the optimizer's first reductions.
+        process_set: That of the optimizer.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
 
-    def __init__(self, name: str, callbacks: Sequence[Callback], averages_statistics: bool, first_steps: FirstSteps):
+    def __init__(self, name: str, callbacks: Sequence[Callback], averages_statistics: bool, first_steps: FirstSteps,
+                 process_set: ProcessSet):
         super().__init__()
         self._name, self._callbacks = name, callbacks
         self._averages_statistics, self._first_steps = averages_statistics, first_steps
+        self._process_set = process_set
         self._averages_metrics = self._has_warned = False
         self._epochs: int | None = None
         self._batches = 0
@@ -99,10 +102,10 @@ class FitChecks(Callback):
             tuple(readers(self._callbacks)), self._averages_statistics))
         problem = problem_at_begin(begins)
         if problem:
-            raise MismatchError(f"fit: {problem}")
+            raise MismatchError(f"fit{self._numbering()}: {problem}")
         found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
         self._averages_metrics = bool(found)
-        if found and runtime.current().topology.rank == 0:
+        if found and self._process_set.rank() == 0:
             logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
                         ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
         for callback in self._callbacks:
@@ -133,21 +136,26 @@ class FitChecks(Callback):
 
     def _exchange(self, state: Begin | Progress) -> list[Any]:
         """The states of all ranks, all of one class. Collective."""
-        states: list[Any] = array_ops.allgather_object(state, f"{self._name}/fit")
+        states: list[Any] = array_ops.allgather_object(state, f"{self._name}/fit", self._process_set)
         if len(set(map(type, states))) > 1:
-            raise MismatchError(f"fit: {problem_between_epochs(states)}")
+            raise MismatchError(f"fit{self._numbering()}: {problem_between_epochs(states)}")
         return states
+
+    def _numbering(self) -> str:
+        """How to read the numbers of ranks in a message."""
+        return "" if self._process_set.process_set_id == 0 else \
+            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
 
     def _require_together(self, state: Progress) -> None:
         problem = problem_between_epochs(self._exchange(state))
         if problem:
-            raise MismatchError(f"fit: {problem}")
+            raise MismatchError(f"fit{self._numbering()}: {problem}")
 
     def _require_stopped(self) -> None:
         """Wait until all ranks have stopped within this epoch. Those that have not wait for gradients."""
         try:
             # The name is what the report of the wait says that this rank does.
-            array_ops.barrier(f"{self._name}/stopped within epoch {self._epochs}")
+            array_ops.barrier(f"{self._name}/stopped within epoch {self._epochs}", self._process_set)
         except CollectiveError as error:
             raise type(error)(f"{error} This rank has stopped within epoch {self._epochs}{self._cause()}, and others "
                               "have not: all ranks must stop after the same batch.") from error
@@ -164,10 +172,10 @@ class FitChecks(Callback):
 
     def _average(self, logs: dict[str, Any]) -> None:
         own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
-        of_ranks = array_ops.allgather_object(own, f"{self._name}/metrics")
+        of_ranks = array_ops.allgather_object(own, f"{self._name}/metrics", self._process_set)
         means, missing = means_of(of_ranks)
         logs.update({name: mean for name, mean in means.items() if name in own})
-        if missing and not self._has_warned and runtime.current().topology.rank == 0:
+        if missing and not self._has_warned and self._process_set.rank() == 0:
             logger.warning("rank 0: fit cannot average metrics that only some ranks have: %s. Callbacks that read them "
                            "may decide differently on each rank: give validation_data to all ranks.",
                            "; ".join(f"{name} on ranks {rank_list(ranks)}" for name, ranks in missing.items()))

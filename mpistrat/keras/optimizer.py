@@ -7,8 +7,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from ..api import runtime
-from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, Min, ReduceOp, Sum
 from ..tensorflow.bridge.buckets import reduce_list
@@ -16,6 +15,7 @@ from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradients import GradientReducer, check_groups
 from ..tensorflow.identity import IdentitySet
+from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
 from ._private import agree_on_finite, serialise_as
@@ -133,7 +133,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         average_aggregated_gradients: Divide that sum by k.
         num_groups: Deprecated form of `groups`.
         groups: Accepted for compatibility, ignored. All gradients are reduced together.
-        process_set: The global one.
+        process_set: The ranks that take part. On other ranks the optimizer works as the original.
         scale_local_gradients: See GradientReducer.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
             BatchNormalization to their mean over the ranks. False: each rank keeps its own, as in Horovod.
@@ -143,7 +143,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         MissingDependencyError: Gradients are accumulated, and this version of Keras lacks the hooks that average them;
             `apply` raises it too.
     """
-    require_global(process_set)
+    process_set = resolved(process_set)
     check_groups(groups, num_groups)
     _check(optimizer, op, backward_passes_per_step)
     config = optimizer.get_config()
@@ -158,7 +158,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     wire_name = f"optimizer{next(_numbers)}"
     distributed._mpistrat_reducer = GradientReducer(
         wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
-        FirstSteps(wire_name))
+        FirstSteps(wire_name, process_set), process_set)
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
     distributed._mpistrat_averages_statistics = average_statistics
@@ -233,8 +233,10 @@ def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
     return _classes[original]
 
 
-def _on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
-    if runtime.current().topology.size == 1:
+def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
+    process_set = optimizer._mpistrat_reducer.process_set
+    if not process_set.has_others():
         return finite
     name = "finite" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("finite")
-    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, Min)[0], tf.bool)
+    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, Min,
+                               process_set=number_of(process_set, name))[0], tf.bool)

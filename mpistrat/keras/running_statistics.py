@@ -9,6 +9,7 @@ import tensorflow as tf
 from ..core.request import Average
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.gradients import GradientReducer, label_of
+from ..tensorflow.lists import number_of
 
 # Takes variables and their labels, and returns the ranks' mean of each. Collective.
 Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
@@ -49,4 +50,5 @@ class AverageStatistics(keras.callbacks.Callback):
         average(variables, self._mean)
 
     def _mean(self, variables: list[keras.Variable], labels: list[str]) -> list[tf.Tensor]:
-        return reduce_list([tf.convert_to_tensor(v) for v in variables], self._name, Average, labels=labels)
+        return reduce_list([tf.convert_to_tensor(v) for v in variables], self._name, Average, labels=labels,
+                           process_set=number_of(self._reducer.process_set, self._name))

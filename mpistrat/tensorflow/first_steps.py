@@ -21,6 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
+from ..api.group import Group
+from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, MismatchError
 from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
@@ -51,14 +53,15 @@ class FirstSteps:
 
     Args:
         name: The same on all ranks.
+        process_set: The ranks that reduce.
 
     Attributes:
         is_paused: The weights are going to be broadcast, and reductions before that do not count.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, process_set: ProcessSet = global_process_set):
         self.is_paused = False
-        self._name = f"check/{name}"
+        self._name, self._process_set = f"check/{name}", process_set
         self._step = 0
         self._labels: Sequence[str] = ()
         self._exchanges: list[Handle] = []
@@ -106,19 +109,23 @@ class FirstSteps:
         digests = [_digest_of(gradients)]
         if self._step == 1 or (self._step == 2 and differing(self._received(0))):
             digests += _digests_of_weights(variables)
-        self._exchanges.append(_send(self._name, digests))
+        self._exchanges.append(_send(self._group, self._name, digests))
         return True
+
+    @property
+    def _group(self) -> Group:
+        return self._process_set.group(self._name)
 
     def _require_equal_weights(self) -> None:
         """Raise MismatchError if the weights differed with the first two reductions."""
         received = self._received(1)
         if differing(self._received(0)) and differing(received):
-            raise MismatchError(describe_weights(self._labels, received))
+            raise MismatchError(describe_weights(self._labels, received, self._group.topology.job_ranks))
 
     def _warn_of_equal_data(self) -> None:
         global _has_warned
         received = [self._received(number) for number in range(len(self._exchanges))]
-        if runtime.current().topology.rank == 0 and not _has_warned and is_same_data(received):
+        if self._group.topology.rank == 0 and not _has_warned and is_same_data(received):
             _has_warned = True
             logger.warning(
                 "all ranks train on the same data: their gradients had the same bits in the first steps. Give each "
@@ -157,12 +164,18 @@ def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
     return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
 
 
-def describe_weights(labels: Sequence[str], digests: Sequence[Digests]) -> str:
-    """The error of ranks that train different weights."""
+def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
+    """The error of ranks that train different weights.
+
+    Args:
+        labels: What users call the variables.
+        digests: Of each rank.
+        ranks_of: The rank of each in the job; (): in order.
+    """
     different = differing(digests)
     groups: dict[bytes, list[int]] = {}
     for rank, of_rank in enumerate(digests):
-        groups.setdefault(of_rank[1 + different[0]], []).append(rank)
+        groups.setdefault(of_rank[1 + different[0]], []).append(ranks_of[rank] if ranks_of else rank)
     listed = [rank_list(ranks) for ranks in groups.values()]
     where = "; ".join(listed[:_LISTED]) + (f"; and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
@@ -181,14 +194,13 @@ def by_rank(rows: np.ndarray) -> list[Digests]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _send(name: str, digests: Digests) -> Handle:
+def _send(group: Group, name: str, digests: Digests) -> Handle:
     """Begin to gather the digests of all ranks. Collective; returns at once."""
-    current = runtime.current()
-    head = current.topology.rank.to_bytes(_RANK_BYTES, "little")
+    head = group.topology.rank.to_bytes(_RANK_BYTES, "little")
     rows = np.frombuffer(b"".join(head + digest for digest in digests), np.uint8).reshape(len(digests), -1)
     # Several tapes may have one name. Their reductions come in the same order on all ranks.
     name = f"{name}/{executions.next_number(name)}"
-    return current.engine.submit(allgather_request(name, specs_of([rows])), [rows])
+    return group.engine.submit(allgather_request(name, specs_of([rows])), [rows])
 
 
 def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
@@ -215,7 +227,7 @@ def _digest(arrays: Sequence[np.ndarray]) -> bytes:
 _of_variables: dict[int, tuple["weakref.ref[Any]", FirstSteps]] = {}
 
 
-def of_variables(variables: Sequence[Variable], name: str) -> FirstSteps:
+def of_variables(variables: Sequence[Variable], name: str, process_set: ProcessSet = global_process_set) -> FirstSteps:
     """The FirstSteps of these variables, which lasts as long as the first of them.
 
     It is for tapes: eager code makes a tape for each step.
@@ -223,8 +235,10 @@ def of_variables(variables: Sequence[Variable], name: str) -> FirstSteps:
     Args:
         variables: At least one.
         name: The name of a new FirstSteps.
+        process_set: The ranks that reduce.
     """
     key = id(variables[0])
     if key not in _of_variables:
-        _of_variables[key] = weakref.ref(variables[0], lambda _: _of_variables.pop(key, None)), FirstSteps(name)
+        _of_variables[key] = weakref.ref(variables[0], lambda _: _of_variables.pop(key, None)), FirstSteps(
+            name, process_set)
     return _of_variables[key][1]

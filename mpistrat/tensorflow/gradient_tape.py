@@ -4,7 +4,7 @@ import itertools
 
 import tensorflow as tf
 
-from ..api.process_sets import ProcessSet, global_process_set, require_global
+from ..api.process_sets import ProcessSet, global_process_set
 from ..core.request import Average, ReduceOp
 from .compression import Compression, Compressor
 from .gradients import GradientReducer, check_groups
@@ -56,14 +56,14 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         gradient_predivide_factor: See GradientReducer.
         num_groups: Deprecated form of `groups`.
         groups: Accepted for compatibility, ignored. All gradients are reduced together.
-        process_set: The global one.
+        process_set: The ranks that take part. On other ranks gradients do not change.
         scale_local_gradients: See GradientReducer.
     """
-    require_global(process_set)
     check_groups(groups, num_groups)
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
     # Eager code creates a tape per step, one after the other. A tf.function creates one per trace.
     name = "tape" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("tape")
-    reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients)
+    reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
+                              process_set=process_set)
     return _DistributedGradientTape(gradtape, reducer)

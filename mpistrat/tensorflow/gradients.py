@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, resolve_op
 from . import first_steps
@@ -13,7 +13,7 @@ from .bridge.observers import Observer, observed
 from .compression import Compressed, Compressor
 from .first_steps import FirstSteps
 from .identity import IdentitySet
-from .lists import reduce_dense, reduce_mixed
+from .lists import number_of, reduce_dense, reduce_mixed
 from .types import OptionalGradient, Tensor, Variable
 
 
@@ -29,12 +29,14 @@ class GradientReducer:
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
         checks: What its first reductions are checked by; None: that of the variables.
+        process_set: The ranks that take part. On other ranks gradients do not change.
     """
 
     def __init__(self, name: str, compression: type[Compressor], sparse_as_dense: bool, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
-                 checks: FirstSteps | None = None):
+                 checks: FirstSteps | None = None, process_set: ProcessSet = global_process_set):
         op = resolve_op(op, None)
+        self.process_set = resolved(process_set)
         if gradient_predivide_factor != 1.0 and op is not Average:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
         if gradient_predivide_factor <= 0:
@@ -64,16 +66,16 @@ class GradientReducer:
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
                                       "average gradients twice. Take the optimizer or the tape that it was made from.")
-        size = runtime.current().topology.size
         results = list(gradients)
-        if size == 1:
+        if not self.process_set.has_others():
             return results
+        group = self.process_set.group(self.name)
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if variable in self._local:
-                results[i] = self._local_gradient(gradient, size)
+                results[i] = self._local_gradient(gradient, group.topology.size)
                 continue
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 results[i] = tf.convert_to_tensor(gradient)
@@ -85,7 +87,8 @@ class GradientReducer:
             observer = None
         with observed(observer):
             reduced = reduce_mixed(own, self._op, self.name, self._reduce_dense,
-                                   labels=[label_of(variables[i]) for i in shared], numbers=shared)
+                                   labels=[label_of(variables[i]) for i in shared], numbers=shared,
+                                   process_set=number_of(self.process_set, self.name))
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
@@ -97,13 +100,14 @@ class GradientReducer:
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
         if not variables:
             return None
-        checks = self.checks or first_steps.of_variables(variables, self.name)
+        checks = self.checks or first_steps.of_variables(variables, self.name, self.process_set)
         return checks.observer(variables, [label_of(v) for v in variables])
 
     def _reduce_dense(self, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
         return compressed.restored(reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide,
-                                                self.name, labels, wire_dtype=compressed.wire_dtype))
+                                                self.name, labels, wire_dtype=compressed.wire_dtype,
+                                                process_set=number_of(self.process_set, self.name)))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:

@@ -570,7 +570,7 @@ def test_double_wrapping_is_refused(make: Callable) -> None:
     ("predivide and sum", {"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "not supported with op != Average"),
     ("predivide", {"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive. Received: -1"),
     ("groups", {"groups": 0}, "groups should be"),
-    ("process set", {"process_set": 3}, "only process_set=global_process_set is available")],
+    ("process set", {"process_set": 3}, "process_set must be a ProcessSet")],
     ids=lambda v: v if isinstance(v, str) else "")
 def test_arguments_are_checked(what: str, arguments: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):

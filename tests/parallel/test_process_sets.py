@@ -192,3 +192,41 @@ def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> 
         mpistrat.global_process_set.size()
     mpistrat.init(process_sets="dynamic")
     assert mpistrat.global_process_set.ranks == list(range(size))
+
+
+def test_optimizers_tapes_and_callbacks_take_a_set(rank: int, size: int, two_sets: tuple) -> None:
+    import keras
+
+    import mpistrat.keras as hvd_keras
+    first, _ = two_sets
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.BatchNormalization(),
+                              keras.layers.Dense(1)])
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.1), process_set=first), "mse",
+                  metrics=["mae"])
+    rows = np.random.default_rng(rank).normal(size=(8, 2)).astype("float32")
+    history = model.fit(rows, rows.sum(1), batch_size=4, epochs=2, verbose=0, callbacks=[
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, process_set=first),
+        hvd_keras.callbacks.MetricAverageCallback(process_set=first), keras.callbacks.EarlyStopping("mae")])
+    if first.included():
+        found = mpistrat.allgather_object([w.tobytes() for w in model.get_weights()], process_set=first)
+        assert all(other == found[0] for other in found)
+        maes = mpistrat.allgather_object(history.history["mae"], process_set=first)
+        assert all(other == maes[0] for other in maes)
+    digests = mpistrat.allgather_object(model.get_weights()[0].tobytes())
+    assert len(set(digests)) == 2, "the last rank has trained alone"
+
+    variable = tf.Variable([1.0 + rank])
+    with tf.GradientTape() as tape:
+        loss = variable * (1.0 + rank)
+    gradient = hvd.DistributedGradientTape(tape, op=hvd.Sum, process_set=first).gradient(loss, variable)
+    assert gradient.numpy().tolist() == [size * (size - 1) / 2 if first.included() else 1.0 + rank]
+
+
+def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(rank: int) -> None:
+    import keras
+
+    import mpistrat.keras as hvd_keras
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=mpistrat.ProcessSet([0, 1]))
+    with pytest.raises(InvalidRequestError, match="has not been registered"):
+        optimizer.apply([tf.ones([1])], [keras.Variable([1.0])])
