@@ -106,12 +106,13 @@ def mode(environ: MutableMapping[str, str]) -> str:
 def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
     """Return whether the report is all that this rank prints of an exception.
 
-    It is not if the script has replaced sys.stderr, or if stderr is a file: somebody reads that, and no summary.
+    It is not if the script has replaced sys.stderr, or if stderr is a file, which may be the log of this rank.
     """
-    if mode(environ) != SUMMARY or sys.stderr is None or sys.stderr is not sys.__stderr__:
+    stream = sys.__stderr__
+    if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
         return False
     try:
-        return not stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
+        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):
         return False
 

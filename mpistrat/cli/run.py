@@ -87,13 +87,13 @@ def _run_once(command: tuple[str, ...]) -> NoReturn:
     os.execvp(command[0], command)
 
 
-def _added(options: argparse.Namespace, job: Job, is_local: bool, environ: Mapping[str, str]) -> dict[str, str]:
+def _added(options: argparse.Namespace, job: Job, is_here: bool, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
     added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "1"}
     # What a rank says why it fails would go to the file, and not to the summary.
     is_to_files = any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=")) for part in
                       option.split(",")) for option in job.options)
-    return added if is_to_files else added | variables(job.command, is_local, environ, options.traceback)
+    return added if is_to_files else added | variables(job.command, is_here, environ, options.traceback)
 
 
 def _parser() -> Parser:

@@ -63,7 +63,8 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(ranks: int, ot
     assert "in fail_on_purpose" in job.output, job.output
     assert "RuntimeError: failed on purpose\n" in job.output, job.output
     assert job.output.count("Traceback") == 1, job.output
-    assert "[mpistrat] rank 1 on " in job.output, job.output
+    assert re.search(r"^\[mpistrat\] rank 1 on \S+ ends the job: RuntimeError: failed on purpose$", job.output,
+                     re.MULTILINE), job.output
 
 
 @pytest.mark.quick
@@ -95,8 +96,19 @@ def test_sys_exit_on_one_rank_gives_the_job_its_exit_code(mark: Path) -> None:
     assert [job.of_rank(rank) for rank in (0, 2)] == [["ends well"]] * 2, job.output
 
 
-def test_sys_exit_on_one_rank_ends_others_that_wait_for_it(mark: Path) -> None:
-    job = end_rank_1(3, "exits with 3", "wait for it", mark)
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sys_exit_on_one_rank_gives_the_job_its_exit_code_when_others_wait_for_it(ranks: int, mark: Path) -> None:
+    job = end_rank_1(ranks, "exits with 3", "wait for it", mark)
+    assert job.code == 3, job.output
+    line, = (line for line in job.output.splitlines() if " ends the job with exit code " in line)
+    assert re.match(r"\[mpistrat\] rank 1 on \S+ ends the job with exit code 3: sys\.exit\(3\), while other ranks wait "
+                    r"for this one: sum: ranks \[", line), job.output
+
+
+@pytest.mark.parametrize("way", ["raises SystemExit(3)", "exits with 3 from a thread"])
+def test_an_exit_whose_code_python_does_not_say_ends_others_that_wait_for_it(way: str, mark: Path) -> None:
+    job = end_rank_1(2, way, "wait for it", mark)
     assert "which have already shut down" in job.output, job.output
 
 
@@ -123,12 +135,10 @@ def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str,
         assert job.code == 3, job.output
         assert_mpirun_names_rank_1(job)
         return
-    assert job.code != 0, job.output
-    line, = (line for line in job.output.splitlines() if " ends the job: " in line)
-    assert line.startswith("[mpistrat] rank 0 on "), job.output
-    assert "ShutdownError: " in line, job.output
+    assert job.code == 3, job.output
+    line, = (line for line in job.output.splitlines() if " ends the job with exit code 3: sys.exit(3), while " in line)
+    assert line.startswith("[mpistrat] rank 1 on "), job.output
     assert "ranks [0] wait for ranks [1], which have already shut down " in line, job.output
-    assert "They ended early (sys.exit?)" in line, job.output
 
 
 @pytest.mark.quick

@@ -21,17 +21,17 @@ def is_python(command: Sequence[str]) -> bool:
     return _PYTHON.fullmatch(Path(command[0]).name) is not None
 
 
-def variables(command: Sequence[str], is_local: bool, environ: Mapping[str, str], is_whole: bool) -> dict[str, str]:
+def variables(command: Sequence[str], is_here: bool, environ: Mapping[str, str], is_whole: bool) -> dict[str, str]:
     """Return the variables to add to the environment of mpirun.
 
     Args:
         command: The command of the ranks.
-        is_local: Whether all ranks run on this host. Another host may have a PYTHONPATH that this one does not know.
+        is_here: Whether all ranks run on this host. Another host may have a PYTHONPATH that this one does not know.
         environ: The environment without them.
         is_whole: Whether ranks print whole tracebacks as well.
     """
     added = {RUN_REPORTS: TRACEBACK if is_whole else SUMMARY}
     path = environ.get("PYTHONPATH")
-    if is_python(command) and (is_local or path is not None):
+    if is_python(command) and (is_here or path is not None):
         added["PYTHONPATH"] = HERE if path is None else HERE + os.pathsep + path
     return added
