@@ -9,9 +9,12 @@ exception that the script catches is not read in this way.
 import builtins
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 _base_code: Any = builtins.SystemExit.__dict__["code"]
+_previous: Callable[..., NoReturn] = sys.exit
+_is_noted = False
 _final: Any = None  # the status that Python has read
 
 
@@ -35,21 +38,19 @@ class SystemExit(builtins.SystemExit):
         return builtins.SystemExit, self.args
 
 
+def exit(status: Any = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status). In the place of sys.exit after `note`."""
+    # Python ignores a SystemExit of another thread if it is of the base class itself.
+    if threading.current_thread() is not threading.main_thread():
+        _previous(status)
+    raise SystemExit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
+
+
 def note() -> None:
     """Make sys.exit raise what `final` recognizes. Further calls do nothing. Local."""
-    previous = sys.exit
-    if getattr(previous, "_mpistrat", False):
-        return
-
-    def exit(status: Any = None, /) -> NoReturn:
-        """Exit the interpreter by raising SystemExit(status)."""
-        # Python ignores a SystemExit of another thread if it is of the base class itself.
-        if threading.current_thread() is not threading.main_thread():
-            previous(status)
-        raise SystemExit(*(status if isinstance(status, tuple) else () if status is None else (status,)))
-
-    exit._mpistrat = True  # type: ignore[attr-defined]
-    sys.exit = exit
+    global _previous, _is_noted
+    if not _is_noted:
+        _previous, sys.exit, _is_noted = sys.exit, exit, True
 
 
 def final() -> tuple[int, str] | None:

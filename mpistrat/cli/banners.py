@@ -13,8 +13,11 @@ _SIGNAL = re.compile(rb"process rank (\d+) with PID \d+ on node (\S+) exited on 
 _CODE = re.compile(rb"Process name: \[.*?,(\d+)\] Exit code: (\d+)")
 _ABORT = re.compile(rb"MPI_ABORT was invoked on rank (\d+) .*?(?:errorcode|Errorcode:) (-?\d+)")
 _HYDRA_ABORT = re.compile(rb"Abort\((-?\d+)\) on node \d+ \(rank (\d+) in comm \d+\): application called MPI_Abort")
-_CONSEQUENCES = (b'calling "abort". This may have caused other processes',
-                 b"a non-zero exit code. Per user-direction, the job has been aborted.")
+_OTHERS = re.compile(rb'process rank (\d+) with PID \d+ on node (\S+) calling "abort"')
+_CONSEQUENCE = b"a non-zero exit code. Per user-direction, the job has been aborted."
+# A rank says so when an error in MPI ends it, for example when another rank has died, and its connection is closed.
+_ERROR = re.compile(rb"\[\S+:\d+\] \*\*\* (?:An error occurred in |reported by process |on |Unknown error|MPI_ERR|"
+                    rb"and MPI will try to terminate)")
 # Open MPI prints a text once, and then a line that others have it too, with the name of the text.
 _AGGREGATED = re.compile(rb"\[\S+\] (?:\d+ more process\w* ha\w+ sent help message help-mpi-api\.txt / mpi-abort|"
                          rb"Set MCA parameter \"orte_base_help_aggregate\" to 0 to see all help)")
@@ -27,7 +30,7 @@ class Ending:
     Attributes:
         rank: Its rank.
         host: Its host, or "" if mpirun does not name it.
-        code: Its exit code; None if a signal has ended it.
+        code: Its exit code; None if a signal has ended it, or if mpirun does not say it.
         signal: The number of the signal that has ended it, or None.
     """
 
@@ -39,10 +42,17 @@ class Ending:
 
 @dataclass(frozen=True)
 class Words:
-    """A text of mpirun about the end of a process. `ending` is None if it only says that other processes were ended."""
+    """A text of mpirun, or of MPI on a rank, about the end of a process.
+
+    Attributes:
+        text: As it was printed.
+        ending: What it says; None if it only says that other processes were ended, or what error it was.
+        is_error: Whether it says what error it was.
+    """
 
     text: bytes
     ending: Ending | None = None
+    is_error: bool = False
 
 
 def understand(text: bytes) -> Words | None:
@@ -61,6 +71,11 @@ def understand(text: bytes) -> Words | None:
     match = _HYDRA_ABORT.match(flat)
     if match:
         return Words(text, Ending(int(match[2]), code=int(match[1])))
-    if any(consequence in flat for consequence in _CONSEQUENCES) or _AGGREGATED.match(flat):
+    match = _OTHERS.search(flat)
+    if match:
+        return Words(text, Ending(int(match[1]), match[2].decode(errors="replace")))
+    if _CONSEQUENCE in flat or _AGGREGATED.match(flat):
         return Words(text)
+    if _ERROR.match(flat):
+        return Words(text, is_error=True)
     return None

@@ -57,8 +57,11 @@ class Output:
         shown = [self._line(line + b"\n", now) for line in lines]
         if self._is_after_words:
             partial = partial.lstrip(b"\0")  # Open MPI 5 prints a null character after its last words.
-        if partial != self._partial:
-            self._partial, self._partial_until = partial, now + PARTIAL_S if partial else math.inf
+        if not partial:
+            self._partial_until = math.inf
+        elif lines or not self._partial:
+            self._partial_until = now + PARTIAL_S  # More of the same line does not put it off.
+        self._partial = partial
         return self._shown(b"".join(shown))
 
     def due(self, now: float) -> bytes:

@@ -45,7 +45,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         return b"", [*_lines_of(groups), end + (" (--traceback prints whole tracebacks)" if can_show_more else "")]
     endings = [each.ending for each in words if each.ending is not None]
     is_said = bool(endings) and all(ending.signal is None for ending in endings)
-    kept = b"" if is_said else b"".join(each.text for each in words)
+    kept = b"".join(each.text for each in words if each.is_error or not is_said)
     reason = _reason(code, endings, interrupted_by, died_of, dialect)
     return kept, [f"{end}{reason}"]
 
@@ -60,6 +60,8 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
     if endings:
         ending = endings[0]
         where = f"rank {ending.rank}" + (f" on {ending.host}" if ending.host else "")
+        if ending.signal is None and ending.code is None:
+            return f": {where} called MPI_Abort. After \"Socket closed\": another rank, or its host, has died"
         if ending.signal is None:
             return f", that of {where}" if ending.code == code else f": {where} has ended with {ending.code}"
         hint = _SIGNAL_HINTS.get(ending.signal)  # type: ignore[call-overload]

@@ -47,6 +47,10 @@ a non-zero exit code. Per user-direction, the job has been aborted.
 """ + RULE
 MORE_4 = (b"[vm:00211] 3 more processes have sent help message help-mpi-api.txt / mpi-abort\n",
           b'[vm:00211] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n')
+ERROR_5 = [b"[vm:00000] *** " + text for text in (
+    b"An error occurred in Socket closed\n", b"reported by process [2741960705,0]\n", b"on a NULL communicator\n",
+    b"Unknown error\n", b"MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n",
+    b"   and MPI will try to terminate your MPI job as well)\n")]
 SLOTS = RULE + b"There are not enough slots available in the system\n" + RULE
 REPORT = Report(1, "node1", 1, ErrorText("", "mpistrat.core.errors.ShutdownError: sum: ranks [0] wait"))
 REPORT_LINES = "".join(REPORT.lines()).encode()
@@ -69,7 +73,8 @@ def shown(data: bytes, **options: int) -> bytes:
 @pytest.mark.parametrize(("text", "ending"), [
     (KILLED_5, Ending(1, "vm", signal=9)), (KILLED_4, Ending(1, "vm", signal=9)), (CODE_5, Ending(1, code=3)),
     (CODE_4, Ending(1, code=3)), (ABORT_5, Ending(1, code=1)), (ABORT_4, Ending(1, code=1)),
-    (ABORT_MPICH, Ending(1, code=1)), (OTHERS_5, None), (OTHERS_4, None), (MORE_4[0], None), (MORE_4[1], None)])
+    (ABORT_MPICH, Ending(1, code=1)), (OTHERS_5, Ending(1, "vm")), (OTHERS_4, None),
+    *((line, None) for line in (*ERROR_5, *MORE_4))])
 def test_what_mpirun_says_of_an_end_is_understood_and_kept(text: bytes, ending: Ending | None) -> None:
     words = understand(text)
     assert words is not None and words.ending == ending
@@ -82,6 +87,8 @@ def test_what_mpirun_says_of_an_end_is_understood_and_kept(text: bytes, ending: 
 def test_other_texts_of_mpirun_are_shown() -> None:
     assert shown(b"a\n" + SLOTS + b"b\n") == b"a\n" + SLOTS + b"b\n"
     assert shown(SLOTS + KILLED_5) == SLOTS
+    segfault = b"[vm:00211] *** Process received signal ***\n[vm:00211] Signal: Segmentation fault (11)\n"
+    assert shown(segfault) == segfault
     assert shown(RULE + b"a table\n" + KILLED_5 + b"b\n") == RULE + b"a table\nb\n"
 
 
@@ -119,6 +126,8 @@ def test_a_line_without_an_end_appears_after_a_moment_and_goes_on() -> None:
     assert fed(output, b"\r20%", 1.0) == b"" and output.due(1.0 + PARTIAL_S) == b"\r20%"
     assert fed(output, b" I0000 00:00:17.1 1 port.cc:1] x\n", 2.0) == b" I0000 00:00:17.1 1 port.cc:1] x\n"
     assert output.is_at_line_start and output.next_s(2.0) is None
+    # A bar that moves all the time.
+    assert b"".join(fed(output, b"\r%d%%" % n, 3.0 + 0.4 * n * PARTIAL_S) for n in range(5)) == b"\r0%\r1%\r2%\r3%"
 
 
 def test_a_report_is_kept_even_behind_a_line_without_an_end() -> None:

@@ -65,6 +65,15 @@ def test_without_a_report_mpiruns_words_are_explained(code: int, ending: Ending 
     assert summarize(code, [], said, dialect=OPEN_MPI) == (kept, [f"{END} {code}{reason}"])
 
 
+def test_an_error_in_mpi_is_shown_where_no_rank_reports() -> None:
+    said = [Words(b"Socket closed\n", is_error=True), words(Ending(0, "vm"))]
+    text, lines = summarize(14, [], said)
+    assert text == b"Socket closed\n"
+    assert lines == [f"{END} 14: rank 0 on vm called MPI_Abort. After \"Socket closed\": another rank, or its host, "
+                     "has died"]
+    assert summarize(1, [report(1, "x")], said)[0] == b""
+
+
 def test_a_crash_of_mpirun_is_explained() -> None:
     assert summarize(139, [], [], died_of=11)[1] == [
         f"{END} 139: mpirun itself crashed, signal 11 (SIGSEGV). Were there more ranks than this machine can start "
