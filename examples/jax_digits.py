@@ -20,7 +20,7 @@ try:
     import jax.numpy as jnp
     from sklearn.datasets import load_digits
 except ImportError as error:
-    sys.exit(f"{error.name} is not installed: pip install jax 'mpistrat[examples]'")
+    sys.exit(f"{error.name} is not installed: pip install jax scikit-learn")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=20)

@@ -36,7 +36,7 @@ def load_data() -> tuple[np.ndarray, ...]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        sys.exit("The digits come with scikit-learn, which is not installed: pip install 'mpistrat[examples]'")
+        sys.exit("The digits come with scikit-learn, which is not installed: pip install scikit-learn")
     x, y = load_digits(return_X_y=True)
     x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
     order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.

@@ -19,7 +19,7 @@ try:
     import torch
     from sklearn.datasets import load_digits
 except ImportError as error:
-    sys.exit(f"{error.name} is not installed: pip install torch 'mpistrat[examples]'")
+    sys.exit(f"{error.name} is not installed: pip install torch scikit-learn")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=20)

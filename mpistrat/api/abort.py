@@ -1,31 +1,40 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
-`end_job_on_exception` installs this as the reaction to an uncaught exception. Without it, the other ranks would wait
-for this one until the stall limit.
+`prepare` installs this as the reaction to an uncaught exception. Without it, the other ranks would wait for this one
+until the stall limit.
 """
 
+import atexit
 import faulthandler
 import os
+import platform
 import sys
 import time
-import traceback
 from types import ModuleType, TracebackType
 
 from ..core import forked
 from ..core.errors import CollectiveError, SettingsError, StallError
-from . import launcher_watch
+from . import exit_code, launcher_watch, report
+from .error_text import OWN_ERRORS, ErrorText, describe
+from .launch_env import launched_rank
 
 # Ranks that cannot reach each other detect a stall at different times, each after its own wait. If the first of them
 # aborted at once, the others would not get to raise their error.
 _STALL_SPREAD_S = 2.0
-_OWN_ERRORS = "mpistrat.core.errors."
+# A rank that has left by sys.exit() ends the job with its exit code. The ranks that wait for it must not do so first.
+_EXIT_SPREAD_S = 2.0
+# mpirun ends the other ranks when the first has ended, and most errors of a script come on all ranks at about one time.
+_EARLY_WAIT_S = 0.5
+_SHUTDOWN_ERROR = f"{OWN_ERRORS}ShutdownError:"
 _ABORT_LIMIT_S = 20.0  # from the call of MPI_Abort to the end of this process
 
+_end: tuple[str, int] | None = None  # If set, this rank aborts the job at exit, instead of calling MPI_Finalize.
 
-def end_job(mpi: ModuleType, rank: int, host: str, reason: str, code: int = 1, wait_s: float = 0.0) -> None:
+
+def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 1, wait_s: float = 0.0) -> None:
     """Print why this rank ends the whole job, wait `wait_s`, and end the job with exit code `code`. Local."""
     try:
-        print(f"[mpistrat] rank {rank} on {host} ends the job: {reason}", file=sys.stderr, flush=True)
+        report.announce(rank, host, code, text, os.environ)
         sys.stdout.flush()
         time.sleep(wait_s)
     finally:
@@ -35,44 +44,87 @@ def end_job(mpi: ModuleType, rank: int, host: str, reason: str, code: int = 1, w
         mpi.COMM_WORLD.Abort(code)
 
 
-def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
-    """Make an uncaught exception on this rank end the whole job. Local. Further calls do nothing.
+def prepare(mpi: ModuleType, rank: int, host: str) -> None:
+    """Make an uncaught exception, and `end_job_at_exit`, end the whole job. Local. Further calls do nothing.
 
-    At the prompt of interactive Python the exception is only printed, and the session continues.
+    At the prompt of interactive Python an exception is only printed, and the session continues.
     """
     previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # Python sets sys.ps1 when it shows the first prompt. It calls this hook for every error in a line.
-        if forked.is_child() or hasattr(sys, "ps1"):
-            return previous(kind, error, trace)
-        try:
-            previous(kind, error, trace)
-        finally:
-            cause = cause_of(kind, error)
-            # All ranks raise these errors, so this rank waits until the others have printed theirs. The waits differ by
-            # rank because the ranks must not abort at the same moment: Open MPI 5's mpirun has been seen to hang after
-            # that, with no rank left.
-            is_on_all_ranks = isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS)
-            wait_s = 0.5 + 0.25 * min(rank, 8) if is_on_all_ranks else 0.0
-            if isinstance(error, StallError):
-                wait_s += _STALL_SPREAD_S
-            end_job(mpi, rank, host, cause, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
-
     if getattr(previous, "_mpistrat", False):
         return
+    exit_code.note()
+    is_reported = bool(report.mode(os.environ))
+    # A hook of the script, or of a library that it uses, is called in any case: it may do more than print.
+    is_pythons = previous is sys.__excepthook__ or hasattr(previous, "_mpistrat_before_init")
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown = sys.__excepthook__ if is_pythons else previous
+        # Python sets sys.ps1 when it shows the first prompt. It calls this hook for every error in a line.
+        if forked.is_child() or hasattr(sys, "ps1"):
+            shown(kind, error, trace)
+            return
+        text, wait_s = ErrorText("", kind.__qualname__), 0.0
+        try:
+            if not (is_pythons and report.replaces_traceback(os.environ)):
+                shown(kind, error, trace)
+            text = describe(kind, error, trace)
+            wait_s = _wait_s(error, text.message, rank, is_reported)
+        finally:
+            end_job(mpi, rank, host, text, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
+
+    def end() -> None:
+        if _end is not None and not forked.is_child():
+            end_job(mpi, rank, host, ErrorText("", _end[0]), _end[1])
+
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+    # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
+    # registered here because shutdown() may run when the script is already ending, which is too late to register one.
+    atexit.register(end)
 
 
-def cause_of(kind: type[BaseException], error: BaseException) -> str:
-    """Return one line that describes the exception.
+def report_before_init(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """React to an uncaught exception before init() under `mpistrat run`: report it, and let the process end. Local."""
+    if not report.replaces_traceback(os.environ):
+        sys.__excepthook__(kind, error, trace)
+    is_interrupt = issubclass(kind, KeyboardInterrupt)
+    report.announce(launched_rank(os.environ), platform.node(), 130 if is_interrupt else 1,
+                    describe(kind, error, trace), os.environ)
+    if not is_interrupt:
+        time.sleep(_EARLY_WAIT_S)
 
-    TensorFlow puts an error that was raised inside a graph into the text of its own exception. If that text has a line
-    with an error of mpistrat, this is the line; otherwise it is the first one.
+
+def end_job_at_exit(reason: str, code: int = 1) -> None:
+    """Abort the job when this rank's script ends, instead of calling MPI_Finalize. Local; returns at once."""
+    global _end
+    _end = reason, code
+
+
+def end_job_for_sys_exit(waiting: str) -> None:
+    """Abort the job with the code of the sys.exit() that ends this process, if one does. Local; returns at once.
+
+    Args:
+        waiting: Which ranks wait for this one, and for what.
     """
-    lines = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()
-    return next((line for line in lines if line.startswith(_OWN_ERRORS)), lines[0])
+    ended = exit_code.final()
+    if ended is not None:
+        code, call = ended
+        end_job_at_exit(f"{call}, while other ranks wait for this one: {waiting.partition('. ')[0]}", code)
+
+
+def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) -> float:
+    """Return how long this rank waits before it ends the job.
+
+    All ranks raise the errors of collectives, and mostly those of the script too, so this rank waits until the others
+    have printed theirs. `mpistrat run` prints them once; without it, one traceback of a script's error is enough. The
+    waits differ by rank because the ranks must not abort at the same moment: Open MPI 5's mpirun has been seen to hang
+    after that, with no rank left.
+    """
+    is_of_collective = isinstance(error, CollectiveError | SettingsError) or message.startswith(OWN_ERRORS)
+    if isinstance(error, KeyboardInterrupt) or not (is_reported or is_of_collective):
+        return 0.0
+    spread_s = _STALL_SPREAD_S if isinstance(error, StallError) else 0.0
+    return 0.5 + 0.25 * min(rank, 8) + (_EXIT_SPREAD_S if message.startswith(_SHUTDOWN_ERROR) else spread_s)
 
 
 def _end_after(limit_s: float) -> None:

@@ -6,6 +6,7 @@ The dependencies of a backend are imported when it is checked: mpi4py loads an M
 from dataclasses import dataclass
 
 from ..core.errors import MpistratError
+from ..core.install import pip_extra
 from ..transport.mpi import library
 
 
@@ -52,9 +53,9 @@ def _nccl_status() -> BackendStatus:
     try:
         from ..gpu.device import Device, gpu_count
     except ImportError as error:
-        return BackendStatus("nccl", False, f"cupy cannot be imported: {error} (pip install 'mpistrat[gpu]')")
+        return BackendStatus("nccl", False, f"cupy cannot be imported: {error} ({pip_extra('gpu')})")
     if not Device.nccl_version():
-        return BackendStatus("nccl", False, "cupy finds no NCCL (pip install 'mpistrat[gpu]')")
+        return BackendStatus("nccl", False, f"cupy finds no NCCL ({pip_extra('gpu')})")
     if not gpu_count():
         return BackendStatus("nccl", False, "no GPU is visible")
     return BackendStatus("nccl", True, "tensors on GPUs")

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from ..core.errors import InvalidRequestError, MissingDependencyError
+from ..core.install import pip, pip_extra
 from ..core.request import DEVICE_CPU, DEVICE_GPU
 from ..gpu.arrays import GpuArray, GpuInput
 from ..gpu.host_copies import HostCopies
@@ -125,7 +126,7 @@ class Torch(AnyLibrary):
         try:
             from ml_dtypes import bfloat16
         except ImportError as error:
-            raise MissingDependencyError("bfloat16 in numpy needs ml_dtypes (pip install ml_dtypes).") from error
+            raise MissingDependencyError(f"bfloat16 in numpy needs ml_dtypes ({pip('ml_dtypes')}).") from error
         return np.from_dlpack(value.view(_module("torch").int16)).view(bfloat16)
 
     def from_numpy(self, array: np.ndarray) -> Any:
@@ -249,7 +250,7 @@ def make_device(number: int) -> "Device":
     try:
         from ..gpu.device import Device
     except ImportError as error:
-        raise MissingDependencyError("tensors on a GPU need cupy (pip install 'mpistrat[gpu]').") from error
+        raise MissingDependencyError(f"tensors on a GPU need cupy ({pip_extra('gpu')}).") from error
     return Device(number)
 
 

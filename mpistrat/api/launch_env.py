@@ -14,6 +14,8 @@ _SIZE_NAMES = {
 }
 # `mpistrat run` sets this for mpirun: its process number and a random text that is unique to the run. Not a setting.
 RUN_NAME = "_MPISTRAT_RUN"
+# `mpistrat run` sets this for the ranks on all hosts: how a rank that fails says why (`report`). Not a setting.
+RUN_REPORTS = "_MPISTRAT_REPORTS"
 
 # The values of these variables together differ for every process that a launcher starts.
 _RANK_NAMES = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "MV2_COMM_WORLD_RANK",
@@ -39,6 +41,13 @@ def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
     if "PMIX_RANK" in environ:
         return 0, "a PMIx launcher"  # A process gets the size from a PMIx library, not from the environment.
     return 1, ""
+
+
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """Return the rank that the launcher has given this process; 0 if it says none."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "PMIX_RANK")
+    found = (environ.get(name, "") for name in names)
+    return next((int(value) for value in found if value.isdigit()), 0)
 
 
 def identity(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import forked
-from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError, StallError
+from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError, ShutdownError, StallError
 from ..core.request import Request
 from ..core.settings import Settings, differing, horovod_names
 from ..core.stalls import describe_wait
@@ -91,6 +91,7 @@ class Runtime:
         _log(self.topology.rank, "shutdown begins")
         groups = self._groups()
         self.registry.unbind()
+        had_ended = any(group.engine.controller.life.ended.is_set() for group in groups)
         # The announcements come first: a rank that waits for this one in any set fails now.
         for group in groups:
             group.engine.announce_end()
@@ -101,6 +102,8 @@ class Runtime:
         is_well = all(isinstance(each, StallError) for each in errors)
         if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks():
             return
+        if self.comm is not None and isinstance(error, ShutdownError) and not had_ended:
+            abort.end_job_for_sys_exit(str(error))  # The other ranks wait for this one, which has left.
         _log(self.topology.rank, "shut down in %.2f s, %s", time.monotonic() - began,
              "because all ranks have called shutdown" if error is None else f"after an error: {error}")
         if error is not None:
@@ -124,7 +127,7 @@ class Runtime:
         from ..transport.mpi.peer_wait import never_free
         never_free(self)  # MPI still has requests that use its memory.
         others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
-        _end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
+        abort.end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
         return False
 
     def abandon(self, reason: str) -> None:
@@ -157,7 +160,6 @@ def _log(rank: int, message: str, *values: object) -> None:
 _runtime: Runtime | None = None
 _watch: LauncherWatch | None = None
 _lock = threading.Lock()
-_abort_reason = ""  # If set, this rank aborts the job at exit instead of calling MPI_Finalize.
 
 
 def _disown_in_child() -> None:
@@ -285,18 +287,6 @@ def _is_watch_enabled() -> bool:
         return True  # init() raises this error on all ranks, after the handshake.
 
 
-def _end_job_at_exit(reason: str) -> None:
-    """Abort the job when this rank's script ends, instead of calling MPI_Finalize."""
-    global _abort_reason
-    _abort_reason = reason
-
-
-def _abort_at_exit() -> None:
-    if _abort_reason and not forked.is_child():
-        mpi = library.load_mpi()
-        abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(), _abort_reason)
-
-
 def _init_alone() -> Runtime:
     """Start a job of one rank, without MPI."""
     settings = Settings.from_env(os.environ)
@@ -310,11 +300,7 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     """Start a job over MPI. Collective."""
     mpi = library.load_mpi()
     # From here on the other ranks wait for this one, so an error on this rank must end the job.
-    abort.end_job_on_exception(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
-    # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
-    # registered here because shutdown() may run when the script is already ending, which is too late to register one.
-    atexit.unregister(_abort_at_exit)
-    atexit.register(_abort_at_exit)
+    abort.prepare(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
     base = library.communicator(mpi, comm, launched, launcher)
     library.wait_for_all(base)
     own = base.Dup()

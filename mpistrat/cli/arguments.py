@@ -13,7 +13,8 @@ from ..core.errors import LaunchError
 from .hostfile import HostList, parse_list, read_hostfile
 
 # Options of mpistrat, and the number of values of each.
-_OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--dry-run": 0, "--help": 0}
+_OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
+              "--traceback": 0, "--all-output": 0, "--help": 0}
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",

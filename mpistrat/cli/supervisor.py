@@ -1,4 +1,4 @@
-"""Run mpirun, forward signals to it, and end what a failed job leaves behind.
+"""Run mpirun, forward signals and its stderr, end what a failed job leaves behind, and say why the job has failed.
 
 Normally mpirun ends its ranks and itself. It has been seen to stay after its ranks had ended, when hosts were cut off
 from each other, and it may be killed before it can end its ranks. So `supervise` does the following:
@@ -7,6 +7,8 @@ from each other, and it may be killed before it can end its ranks. So `supervise
   that does not help. A second signal kills it at once.
 - After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
   not touched.
+- What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
+  stdout and stdin are those of this process.
 """
 
 import contextlib
@@ -22,10 +24,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ..api import processes
-from ..api.launch_env import RUN_NAME
+from ..api.launch_env import RUN_NAME, RUN_REPORTS
 from ..api.launcher_watch import ABORTED
+from ..api.report import SUMMARY
 from ..core.errors import LaunchError
+from .forward import Forwarder
 from .mpirun import LaunchCommand
+from .output import Output
+from .summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
@@ -101,10 +107,18 @@ class Termination:
         return max(0.0, min(self._terminate_at, self._kill_at) - now)
 
 
-def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits()) -> int:
+def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(), dialect: str = "",
+              is_all_output: bool = False) -> int:
     """Run mpirun until the job has ended. Returns mpirun's exit code, or 128 + the number of the signal that ended it.
 
     Call it on the main thread, because it changes the handling of signals.
+
+    Args:
+        command: mpirun with its arguments.
+        environ: The environment of this process, or what is to be in its place.
+        limits: Time limits.
+        dialect: Of mpirun's options.
+        is_all_output: Show the log lines of TensorFlow of all ranks, and all that mpirun says.
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -115,7 +129,10 @@ def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLi
     caught = {number for number in _ENDING | _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
-        return _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits).wait()
+        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits, is_all_output)
+        code = run.wait()
+        run.say_why(code, dialect)
+        return code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -128,62 +145,87 @@ class _Run:
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
-                 mask: Collection[int], limits: TimeLimits):
+                 mask: Collection[int], limits: TimeLimits, is_all_output: bool):
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits)
+        level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+        self._output = Output(is_all_output, int(level) if level.isdecimal() else 0)
+        self._last_signal: int | None = None  # of those that end programs
+        self._is_killed = False
+        self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY
         sys.stdout.flush()
         sys.stderr.flush()
+        source, sink = os.pipe()
         try:
-            self._mpirun = subprocess.Popen(command.argv, env=dict(environ), preexec_fn=_prepare(mask, os.getpid()))
+            self._mpirun = subprocess.Popen(command.argv, env=dict(environ), stderr=sink,
+                                            preexec_fn=_prepare(mask, os.getpid()))
         except OSError as error:
+            os.close(source)
             raise LaunchError(f"{command.argv[0]} cannot be started: {error.strerror}. Try --mpirun PATH.") from None
+        finally:
+            os.close(sink)
+        self._forwarder = Forwarder(source, self._output)
 
     def wait(self) -> int:
         """Wait until the job has ended, and enforce the time limits. Returns the exit code."""
-        last: int | None = None
-        killed = False
         while self._mpirun.poll() is None:
-            number = self._next_signal(self._termination.wait_s(time.monotonic()))
-            last = number or last
+            self._next_signal(self._termination.wait_s(time.monotonic()))
             due = self._termination.due(time.monotonic())
             if due is not None:
-                killed = True
-                _report(f"{self._termination.reason}; it is sent {due.name}")
+                self._is_killed = True
                 self._mpirun.send_signal(due)
+                self._say(f"{self._termination.reason}; it is sent {due.name}")
         code = self._mpirun.returncode
-        if code != 0 or last is not None:
+        if code != 0 or self._last_signal is not None:
             self._kill_remaining()
-        if killed:
-            return 128 + last if last is not None else 1
+        if self._is_killed:
+            return 128 + self._last_signal if self._last_signal is not None else 1
         return code if code >= 0 else 128 - code
 
-    def _next_signal(self, timeout_s: float) -> int | None:
-        """Wait for a signal and handle it. Returns its number if it is one that ends programs, else None."""
+    def say_why(self, code: int, dialect: str) -> None:
+        """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
+        self._forwarder.end(lambda: self._summary(code, dialect))
+        # A reader of stderr that does not read may keep the thread.
+        while not self._forwarder.join(_POLL_S) and not self._termination.is_urgent:
+            self._next_signal(0.0)
+
+    def _summary(self, code: int, dialect: str) -> bytes:
+        died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
+        text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
+                                died_of=died_of, dialect=dialect, can_show_more=self._can_show_more)
+        # A terminal has printed ^C, and no end of the line.
+        start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
+        return start + text + "".join(f"mpistrat run: {line}\n" for line in lines).encode(errors="backslashreplace")
+
+    def _next_signal(self, timeout_s: float) -> None:
+        """Wait for a signal and handle it."""
         info = signal.sigtimedwait(self._caught | {signal.SIGCHLD, ABORTED}, min(timeout_s, 3600.0))
         if info is None or info.si_signo == signal.SIGCHLD:
-            return None
+            return
         if info.si_signo == ABORTED:
             self._termination.note_abort(time.monotonic())
-            return None
+            return
         # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
         if info.si_code <= 0:
             self._mpirun.send_signal(info.si_signo)
-        if info.si_signo not in _ENDING:
-            return None
-        self._termination.note_signal(time.monotonic())
-        return info.si_signo
+        if info.si_signo in _ENDING:
+            self._termination.note_signal(time.monotonic())
+            self._last_signal = info.si_signo
 
     def _kill_remaining(self) -> None:
         """Give the remaining processes of the job on this host `left_s` to end, and kill them after that."""
         until = time.monotonic() + self._limits.left_s
         while left := processes_of_run(self._name):
             if self._termination.is_urgent or time.monotonic() >= until:
-                _report(f"what is left of the job is killed: processes {', '.join(str(each.pid) for each in left)}")
+                self._say(f"what is left of the job is killed: processes {', '.join(str(each.pid) for each in left)}")
                 for process in left:
                     with contextlib.suppress(OSError):  # It has just ended.
                         os.kill(process.pid, signal.SIGKILL)
                 return
             self._next_signal(_POLL_S)
+
+    def _say(self, text: str) -> None:
+        self._forwarder.say(f"mpistrat run: {text}")
 
 
 def processes_of_run(name: str) -> list[processes.Process]:
@@ -204,8 +246,3 @@ def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:
             os._exit(1)  # This process was killed before prctl took effect.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return prepare
-
-
-def _report(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr has no reader any more; go on ending the job.
-        print(f"mpistrat run: {text}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.errors import EngineError
+from ..core.install import pip_extra
 from ..core.topology import rank_list
 
 # The first version code of NCCL that allows ranks to share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
@@ -52,7 +53,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
         return f"NCCL cannot be used ({'; '.join(troubled)})"
     lacking = [rank for rank, found in enumerate(ranks) if not found.nccl]
     if lacking:
-        return f"ranks {rank_list(lacking)} have no NCCL (pip install 'mpistrat[gpu]')"
+        return f"ranks {rank_list(lacking)} have no NCCL ({pip_extra('gpu')})"
     versions = sorted({found.nccl for found in ranks})
     if len(versions) > 1:
         return f"the ranks have different versions of NCCL: {', '.join(map(str, versions))}"

@@ -1,16 +1,17 @@
 """mpistrat for Keras 3 on TensorFlow, with the names of horovod.keras: `import mpistrat.keras as hvd`."""
 
 from ..core.errors import MissingDependencyError
+from ..core.install import pip_extra as _pip_extra
 
 try:
     import keras as _keras
     import tensorflow as _tf  # noqa: F401
 except ImportError as _error:
-    raise MissingDependencyError("mpistrat.keras needs TensorFlow and Keras 3 (pip install 'mpistrat[tensorflow]').") \
-        from _error
+    raise MissingDependencyError(
+        f"mpistrat.keras needs TensorFlow and Keras 3 ({_pip_extra('tensorflow')}).") from _error
 if _keras.__version__.startswith("2."):
     raise MissingDependencyError(f"mpistrat.keras needs Keras 3, and this is {_keras.__version__} "
-                                 "(pip install -U keras 'tensorflow>=2.16').")
+                                 f"({_pip_extra('tensorflow', upgrade=True)}).")
 if _keras.backend.backend() != "tensorflow":
     raise MissingDependencyError(f"mpistrat.keras needs Keras' TensorFlow backend, and this is "
                                  f"{_keras.backend.backend()!r} (KERAS_BACKEND=tensorflow).")

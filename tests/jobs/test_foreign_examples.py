@@ -43,4 +43,4 @@ def test_without_the_library_the_pip_line_is_named(library: str) -> None:
         pytest.skip(f"{library} is installed")
     job = run_limited([sys.executable, script_of(library)])
     assert job.code == 1
-    assert job.output.splitlines()[-1] == f"{library} is not installed: pip install {library} 'mpistrat[examples]'"
+    assert job.output.splitlines()[-1] == f"{library} is not installed: pip install {library} scikit-learn"

@@ -1,11 +1,17 @@
-"""What `mpistrat run` does when mpirun, or a part of the job, does not end. stubborn_mpirun.py is in mpirun's place."""
+"""What `mpistrat run` does when mpirun, or a part of the job, does not end, and what it makes of mpirun's stderr.
+
+stubborn_mpirun.py is in mpirun's place.
+"""
 
 import contextlib
 import os
+import random
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
@@ -33,12 +39,20 @@ sys.exit(supervise(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**
 class Run:
     """A supervised mpirun, from its start on."""
 
-    def __init__(self, words: Sequence[str], prefix: Sequence[str], limits: Mapping[str, float], output: IO[bytes]):
+    def __init__(self, words: Sequence[str], prefix: Sequence[str], limits: Mapping[str, float], output: IO[bytes],
+                 stderr: int = subprocess.STDOUT):
         self.job = uuid.uuid4().hex
         self._output = output
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-c", SUPERVISE, str({**LONG, **limits}), *words], cwd=ROOT,
-            env=job_environment(self.job, {}), stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT)
+            env=job_environment(self.job, {}), stdin=subprocess.DEVNULL, stdout=self._output, stderr=stderr)
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        self.process.kill()
+        self.process.wait()
+        for left in processes_of(self.job):
+            left.kill()
 
     @property
     def output(self) -> str:
@@ -74,10 +88,7 @@ def supervised(*words: str, prefix: Sequence[str] = (), **limits: float) -> Iter
         try:
             yield run
         finally:
-            run.process.kill()
-            run.process.wait()
-            for left in processes_of(run.job):
-                left.kill()
+            run.end()
 
 
 @pytest.mark.quick
@@ -85,7 +96,8 @@ def supervised(*words: str, prefix: Sequence[str] = (), **limits: float) -> Iter
 def test_the_exit_code_is_that_of_mpirun(code: int) -> None:
     with supervised("ends", "sh", "-c", f"exit {code}", left_s=0.1) as run:
         assert run.code() == code
-        assert run.output == "the rank has ended\n"
+        last = f"mpistrat run: the job has ended with exit code {code}\n" if code else ""
+        assert run.output == f"the rank has ended\n{last}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -186,3 +198,66 @@ def test_a_signal_that_is_ignored_from_the_start_stays_so() -> None:
         run.named("sleep").kill()
         run.code()
         assert "SIGHUP" not in run.output
+
+
+# -- mpirun's stderr --------------------------------------------------------------------------------------------------
+
+MEGABYTE = "import os, random; data = random.Random(1).randbytes(2**20); "
+WRITES = MEGABYTE + "[os.write(2, data[i:i + 5000]) for i in range(0, len(data), 5000)]"
+
+
+@pytest.mark.quick
+def test_stderr_passes_at_once_and_unchanged() -> None:
+    with supervised("ends", "sh", "-c", "printf 'no end' >&2; exec sleep 600", left_s=0.1) as run:
+        run.await_text("no end")
+        run.named("sleep").kill()
+        assert run.code() == KILLED
+        said = run.output.replace("the rank has ended\n", "")
+        assert said.startswith("no end\nmpistrat run: the job has ended with exit code ")
+    done = subprocess.run([sys.executable, "-c", SUPERVISE, str(LONG), sys.executable, MPIRUN, "ends", sys.executable,
+                           "-c", WRITES], cwd=ROOT, env=job_environment("", {}), capture_output=True, timeout=SOON_S)
+    assert (done.returncode, done.stdout) == (0, b"the rank has ended\n")
+    assert done.stderr == random.Random(1).randbytes(2**20)
+
+
+def test_a_reader_of_stderr_that_does_not_read_holds_up_mpirun_but_no_signal() -> None:
+    read, write = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        run = Run([sys.executable, MPIRUN, "ends", sys.executable, "-c", f"{WRITES}; print('written')"], (),
+                  {"second_s": 0.0}, output, stderr=write)
+        os.close(write)
+        try:
+            wait_until(lambda: select.select([read], [], [], 0)[0], SOON_S)
+            time.sleep(0.5)  # The pipes fill.
+            assert "written" not in run.output
+            run.process.send_signal(signal.SIGTERM)
+            run.await_text("got SIGTERM\n")
+            run.process.send_signal(signal.SIGTERM)
+            assert run.code() == 128 + signal.SIGTERM
+        finally:
+            os.close(read)
+            run.end()
+
+
+def test_without_a_reader_of_stderr_the_job_goes_on() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with tempfile.TemporaryFile() as output:
+        run = Run([sys.executable, MPIRUN, "ends", sys.executable, "-c", f"{WRITES}; print('written')"], (), {}, output,
+                  stderr=write)
+        os.close(write)
+        try:
+            assert run.code() == 0
+            assert "written" in run.output
+        finally:
+            run.end()
+
+
+@pytest.mark.quick
+def test_a_crash_of_mpirun_is_explained() -> None:
+    with tempfile.TemporaryFile() as output:
+        run = Run(["sh", "-c", "kill -SEGV $$"], (), {"left_s": 0.1}, output)
+        assert run.code() == 128 + signal.SIGSEGV
+        assert run.output.startswith("mpistrat run: the job has ended with exit code 139: mpirun itself crashed, "
+                                     "signal 11 (SIGSEGV).")
+        assert run.output.count("\n") == 1

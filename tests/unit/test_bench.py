@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mpistrat.cli.bench import command
 from mpistrat.cli.bench.cases import CASES, SINGLE, bytes_of
 from mpistrat.cli.bench.measure import Point, repeats_for, table
 from mpistrat.core.errors import MpistratError
+from mpistrat.core.install import pip_extra
 
 
 def point(**changes: object) -> Point:
@@ -59,7 +61,7 @@ def test_wrong_input_is_named(argv: list[str], text: str) -> None:
 
 def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: None)
-    with pytest.raises(MpistratError, match=r"pip install 'mpistrat\[plot\]'"):
+    with pytest.raises(MpistratError, match=re.escape(pip_extra("plot"))):
         command.main(["--plot", "figure.png"])
 
 

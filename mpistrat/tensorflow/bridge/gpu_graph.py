@@ -34,6 +34,7 @@ import tensorflow as tf
 from ...api import runtime
 from ...api.interop import go_by_host
 from ...core.handle import Handle, complete_all
+from ...core.install import pip_extra
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ...gpu.arrays import GpuInput
 from ..types import Arrays
@@ -71,8 +72,8 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
 def _has_cupy() -> bool:
     if importlib.util.find_spec("cupy") is not None:
         return True
-    logger.warning("GPU tensors of a tf.function are copied to the host, for cupy is not installed "
-                   "(pip install 'mpistrat[gpu]')")
+    logger.warning("GPU tensors of a tf.function are copied to the host, for cupy is not installed (%s)",
+                   pip_extra("gpu"))
     return False
 
 

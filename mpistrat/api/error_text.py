@@ -1,0 +1,149 @@
+"""What to print of an uncaught exception: its whole message, and the last frames of the user's own code.
+
+TensorFlow puts the stacks of a graph into the text of its exceptions, and Keras and AutoGraph put frames there. They
+are a hundred lines around a message of one. Here the frames are taken out of the text, and those of the user's code are
+kept. All functions are pure, except that they look up lines of source files.
+"""
+
+import linecache
+import os
+import re
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+MOST_FRAMES = 3
+MOST_CAUSES = 2
+OWN_ERRORS = "mpistrat.core.errors."
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# A frame in a text. AutoGraph marks those that it has converted with a star.
+_FRAME = re.compile(r'(?P<indent> *)File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)(?: +\*)?$')
+_NODE = re.compile(r"\s*(?P<node>\[\[.*\]\])(?: \[Op:\S*\])?$")
+_STACK = "Traceback (most recent call last):"
+_HEADINGS = re.compile(r"(?:Graph execution error:|in user code:|<stack traces unavailable>|"
+                       r"Detected at node .* defined at \(most recent call last\):)$")
+_BEGINS_WITH_CLASS = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning): ")
+_OUTSIDE = tuple(os.path.join(path, "") for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),
+                                                     os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
+
+
+class Frame(NamedTuple):
+    """A place in a program."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        text = f'  File "{self.file}", line {self.line}, in {self.name}'
+        return f"{text}\n    {source}" if source else text
+
+
+@dataclass(frozen=True)
+class ErrorText:
+    """What to print of an exception.
+
+    Attributes:
+        frames: The last frames of the user's code, outermost first, as Python prints them.
+        message: The whole message, with the class of the exception in front; no stacks of frameworks in it.
+    """
+
+    frames: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.frames}\n{self.message}" if self.frames else self.message
+
+
+def describe(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> ErrorText:
+    """Return what to print of an exception."""
+    every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)]
+    frames = [frame for frame in every if is_users(frame.file)]
+    inner, message = split_message(kind, error)
+    frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
+    # A program of a library, such as python -m pytest, has no frame of the user.
+    shown = (frames or every)[-MOST_FRAMES:]
+    return ErrorText("\n".join(map(str, shown)), "\n".join([message, *_causes(error)]))
+
+
+def is_users(file: str) -> bool:
+    """Whether a source file is the user's, and neither of an installed package, nor of Python, nor of mpistrat."""
+    parts = file.split(os.sep)
+    return not (file.startswith(("<frozen ", *_OUTSIDE)) or "site-packages" in parts or "dist-packages" in parts
+                or parts[-1].startswith("__autograph_generated_file"))
+
+
+def message_of(kind: type[BaseException], error: BaseException) -> str:
+    """Return the whole message of an exception, with its class in front, without the stacks of frameworks."""
+    return split_message(kind, error)[1]
+
+
+def split_message(kind: type[BaseException], error: BaseException) -> tuple[list[Frame], str]:
+    """Take the frames out of the message of an exception. Returns them, and what is left.
+
+    Only texts of TensorFlow and AutoGraph are changed; an error of mpistrat in them is what is left.
+    """
+    text = _ANSI.sub("", "".join(traceback.format_exception_only(kind, error)).rstrip())
+    head, colon, rest = text.partition(": ")
+    if not colon or not rest.startswith(("Graph execution error:", "in user code:")):
+        return [], text
+    frames, lines = _without_frames(rest.splitlines())
+    own = next((i for i, line in enumerate(lines) if line.startswith(OWN_ERRORS)), 0)
+    message = "\n".join(_without_node(lines[own:]))
+    return frames, message if _BEGINS_WITH_CLASS.match(message) else f"{head}: {message}"
+
+
+def _without_frames(lines: Iterable[str]) -> tuple[list[Frame], list[str]]:
+    """Separate frames, their source lines, headings and empty lines from the other lines."""
+    frames: list[Frame] = []
+    message: list[str] = []
+    block: list[str] = []  # what stands between two stacks
+    indent = None  # of the frame whose source lines may follow
+    for line in lines:
+        match = _FRAME.match(line)
+        if match:
+            frames.append(Frame(match["file"], int(match["line"]), match["name"]))
+            indent = len(match["indent"])
+        elif line.strip() == _STACK:
+            message, block = _joined(message, block), []
+        elif line.strip() and not _HEADINGS.match(line.strip()) and (indent is None or _indent(line) <= indent):
+            indent = None
+            block.append(line)
+    return frames, textwrap.dedent("\n".join(_joined(message, block))).splitlines()
+
+
+def _joined(message: list[str], block: list[str]) -> list[str]:
+    """Append a block. TensorFlow has the message of a Python function before its stack, and once more after it."""
+    is_repeated = message and block and block[0].endswith(message[0]) and block[1:len(message)] == message[1:]
+    return block if is_repeated else message + block
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
+def _without_node(lines: list[str]) -> list[str]:
+    """Keep one line with a node of the graph, unless the node is a call of Python, whose name says nothing."""
+    found = [match["node"] for match in map(_NODE.match, lines) if match]
+    named = [node for node in found if "{{node " in node and "PyFunc" not in node]
+    return [*(line for line in lines if not _NODE.match(line)), *named[:1]]
+
+
+def _causes(error: BaseException) -> list[str]:
+    """A line for each exception that this one was raised from, or while it was handled."""
+    lines = []
+    for _ in range(MOST_CAUSES):
+        how, cause = "caused by", error.__cause__
+        if cause is None and not error.__suppress_context__:
+            how, cause = "raised while handling", error.__context__
+        if cause is None:
+            break
+        lines.append(f"({how} {message_of(type(cause), cause).splitlines()[0]})")
+        error = cause
+    return lines

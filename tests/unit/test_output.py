@@ -1,0 +1,215 @@
+"""What `mpistrat run` shows of mpirun's stderr, and what it keeps: reports, mpirun's words, repeated log lines."""
+
+import pytest
+
+from mpistrat.api.error_text import ErrorText
+from mpistrat.api.report import Report
+from mpistrat.cli.banners import Ending, understand
+from mpistrat.cli.output import BLOCK_S, PARTIAL_S, Output
+from mpistrat.cli.records import HOLD_S
+
+RULE = b"-" * 74 + b"\n"
+KILLED_5 = RULE + b"""prterun noticed that process rank 1 with PID 25997 on node vm exited on
+signal 9 (Killed).
+""" + RULE
+KILLED_4 = RULE + b"""mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).
+""" + RULE
+CODE_5 = RULE + b"""prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-26062@1,1]
+   Exit code:    3
+""" + RULE
+CODE_4 = RULE + b"""mpirun detected that one or more processes exited with non-zero status, thus causing
+the job to be terminated. The first process to do so was:
+
+  Process name: [[5416,1],1]
+  Exit code:    3
+""" + RULE
+ABORT_5 = RULE + b"""MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+  Proc: [[49514,1],1]
+  Errorcode: 1
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.
+""" + RULE
+ABORT_4 = RULE + b"""MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+with errorcode 1.
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.
+""" + RULE
+ABORT_MPICH = b"Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1\n"
+OTHERS_5 = RULE + b"""prterun has exited due to process rank 1 with PID 0 on node vm calling
+"abort". This may have caused other processes in the application to be
+terminated by signals sent by prterun (as reported here).
+""" + RULE
+OTHERS_4 = RULE + b"""Primary job  terminated normally, but 1 process returned
+a non-zero exit code. Per user-direction, the job has been aborted.
+""" + RULE
+MORE_4 = (b"[vm:00211] 3 more processes have sent help message help-mpi-api.txt / mpi-abort\n",
+          b'[vm:00211] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n')
+ERROR_5 = [b"[vm:00000] *** " + text for text in (
+    b"An error occurred in Socket closed\n", b"reported by process [2741960705,0]\n", b"on a NULL communicator\n",
+    b"Unknown error\n", b"MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n",
+    b"   and MPI will try to terminate your MPI job as well)\n")]
+SLOTS = RULE + b"There are not enough slots available in the system\n" + RULE
+REPORT = Report(1, "node1", 1, ErrorText("", "mpistrat.core.errors.ShutdownError: sum: ranks [0] wait"))
+REPORT_LINES = "".join(REPORT.lines()).encode()
+
+
+def fed(output: Output, data: bytes, now: float = 0.0) -> bytes:
+    """What is shown of data at once."""
+    return output.feed(data, now) + output.due(now)
+
+
+def shown(data: bytes, **options: int) -> bytes:
+    """What is shown of data in the end."""
+    output = Output(**options)
+    return fed(output, data) + output.end()
+
+
+# -- mpirun's words ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "ending"), [
+    (KILLED_5, Ending(1, "vm", signal=9)), (KILLED_4, Ending(1, "vm", signal=9)), (CODE_5, Ending(1, code=3)),
+    (CODE_4, Ending(1, code=3)), (ABORT_5, Ending(1, code=1)), (ABORT_4, Ending(1, code=1)),
+    (ABORT_MPICH, Ending(1, code=1)), (OTHERS_5, Ending(1, "vm")), (OTHERS_4, None),
+    *((line, None) for line in (*ERROR_5, *MORE_4))])
+def test_what_mpirun_says_of_an_end_is_understood_and_kept(text: bytes, ending: Ending | None) -> None:
+    words = understand(text)
+    assert words is not None and words.ending == ending
+    output = Output()
+    assert fed(output, b"before\n" + text + b"after\n") + output.end() == b"before\nafter\n"
+    assert output.words == [words]
+    assert shown(text, is_all=True) == text
+
+
+def test_other_texts_of_mpirun_are_shown() -> None:
+    assert shown(b"a\n" + SLOTS + b"b\n") == b"a\n" + SLOTS + b"b\n"
+    assert shown(SLOTS + KILLED_5) == SLOTS
+    segfault = b"[vm:00211] *** Process received signal ***\n[vm:00211] Signal: Segmentation fault (11)\n"
+    assert shown(segfault) == segfault
+    assert shown(RULE + b"a table\n" + KILLED_5 + b"b\n") == RULE + b"a table\nb\n"
+
+
+def test_a_text_that_does_not_end_is_shown_after_a_moment() -> None:
+    output = Output()
+    assert fed(output, RULE + b"a table\n") == b""
+    assert output.next_s(0.0) == BLOCK_S
+    assert output.due(BLOCK_S) == RULE + b"a table\n"
+    lines = b"".join(b"%d\n" % n for n in range(100))
+    assert fed(output, RULE + lines) == RULE + lines
+
+
+def test_the_null_character_after_the_last_words_of_open_mpi_is_left_out() -> None:
+    output = Output()
+    assert fed(output, OTHERS_5 + b"\0") + output.due(PARTIAL_S) + output.end() == b""
+    assert shown(b"a\0b\n\0") == b"a\0b\n\0"
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+def test_all_else_passes_unchanged_however_it_is_cut(size: int) -> None:
+    data = bytes(range(256)) * 3 + b"\n\n\r\n" + b"line\n" * 9 + b"\xff" * 5000 + b"\n\x1b[0mno end"
+    output = Output()
+    pieces = [data[i:i + size] for i in range(0, len(data), size)]
+    assert b"".join(fed(output, piece) for piece in pieces) + output.end() == data
+
+
+def test_a_line_without_an_end_appears_after_a_moment_and_goes_on() -> None:
+    output = Output()
+    assert fed(output, b"10%") == b""
+    assert output.next_s(0.0) == PARTIAL_S
+    assert output.due(PARTIAL_S) == b"10%" and not output.is_at_line_start
+    assert fed(output, b"\r20%", 1.0) == b"" and output.due(1.0 + PARTIAL_S) == b"\r20%"
+    assert fed(output, b" I0000 00:00:17.1 1 port.cc:1] x\n", 2.0) == b" I0000 00:00:17.1 1 port.cc:1] x\n"
+    assert output.is_at_line_start and output.next_s(2.0) is None
+    # A bar that moves all the time.
+    assert b"".join(fed(output, b"\r%d%%" % n, 3.0 + 0.4 * n * PARTIAL_S) for n in range(5)) == b"\r0%\r1%\r2%\r3%"
+
+
+def test_a_report_is_kept_even_behind_a_line_without_an_end() -> None:
+    output = Output()
+    assert fed(output, b"10%" + REPORT_LINES) == b"10%\n"
+    assert fed(output, b"20%") + output.due(PARTIAL_S) == b"20%"
+    assert fed(output, REPORT_LINES, 1.0) == b""
+    assert output.reports == [REPORT] * 2
+    assert shown(b"[1,1]<stderr>: " + REPORT_LINES.replace(b"\n", b"\n[1,1]<stderr>: ", 1)) == b""
+    assert shown(REPORT_LINES, is_all=True) == b""
+
+
+# -- TensorFlow's log lines and Python's warnings ---------------------------------------------------------------------
+
+NEW = b"%s0000 00:00:1795526973.34%d   %d port.cc:153] oneDNN custom operations are on.\n"
+OLD = b"2024-01-31 09:30:00.12345%d: %s tensorflow/core/util/port.cc:153] oneDNN custom operations are on.\n"
+HEADER = b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+FLAGS = b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow.\n"
+FAILURE = b"W0000 00:00:1795527858.88%d   2860%d %s UNKNOWN: ShutdownError: sum: ranks [0] wait\n"
+OP, RENDEZVOUS = b"op_kernel.cc:1845]", b"local_rendezvous.cc:412] Local rendezvous is aborting with status:"
+STACK = b"""Traceback (most recent call last):
+
+  File "/env/lib/script_ops.py", line 267, in __call__
+    return func(device, token, args)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^
+
+  File "/env/lib/handle.py", line 66, in wait
+    raise self._error
+
+mpistrat.core.errors.ShutdownError: sum: ranks [0] wait
+
+
+"""
+NODE = b"\t [[{{function_node cond_false_348}}{{node cond/PyFuncStateless}}]]\n"
+TRACE = b"""Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+ValueError: x
+"""
+
+
+@pytest.mark.parametrize("lines", [
+    [NEW % (b"E", 1, 11), NEW % (b"E", 2, 12)], [OLD % (1, b"I"), OLD % (2, b"I")], [HEADER, HEADER], [FLAGS, FLAGS],
+    [b"/lib/epoch.py:74: UserWarning: x\n  y = f(\n"] * 2])
+def test_a_log_line_and_a_warning_are_shown_once(lines: list[bytes]) -> None:
+    assert shown(b"".join(lines)) == lines[0]
+    assert shown(b"".join(lines), is_all=True) == b"".join(lines)
+
+
+def test_lines_that_differ_are_all_shown() -> None:
+    data = (NEW % (b"I", 1, 1) + NEW % (b"W", 1, 1) + OLD % (1, b"I")
+            + b"I0131 09:30:00.123456 140 train.py:20] step\n" * 2
+            + b"/lib/a.py:7: UserWarning: x\n  a\n/lib/a.py:7: UserWarning: y\n  a\n" + b"  a\n" * 2)
+    assert shown(data) == data
+
+
+def test_less_severe_lines_than_the_level_are_left_out() -> None:
+    info, error = HEADER + FLAGS + NEW % (b"I", 1, 1) + OLD % (1, b"I"), NEW % (b"E", 1, 1)
+    assert shown(info + error, least_severity=1) == error
+    assert shown(error, least_severity=3) == b""
+
+
+def test_an_error_of_an_operation_that_a_report_has_is_left_out_with_its_stack() -> None:
+    failures = FAILURE % (1, 1, OP) + STACK + FAILURE % (2, 1, RENDEZVOUS) + STACK + NODE
+    output = Output()
+    assert fed(output, failures + b"other\n" + REPORT_LINES) == b"other\n"
+    assert output.due(HOLD_S) + output.end() == b""
+
+
+def test_an_error_of_an_operation_that_no_report_has_is_shown_once_after_a_moment() -> None:
+    first = FAILURE % (1, 1, OP) + STACK + NODE
+    output = Output()
+    assert fed(output, first + FAILURE % (2, 2, OP) + STACK + NODE + b"other\n") == b"other\n"
+    assert output.next_s(0.0) == HOLD_S
+    assert output.due(HOLD_S) == first
+    assert output.next_s(HOLD_S) is None
+
+
+def test_a_traceback_of_python_after_an_error_of_an_operation_is_shown() -> None:
+    for first in (FAILURE % (1, 1, OP), FAILURE % (1, 1, OP) + STACK, FAILURE % (1, 1, OP) + NODE):
+        output = Output()
+        assert fed(output, first + TRACE + FAILURE % (2, 2, OP) + TRACE) == TRACE * 2
+        assert output.due(HOLD_S) == first
+    output = Output()
+    assert fed(output, FAILURE % (1, 1, OP) + TRACE[:35]) == b""
+    assert output.due(1.0) == TRACE[:35]

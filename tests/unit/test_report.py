@@ -1,0 +1,93 @@
+"""The lines with which a rank says why it fails, and how `mpistrat run` reads them among others."""
+
+import os
+import sys
+
+import pytest
+
+from mpistrat.api import report
+from mpistrat.api.error_text import ErrorText
+from mpistrat.api.launch_env import RUN_REPORTS
+from mpistrat.api.report import Report, ReportReader
+
+FRAMES = '  File "/home/user/train.py", line 3, in <module>\n    main()'
+ONE = Report(1, "node1", 1, ErrorText(FRAMES, "ValueError: one\n\ntwo"))
+OTHER = Report(12, "node2", 130, ErrorText("", "KeyboardInterrupt"))
+
+
+def lines_of(*reports: Report) -> list[bytes]:
+    return [line.encode() for each in reports for line in each.lines()]
+
+
+def read(lines: list[bytes]) -> tuple[list[Report], list[bytes | None]]:
+    """The reports in the lines, and what the reader returned for each line."""
+    reader = ReportReader()
+    returned = [reader.take(line) for line in lines]
+    return reader.reports, returned
+
+
+def test_a_report_can_be_read_by_a_person() -> None:
+    assert "".join(ONE.lines()) == """\
+[mpistrat] rank 1 on node1 fails with exit code 1:
+[mpistrat] rank 1 |   File "/home/user/train.py", line 3, in <module>
+[mpistrat] rank 1 |     main()
+[mpistrat] rank 1 > ValueError: one
+[mpistrat] rank 1 > \n[mpistrat] rank 1 > two
+"""
+
+
+def test_what_is_written_is_read() -> None:
+    assert read(lines_of(ONE, OTHER)) == ([ONE, OTHER], [b""] * 8)
+
+
+def test_the_lines_of_two_ranks_may_mix() -> None:
+    first, second = lines_of(ONE), lines_of(OTHER)
+    assert read([first[0], second[0], first[1], second[1], *first[2:]])[0] == [ONE, OTHER]
+
+
+def test_a_rank_may_fail_twice() -> None:
+    again = Report(1, "node1", 1, ErrorText("", "KeyError: 'x'"))
+    assert read(lines_of(ONE, again))[0] == [ONE, again]
+
+
+@pytest.mark.parametrize("before", [b"[1,0]<stderr>: ", b"[1] ", b"a line that has no end yet "])
+def test_what_stands_before_a_report_in_its_line_is_returned(before: bytes) -> None:
+    reports, returned = read([before + line for line in lines_of(ONE)])
+    assert reports == [ONE] and set(returned) == {before}
+
+
+def test_other_lines_are_not_taken() -> None:
+    lines = [b"ValueError\n", b"[mpistrat] rank 1 on node1 ends the job: ValueError\n",
+             b"[mpistrat] rank 3 > without a beginning\n", b"\n", b"\xff\xfe\n"]
+    assert read(lines) == ([], [None] * len(lines))
+
+
+def test_what_a_line_cannot_have_is_escaped() -> None:
+    odd = Report(0, "h", 1, ErrorText("", "ValueError: 10%\r20% \udcff"))
+    written = [line.encode(errors="backslashreplace") for line in odd.lines()]
+    assert read(written)[0][0].text.message == "ValueError: 10%\\r20% \\udcff"
+
+
+def test_a_very_long_message_is_cut_and_says_so() -> None:
+    text = "".join(Report(0, "h", 1, ErrorText("", "x" * 1_000_000)).lines())
+    assert len(text) < 101_000
+    assert text.endswith("> (and 900000 more characters)\n")
+
+
+def test_lines_are_written_whole_and_in_blocks_that_a_pipe_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[bytes] = []
+    monkeypatch.setattr(os, "write", lambda _, data: blocks.append(data) or len(data))
+    lines = [f"{n} {'x' * 100}\n" for n in range(100)] + ["y" * 10_000 + "\n"]
+    report._write(2, lines)
+    assert b"".join(blocks).decode() == "".join(lines)
+    assert all(block.endswith(b"\n") and len(block) < 4096 for block in blocks[:-1])
+
+
+def test_a_report_goes_to_the_stderr_of_the_process(capfd: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_mode", None)
+    monkeypatch.setattr(sys, "__stderr__", os.fdopen(os.dup(2), "w"))
+    environ = {RUN_REPORTS: report.SUMMARY}
+    report.announce(1, "node1", 1, ONE.text, environ)
+    assert environ == {}
+    assert capfd.readouterr().err == "".join(ONE.lines())

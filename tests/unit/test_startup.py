@@ -1,0 +1,77 @@
+"""Errors before init() under `mpistrat run`: what Python does when it starts on a rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.api.launch_env import RUN_REPORTS
+from mpistrat.cli.startup import HERE, is_python, variables
+
+ROOT = Path(__file__).parents[2]
+RANK_1 = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
+REPORTED = "[mpistrat] rank 1 on "
+
+
+def start(code: str, path: str | None = str(ROOT), env: dict[str, str] = RANK_1,
+          whole: bool = False) -> "subprocess.CompletedProcess[str]":
+    """Run Python as `mpistrat run` does, with this PYTHONPATH of the user."""
+    environ = {"PATH": os.environ.get("PATH", os.defpath), **({} if path is None else {"PYTHONPATH": path}), **env}
+    environ |= variables(["python"], True, environ, whole)
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_an_error_before_init_is_reported() -> None:
+    done = start("import os\nx = {}\nx['name']")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0].startswith(REPORTED)
+    assert done.stderr.splitlines()[0].endswith(" fails with exit code 1:")
+    assert done.stderr.splitlines()[1:] == ['[mpistrat] rank 1 |   File "<string>", line 3, in <module>',
+                                            "[mpistrat] rank 1 > KeyError: 'name'"]
+
+
+def test_with_the_traceback_on_request() -> None:
+    done = start("raise ValueError('x')", whole=True)
+    assert "Traceback (most recent call last)" in done.stderr and REPORTED in done.stderr
+
+
+@pytest.mark.parametrize("path", [None, str(ROOT), f"{ROOT}{os.pathsep}/extra", ""])
+def test_it_leaves_no_trace(path: str | None) -> None:
+    done = start("import os, sys; print(repr(os.environ.get('PYTHONPATH')), "
+                 f"{HERE!r} in sys.path, 'numpy' in sys.modules, 'mpistrat' in sys.modules)", path)
+    assert done.stdout == f"{path!r} False False False\n", done.stderr
+
+
+def test_a_process_that_is_no_rank_keeps_the_path_for_its_ranks() -> None:
+    done = start("import os; print(os.environ['PYTHONPATH']); raise ValueError", env={})
+    assert done.stdout == f"{HERE}{os.pathsep}{ROOT}\n"
+    assert done.stderr.startswith("Traceback")
+
+
+def test_a_forked_process_and_an_interpreter_without_mpistrat_print_what_python_prints() -> None:
+    done = start("import os\npid = os.fork()\nif not pid: raise ValueError('in the child')\nos.waitpid(pid, 0)")
+    assert done.returncode == 0 and done.stderr.startswith("Traceback") and REPORTED not in done.stderr
+    done = start("import sys; sys.modules['mpistrat'] = None; raise ValueError('x')")
+    assert done.stderr.startswith("Traceback") and REPORTED not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "said"), [("print('the user was here')", "the user was here\nNone\n"),
+                                            ("raise ImportError('no', name='other')", "None\n")])
+def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(text)
+    done = start("import os; print(os.environ.get('OTHER'))", f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stdout) == (0, said)
+    assert ("Error in sitecustomize" in done.stderr) == ("raise" in text)
+
+
+def test_which_variables_are_added() -> None:
+    train = ["python3.11", "train.py"]
+    assert variables(train, True, {}, False) == {RUN_REPORTS: "summary", "PYTHONPATH": HERE}
+    assert variables(train, False, {"PYTHONPATH": "/a"}, True) == {
+        RUN_REPORTS: "traceback", "PYTHONPATH": f"{HERE}{os.pathsep}/a"}
+    # Another host may have a PYTHONPATH of its own.
+    assert variables(train, False, {}, False) == {RUN_REPORTS: "summary"}
+    assert variables(["sh", "-c", "x"], True, {}, False) == {RUN_REPORTS: "summary"}
+    assert is_python(["/env/bin/python"]) and not is_python(["pythonize"]) and not is_python(["ipython"])
