@@ -7,7 +7,7 @@
 Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
-from .api import common
+from .api import absent, common
 from .api.common import *  # noqa: F403
 from .api.ops import (
     AsyncResult,
@@ -53,3 +53,5 @@ __all__ = [
     "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async",
 ]
 __all__ += common.__all__
+
+__getattr__ = absent.explain(__name__, absent.ARRAYS)
