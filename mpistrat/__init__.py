@@ -26,6 +26,7 @@ from .api.ops import (
     reducescatter,
     reducescatter_async,
 )
+from .api.run_function import run
 from .core.errors import (
     ClusterError,
     CollectiveError,
@@ -37,6 +38,7 @@ from .core.errors import (
     MpistratError,
     NotInitializedError,
     RankDiedError,
+    RunError,
     SettingsError,
     ShutdownError,
     StallError,
@@ -48,9 +50,9 @@ from .core.version import __version__ as __version__
 __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DuplicateNameError", "EngineError", "InvalidRequestError",
     "MismatchError", "MissingDependencyError", "MpistratError", "NotInitializedError", "RankDiedError", "ReduceOp",
-    "Role", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",
+    "Role", "RunError", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",
     "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async", "grouped_allreduce",
-    "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async",
+    "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async", "run",
 ]
 __all__ += common.__all__
 

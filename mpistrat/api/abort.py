@@ -49,8 +49,7 @@ def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
             # All ranks raise these errors, so this rank waits until the others have printed theirs. The waits differ by
             # rank because the ranks must not abort at the same moment: Open MPI 5's mpirun has been seen to hang after
             # that, with no rank left.
-            is_on_all_ranks = isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS)
-            wait_s = 0.5 + 0.25 * min(rank, 8) if is_on_all_ranks else 0.0
+            wait_s = 0.5 + 0.25 * min(rank, 8) if is_on_all_ranks(error) else 0.0
             if isinstance(error, StallError):
                 wait_s += _STALL_SPREAD_S
             end_job(mpi, rank, host, cause, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
@@ -59,6 +58,11 @@ def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
         return
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Whether other ranks raise the same exception, or have caused it."""
+    return isinstance(error, CollectiveError | SettingsError) or cause_of(type(error), error).startswith(_OWN_ERRORS)
 
 
 def cause_of(kind: type[BaseException], error: BaseException) -> str:
