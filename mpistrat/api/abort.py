@@ -36,11 +36,15 @@ def end_job(mpi: ModuleType, rank: int, host: str, reason: str, code: int = 1, w
 
 
 def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
-    """Make an uncaught exception on this rank end the whole job. Local. Further calls do nothing."""
+    """Make an uncaught exception on this rank end the whole job. Local. Further calls do nothing.
+
+    At the prompt of interactive Python the exception is only printed, and the session continues.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if forked.is_child():
+        # Python sets sys.ps1 when it shows the first prompt. It calls this hook for every error in a line.
+        if forked.is_child() or hasattr(sys, "ps1"):
             return previous(kind, error, trace)
         try:
             previous(kind, error, trace)
@@ -49,7 +53,8 @@ def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
             # All ranks raise these errors, so this rank waits until the others have printed theirs. The waits differ by
             # rank because the ranks must not abort at the same moment: Open MPI 5's mpirun has been seen to hang after
             # that, with no rank left.
-            wait_s = 0.5 + 0.25 * min(rank, 8) if is_on_all_ranks(error) else 0.0
+            is_on_all_ranks = isinstance(error, CollectiveError | SettingsError) or cause.startswith(_OWN_ERRORS)
+            wait_s = 0.5 + 0.25 * min(rank, 8) if is_on_all_ranks else 0.0
             if isinstance(error, StallError):
                 wait_s += _STALL_SPREAD_S
             end_job(mpi, rank, host, cause, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
@@ -58,11 +63,6 @@ def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
         return
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook
-
-
-def is_on_all_ranks(error: BaseException) -> bool:
-    """Whether other ranks raise the same exception, or have caused it."""
-    return isinstance(error, CollectiveError | SettingsError) or cause_of(type(error), error).startswith(_OWN_ERRORS)
 
 
 def cause_of(kind: type[BaseException], error: BaseException) -> str:

@@ -7,10 +7,6 @@ from typing import Any
 from ..core.errors import LaunchError
 
 _START_TIMEOUT_S = 600.0
-_ELASTIC = "the number of ranks is fixed while a job runs"
-_SSH = 'write the port and the key of the hosts into ~/.ssh/config'
-_INTERFACE = ('name the network interface in the options of mpirun, with Open MPI for example mpi_args="--mca '
-              'btl_tcp_if_include eth0"')
 
 
 def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
@@ -44,10 +40,11 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         verbose: Print the command line of mpirun.
         mpi_args: More options for mpirun, in one string.
         executable: The Python of the ranks; default: that of this process.
+        network_interface: The network interface of MPI and NCCL on all hosts. Likewise `network_interfaces`.
+        ssh_port, ssh_identity_file: For ssh to the other hosts (Open MPI only).
         disable_cache, use_mpi: Accepted for compatibility with Horovod, ignored.
-        min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, ssh_port,
-            ssh_identity_file, use_gloo, network_interface, network_interfaces, min_np, max_np: Horovod's; an error that
-            says what to use.
+        min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, host_discovery_script, use_gloo:
+            An error. They are for Horovod's elastic jobs and for Gloo.
 
     Raises:
         LaunchError: The job cannot be started with these arguments, this process is a rank itself, or the function
@@ -59,13 +56,9 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     elastic = {"min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np,
                "slots": slots, "reset_limit": reset_limit, "cooldown_range": cooldown_range,
                "host_discovery_script": host_discovery_script}
-    ssh = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file}
-    interface = {"network_interface": network_interface, "network_interfaces": network_interfaces}
-    refused: list[tuple[dict[str, Any], str]] = [(elastic, _ELASTIC), (ssh, _SSH), (interface, _INTERFACE)]
-    for arguments, reason in refused:
-        given = [name for name, value in arguments.items() if value is not None]
-        if given:
-            raise LaunchError(f"run() does not take {', '.join(given)}: {reason}.")
+    given = [name for name, value in elastic.items() if value is not None]
+    if given:
+        raise LaunchError(f"run() does not take {', '.join(given)}: the number of ranks is fixed while a job runs.")
     if use_gloo:
         raise LaunchError("run() does not take use_gloo: there is no Gloo. Leave it out; the ranks use MPI.")
     if hosts is not None and hostfile is not None:
@@ -78,7 +71,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     if not callable(func):
         raise LaunchError(f"func must be a function. Received: {func!r}")
     # The launcher is above this package.
-    from ..cli.function import run_function
-    return run_function((func, tuple(args), dict(kwargs or {})), ranks, hosts, hostfile, mpi_args or "",
-                        executable or sys.executable, _START_TIMEOUT_S if start_timeout is None else start_timeout,
-                        output_filename, bool(verbose))
+    from ..cli.function import Where, run_function
+    where = Where(hosts, hostfile, network_interface or network_interfaces, ssh_port, ssh_identity_file, mpi_args or "",
+                  executable or sys.executable, _START_TIMEOUT_S if start_timeout is None else start_timeout,
+                  output_filename, bool(verbose))
+    return run_function((func, tuple(args), dict(kwargs or {})), ranks, where)

@@ -10,13 +10,12 @@ other threads, and may not be on the main thread.
 import ctypes
 import os
 import pickle
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from ..api.launch_env import launched_size
 from ..api.pickling import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
-from .arguments import split_arguments
+from . import horovodrun
+from .arguments import mpirun_options
 from .hostfile import parse_list, read_hostfile
 from .mpirun import Job, LaunchCommand, compose, find_mpirun, identify, this_machine
 from .supervisor import supervise
@@ -35,6 +35,7 @@ _RANK_MODULE = "mpistrat.cli.function_rank"
 _POLL_S = 0.05
 _END_S = 60.0  # The supervisor kills mpirun and what it leaves within about 40 s.
 _PR_SET_PDEATHSIG = 1
+Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,23 @@ def write(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-def run_function(call: tuple[Any, Sequence[Any], dict[str, Any]], ranks: int, hosts: str | None, hostfile: str | None,
-                 mpi_args: str, executable: str, start_timeout_s: float,
-                 output_directory: str | None, verbose: bool) -> list[Any]:
+@dataclass(frozen=True)
+class Where:
+    """Where and how the ranks are started, as in the arguments of mpistrat.run."""
+
+    hosts: str | None
+    hostfile: str | None
+    interface: str | None
+    ssh_port: int | None
+    ssh_identity_file: str | None
+    mpi_args: str
+    executable: str
+    start_timeout_s: float
+    output_directory: str | None
+    verbose: bool
+
+
+def run_function(call: Call, ranks: int, where: Where) -> list[Any]:
     """Call a function on all ranks of a new job and return the results in rank order. Raises as mpistrat.run."""
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     if launched_size(environ) != (1, ""):
@@ -78,32 +93,26 @@ def run_function(call: tuple[Any, Sequence[Any], dict[str, Any]], ranks: int, ho
                           "started without mpirun.")
     with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:
         directory = Path(name)
-        where = parse_list(hosts) if hosts is not None else read_hostfile(hostfile) if hostfile is not None else None
-        command = (executable, "-m", _RANK_MODULE, name, *([os.path.abspath(output_directory)] if output_directory
-                                                           else []))
-        job = Job(ranks, command, where, options=_options(mpi_args))
-        launch = compose(job, identify(find_mpirun(None, environ)), this_machine(environ), environ)
-        if verbose:
+        launch = _composed(name, ranks, where, environ)
+        if where.verbose:
             print(launch, file=sys.stderr, flush=True)
         write(directory / CALL, _pickled(call))
-        code = _supervised(launch, environ, directory / STARTED, start_timeout_s)
+        code = _supervised(launch, environ, directory / STARTED, where.start_timeout_s)
         return _results(directory, ranks, code)
 
 
-def _options(mpi_args: str) -> tuple[str, ...]:
-    """The options for mpirun. Raises LaunchError if some are not for mpirun."""
-    try:
-        parts = split_arguments([*shlex.split(mpi_args), "--"])
-    except ValueError as error:  # LaunchError is one too
-        raise LaunchError(f"mpi_args={mpi_args!r}: {error}") from None
-    if parts.own or parts.command:
-        wrong = " ".join((*parts.own, *parts.command))
-        raise LaunchError(f"mpi_args: {wrong}: not an option of mpirun that may be given here. The number of ranks and "
-                          "the hosts are arguments of run().")
-    return parts.mpirun
+def _composed(directory: str, ranks: int, where: Where, environ: Mapping[str, str]) -> LaunchCommand:
+    hosts = parse_list(where.hosts) if where.hosts is not None else \
+        read_hostfile(where.hostfile) if where.hostfile is not None else None
+    output = [os.path.abspath(where.output_directory)] if where.output_directory else []
+    job = Job(ranks, (where.executable, "-m", _RANK_MODULE, directory, *output), hosts,
+              options=mpirun_options(where.mpi_args))
+    mpirun = identify(find_mpirun(None, environ))
+    variables = horovodrun.network_variables(mpirun.dialect, where.interface, where.ssh_port, where.ssh_identity_file)
+    return compose(job, mpirun, this_machine(environ), environ, variables)
 
 
-def _pickled(call: tuple[Any, Sequence[Any], dict[str, Any]]) -> bytes:
+def _pickled(call: Call) -> bytes:
     function = call[0]
     try:
         # The ranks find modules where this process finds them: the function may be in one beside the script.

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..api import ops, runtime
-from ..api.abort import is_on_all_ranks
 from ..api.pickling import dumps
-from ..core.errors import LaunchError
+from ..core.errors import CollectiveError, LaunchError, MpistratError
 from .function import CALL, STARTED, Outcome, file_of, write
 
 
@@ -81,7 +80,10 @@ def _failure(error: BaseException) -> Outcome:
     except Exception:
         exception = None  # The traceback says what it is.
     text = "".join(traceback.format_exception(error))
-    return Outcome(error=text, exception=exception, is_consequence=is_on_all_ranks(error),
+    # TensorFlow puts an error that was raised in a graph into the text of its own exception.
+    is_consequence = isinstance(error, CollectiveError) or (
+        not isinstance(error, MpistratError) and CollectiveError.__module__ in text)
+    return Outcome(error=text, exception=exception, is_consequence=is_consequence,
                    host=platform.node())
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from .arguments import Parser, add_launch_options, read_hosts, split_arguments
+from . import check, horovodrun
+from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .mpirun import Job, compose, find_mpirun, identify, this_machine
 from .supervisor import supervise
 
@@ -42,13 +43,17 @@ def main(argv: list[str]) -> int:
     """
     arguments = split_arguments(argv)
     options = _parser().parse_args(arguments.own)
+    if options.check_build:
+        return check.main([])
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
     command = _command(arguments.command, os.environ)
     hosts = read_hosts(options)
     mpirun = identify(find_mpirun(options.mpirun, os.environ))
-    job = Job(options.np, command, hosts, options.oversubscribe, arguments.mpirun)
-    launch = compose(job, mpirun, this_machine(os.environ), os.environ)
+    variables = horovodrun.variables(options, mpirun.dialect)
+    job = Job(options.np, command, hosts, options.oversubscribe,
+              (*arguments.mpirun, *mpirun_options(options.mpi_args)))
+    launch = compose(job, mpirun, this_machine(os.environ), os.environ, variables)
     if options.dry_run:
         print(launch)
         return 0
@@ -61,6 +66,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
+    horovodrun.add_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     return parser
 

@@ -1,6 +1,7 @@
 """mpistrat.run before it starts anything: wrong arguments, and how results and failures are read."""
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,13 @@ from mpistrat.core.errors import LaunchError, RunError
     ({"np": True}, "at least 1"), ({"num_proc": "2"}, "at least 1"),
     ({"np": 2, "num_proc": 3}, "two names of one argument. Received: np=2, num_proc=3"),
     ({"min_np": 1, "max_num_proc": 2}, "does not take max_num_proc, min_np: the number of ranks is fixed"),
-    ({"ssh_port": 22}, "does not take ssh_port: .*~/.ssh/config"),
-    ({"network_interfaces": "eth0"}, "does not take network_interfaces: .*btl_tcp_if_include"),
     ({"use_gloo": True}, "no Gloo"),
     ({"hosts": "a:1", "hostfile": "b"}, "hosts or hostfile, not both"),
     ({"hosts": "a:x"}, "is not host:slots"),
     ({"hostfile": "/nowhere"}, "No such file"),
-    ({"mpi_args": "-np 3"}, "mpi_args: -np=3: not an option"),
-    ({"mpi_args": "prog"}, "mpi_args: prog --: not an option"),
-    ({"mpi_args": "'"}, "mpi_args=\"'\": No closing quotation"),
+    ({"mpi_args": "-np 3"}, "'-np 3' is not a list of options for mpirun: -np=3 is none, or one that is given to"),
+    ({"mpi_args": "prog"}, "is not a list of options for mpirun: prog -- is none"),
+    ({"mpi_args": "'"}, "is not a list of options for mpirun: No closing quotation"),
 ])
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(LaunchError, match=text):
@@ -55,11 +54,12 @@ def test_a_function_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.Monke
 def test_harmless_arguments_of_horovod_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(function, "run_function", lambda *arguments: called.append(arguments))
-    mpistrat.run(print, ("a",), {"sep": ""}, 2, disable_cache=True, use_mpi=True, verbose=1, mpi_args="--tag-output")
-    (call, ranks, hosts, hostfile, options, _, start_timeout_s, output, verbose), = called
+    mpistrat.run(print, ("a",), {"sep": ""}, 2, disable_cache=True, use_mpi=True, verbose=1, mpi_args="--tag-output",
+                 network_interfaces="eth0")
+    (call, ranks, where), = called
     assert call == (print, ("a",), {"sep": ""})
-    assert (ranks, hosts, hostfile, options, start_timeout_s, output, verbose) == \
-        (2, None, None, "--tag-output", 600, None, True)
+    assert ranks == 2
+    assert where == function.Where(None, None, "eth0", None, None, "--tag-output", sys.executable, 600, None, True)
 
 
 def outcomes(directory: Path, *found: Outcome | None) -> Path:
