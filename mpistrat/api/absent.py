@@ -7,6 +7,7 @@ returns False for all of them, and `from mpistrat... import NAME` is an ImportEr
 import difflib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 _TIMELINE = ("there is no timeline yet. Profile a rank with tf.profiler, or measure the collectives with "
@@ -17,7 +18,7 @@ _TORCH = ("there is no binding for PyTorch. The collectives of `import mpistrat`
 _RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
 _OWN_MODULE = "it is a module that is imported by itself: import {0}."
 
-_EVERYWHERE = {
+EVERYWHERE = {
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
     "torch": _TORCH,
@@ -42,7 +43,6 @@ ARRAYS: Mapping[str, str] = {
     "keras": _OWN_MODULE.format("mpistrat.keras"),
     "elastic": "it is in mpistrat.tensorflow.elastic and mpistrat.keras.elastic.",
     "data": "its data loaders are for PyTorch. mpistrat.shard(x, y) gives this rank's rows.",
-    "common": _INTERNAL + "The names are in mpistrat, mpistrat.tensorflow and mpistrat.keras.",
 }
 TENSORFLOW: Mapping[str, str] = {
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
@@ -74,7 +74,7 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
         absent: The names of Horovod that this module does not have, each with the reason and what to use, besides
             those that no module has.
     """
-    sentences = {**_EVERYWHERE, **(absent or {})}
+    sentences = {**EVERYWHERE, **(absent or {})}
 
     def raise_error(name: str) -> Any:
         raise AttributeError(_sentence(module, name, sentences))
@@ -88,6 +88,8 @@ def _sentence(module: str, name: str, sentences: Mapping[str, str]) -> str:
         return f"{text}: {sentences[name]}"
     if name.startswith("_"):
         return text
-    known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
+    found = vars(sys.modules[module])
+    known = found.get("__all__") or [each for each, value in found.items()
+                                     if not each.startswith("_") and not isinstance(value, ModuleType)]
     near = difflib.get_close_matches(name, known, 1)
     return f"{text}. Did you mean {near[0]}?" if near else text

@@ -1,6 +1,8 @@
 """Horovod's names: what is there in every module, and what a name that is not there says."""
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,10 +58,18 @@ def test_any_other_name_is_a_plain_attribute_error(name: str) -> None:
 
 def test_no_name_that_is_explained_is_there() -> None:
     from mpistrat.api import absent
-    for module, names in [("mpistrat.tensorflow", absent.TENSORFLOW), ("mpistrat.keras", absent.KERAS)]:
+    for module, names in [("mpistrat", absent.ARRAYS), ("mpistrat.tensorflow", absent.TENSORFLOW),
+                          ("mpistrat.keras", absent.KERAS)]:
         there = vars(importlib.import_module(module))
-        for name in set(names) - {"keras"}:  # a package below the module, which importing it makes an attribute
-            assert name not in there, name
+        # A package below the module becomes an attribute of it when it is imported.
+        assert not ((set(names) | set(absent.EVERYWHERE)) - {"tensorflow", "keras"}) & set(there)
+
+
+def test_a_package_below_that_is_not_imported_says_how() -> None:
+    code = "import mpistrat\ntry: mpistrat.tensorflow\nexcept AttributeError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ("module 'mpistrat' has no attribute 'tensorflow': it is a module that is imported by "
+                           "itself: import mpistrat.tensorflow.\n")
 
 
 def test_an_import_of_a_name_that_is_not_there_is_an_import_error() -> None:
