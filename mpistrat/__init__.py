@@ -7,7 +7,7 @@
 Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
-from .api import common
+from .api import absent, common
 from .api.common import *  # noqa: F403
 from .api.ops import (
     AsyncResult,
@@ -26,6 +26,7 @@ from .api.ops import (
     reducescatter,
     reducescatter_async,
 )
+from .api.run_function import run
 from .core.errors import (
     ClusterError,
     CollectiveError,
@@ -38,6 +39,7 @@ from .core.errors import (
     MpistratError,
     NotInitializedError,
     RankDiedError,
+    RunError,
     SettingsError,
     ShutdownError,
     StallError,
@@ -49,8 +51,11 @@ from .core.version import __version__ as __version__
 __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError", "EngineError",
     "InvalidRequestError", "MismatchError", "MissingDependencyError", "MpistratError", "NotInitializedError",
-    "RankDiedError", "ReduceOp", "Role", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async",
-    "allreduce", "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async",
-    "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter", "reducescatter", "reducescatter_async",
+    "RankDiedError", "ReduceOp", "Role", "RunError", "SettingsError", "ShutdownError", "StallError", "allgather",
+    "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast",
+    "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter", "reducescatter",
+    "reducescatter_async", "run",
 ]
 __all__ += common.__all__
+
+__getattr__ = absent.explain(__name__, absent.ARRAYS)

@@ -49,11 +49,20 @@ def _shared_memory_status() -> BackendStatus:
     return BackendStatus("shared_memory", True, "among the ranks of a host, of all sizes")
 
 
-def _nccl_status() -> BackendStatus:
+def cupy_problem() -> str:
+    """Why tensors cannot be reduced on a GPU, whether there is one or not; "" if they can. Imports cupy."""
     try:
-        from ..gpu.device import Device, gpu_count
+        from ..gpu import device  # noqa: F401
     except ImportError as error:
-        return BackendStatus("nccl", False, f"cupy cannot be imported: {error} ({pip_extra('gpu')})")
+        return f"cupy cannot be imported: {error} ({pip_extra('gpu')})"
+    return ""
+
+
+def _nccl_status() -> BackendStatus:
+    problem = cupy_problem()
+    if problem:
+        return BackendStatus("nccl", False, problem)
+    from ..gpu.device import Device, gpu_count
     if not Device.nccl_version():
         return BackendStatus("nccl", False, f"cupy finds no NCCL ({pip_extra('gpu')})")
     if not gpu_count():

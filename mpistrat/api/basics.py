@@ -5,6 +5,7 @@ from typing import Any
 from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
 from . import runtime
+from .availability import cupy_problem
 
 
 def rank() -> int:
@@ -111,3 +112,39 @@ def gloo_built() -> bool:
 def gloo_enabled() -> bool:
     """Return False: there is no Gloo backend."""
     return False
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL backend."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL backend."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: there is no backend for AMD GPUs. Their tensors are reduced as CPU tensors."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether tensors on CUDA GPUs can be reduced there, which needs cupy. Imports cupy if it is installed."""
+    return not cupy_problem()
+
+
+def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
+    """Return whether this process sees a CUDA GPU whose tensors can be reduced there. Imports cupy if it is installed.
+
+    Args:
+        ext_base_name: Accepted for compatibility with Horovod, ignored. The answer is the same for all frameworks.
+        verbose: Print the reason if it is False.
+    """
+    reason = cupy_problem()
+    if not reason:
+        from ..gpu.device import gpu_count
+        reason = "" if gpu_count() else "no GPU is visible"
+    if reason and verbose:
+        print(f"gpu_available: {reason}")
+    return reason == ""

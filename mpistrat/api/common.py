@@ -2,11 +2,15 @@
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
 from .basics import (
+    ccl_built,
     cluster_spec,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
     gloo_built,
     gloo_enabled,
+    gpu_available,
     hosts,
     is_homogeneous,
     local_rank,
@@ -16,6 +20,7 @@ from .basics import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    rocm_built,
     role,
     size,
 )
@@ -27,7 +32,8 @@ from .sharding import shard
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather_object",
-    "broadcast_object", "cluster_spec", "cross_rank", "cross_size", "global_process_set", "gloo_built", "gloo_enabled",
-    "hosts", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "role", "shard", "shutdown", "size",
+    "broadcast_object", "ccl_built", "cluster_spec", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "gpu_available", "hosts", "init", "is_homogeneous",
+    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
+    "rank", "remove_process_set", "rocm_built", "role", "shard", "shutdown", "size",
 ]

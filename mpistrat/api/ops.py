@@ -36,6 +36,7 @@ from ..core.rows import even_splits
 from . import runtime
 from .group import Group
 from .interop import Tensor, TensorLike, tensor_of
+from .pickling import dumps
 from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
@@ -233,7 +234,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
     """
     name = name or "broadcast_object"
     if runtime.current().topology.rank == root_rank:
-        payload = np.frombuffer(_dumps(obj), np.uint8)
+        payload = np.frombuffer(dumps(obj), np.uint8)
         broadcast(np.int64(payload.size), root_rank, f"{name}.size", process_set)
         broadcast(payload, root_rank, f"{name}.payload", process_set)
         return obj
@@ -244,7 +245,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return a list of the objects of all ranks, in rank order. Collective; sends objects as broadcast_object does."""
     name = name or "allgather_object"
-    return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(_dumps(obj), name)]
+    return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(dumps(obj), name)]
 
 
 def _allreduce(arrays: Sequence[TensorLike], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
@@ -311,11 +312,3 @@ def _first(arrays: list[Any]) -> Any:
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
     """Return `name`, or else the name of the operation with the next number of the process set."""
     return name or f"{operation}.{next(_counters[operation, resolved(process_set).process_set_id])}"
-
-
-def _dumps(obj: object) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(obj)
-    return bytes(cloudpickle.dumps(obj))

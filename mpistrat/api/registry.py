@@ -100,6 +100,10 @@ class Registry:
                 group.free()
         return True
 
+    def find(self, number: int) -> ProcessSet | None:
+        """Return the registered set with this number, or None. Local."""
+        return self._sets.get(number)
+
     def unbind(self) -> None:
         """Note that no set is registered any more, because the job is shut down. Local."""
         for process_set in self._sets.values():

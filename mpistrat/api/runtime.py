@@ -17,7 +17,7 @@ from typing import Any
 from ..core import forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError, ShutdownError, StallError
 from ..core.request import Request
-from ..core.settings import Settings, differing, horovod_names
+from ..core.settings import Settings, differing, horovod_warning
 from ..core.stalls import describe_wait
 from ..core.topology import Topology, unique_hosts
 from ..engine.engine import Engine
@@ -291,7 +291,7 @@ def _init_alone() -> Runtime:
     """Start a job of one rank, without MPI."""
     settings = Settings.from_env(os.environ)
     _configure_logging(settings)
-    _warn(horovod_names(os.environ))
+    _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
     return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None, ThreadScan()))
 
@@ -316,7 +316,7 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
     _configure_logging(settings[rank])
     if rank == 0:
-        _warn(horovod_names(os.environ) + handshake.differences(infos))
+        _warn(horovod_warning(os.environ) + handshake.differences(infos))
     backends = backends_over(own, topology, settings[rank])
     return Runtime(settings[rank], Group(settings[rank], topology, backends, own, ThreadScan()))
 

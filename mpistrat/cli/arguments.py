@@ -6,21 +6,24 @@ mpirun option must be known; an option that is not in the table below needs `--`
 """
 
 import argparse
+import shlex
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ..core.errors import LaunchError
+from . import horovodrun
 from .hostfile import HostList, parse_list, read_hostfile
 
 # Options of mpistrat, and the number of values of each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
-              "--traceback": 0, "--all-output": 0, "--help": 0}
+              "--traceback": 0, "--all-output": 0, "--help": 0, **horovodrun.ARITY}
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
     "-oversubscribe": "--oversubscribe", "-h": "--help",
 }
+_ALIASES.update(horovodrun.ALIASES)
 # Options of mpirun that are used with training jobs, and the number of values of each. The names are without dashes:
 # Open MPI and Hydra accept one or two.
 _MPIRUN_ARITY = {
@@ -62,6 +65,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] != "--":
         option, equals, value = arguments[i].partition("=")
         option = _ALIASES.get(option, option)
+        horovodrun.refuse(option)
         name = option.lstrip("-")
         rest = arguments[i + 1:]
         if option in _OWN_ARITY:
@@ -93,6 +97,23 @@ def split_arguments(arguments: list[str]) -> CommandLine:
     if i < len(arguments) and arguments[i] == "--":
         i += 1
     return CommandLine(tuple(own), tuple(mpirun), tuple(arguments[i:]))
+
+
+def mpirun_options(text: str) -> tuple[str, ...]:
+    """Return the options of mpirun that are given as one text.
+
+    Raises:
+        LaunchError: There is something else among them.
+    """
+    try:
+        parts = split_arguments([*shlex.split(text), "--"])
+    except ValueError as error:  # LaunchError is one too.
+        raise LaunchError(f"{text!r} is not a list of options for mpirun: {error}") from None
+    wrong = " ".join((*parts.own, *parts.command))
+    if wrong:
+        raise LaunchError(f"{text!r} is not a list of options for mpirun: {wrong} is none, or one that is given to "
+                          "mpistrat and not to mpirun.")
+    return parts.mpirun
 
 
 class Parser(argparse.ArgumentParser):

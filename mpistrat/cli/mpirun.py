@@ -89,16 +89,20 @@ class LaunchCommand:
         return " ".join([*assignments, shlex.join(self.argv)])
 
 
-def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchCommand:
+def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str],
+            variables: Mapping[str, str] | None = None) -> LaunchCommand:
     """Return the command that starts `job`. `environ` is the environment that mpirun will inherit.
+
+    `variables` are set in addition to it, and are forwarded to the ranks like those of `environ`.
 
     Raises:
         LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
     """
     _check_slots(job)
-    if mpirun.dialect == OPEN_MPI:
-        return _compose_open_mpi(job, mpirun, machine, environ)
-    return _compose_hydra(job, mpirun)
+    more = dict(variables or {})
+    composed = _compose_open_mpi(job, mpirun, machine, {**environ, **more}) if mpirun.dialect == OPEN_MPI else \
+        _compose_hydra(job, mpirun)
+    return LaunchCommand(composed.argv, {**composed.environment, **more})
 
 
 def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchCommand:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import LaunchError
-from .arguments import Parser, add_launch_options, read_hosts, split_arguments
+from . import check, horovodrun
+from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .capacity import check_count
 from .mpirun import Job, compose, find_mpirun, identify, is_local, this_machine
 from .startup import is_python, variables
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int:
     """
     arguments = split_arguments(argv)
     options = _parser().parse_args(arguments.own)
+    if options.check_build:
+        return check.main([])
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
     command = _command(arguments.command, os.environ)
@@ -58,15 +61,17 @@ def main(argv: list[str]) -> int:
         return _run_once(command)
     hosts = read_hosts(options)
     mpirun, machine = identify(find_mpirun(options.mpirun, os.environ)), this_machine(os.environ)
-    job = Job(options.np, command, hosts, options.oversubscribe, arguments.mpirun)
+    chosen = horovodrun.variables(options, mpirun.dialect)
+    job = Job(options.np, command, hosts, options.oversubscribe,
+              (*arguments.mpirun, *mpirun_options(options.mpi_args)))
     warning = check_count(job, machine, options.force)
     if options.dry_run:
-        print(compose(job, mpirun, machine, os.environ))
+        print(compose(job, mpirun, machine, os.environ, chosen))
         return 0
     if warning:
         print(f"mpistrat run: {warning}", file=sys.stderr)
     environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ)}
-    return supervise(compose(job, mpirun, machine, environ), environ, dialect=mpirun.dialect,
+    return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
                      is_all_output=options.all_output)
 
 
@@ -103,6 +108,7 @@ def _parser() -> Parser:
         usage="mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
+    horovodrun.add_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")
     parser.add_argument("--all-output", action="store_true",

@@ -9,6 +9,7 @@
     ├── InvalidRequestError     (ValueError)   one rank's own input is wrong; nothing was sent, the job continues
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
+    ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor
         ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not fit a cluster
@@ -50,6 +51,10 @@ class DuplicateNameError(InvalidRequestError):
 
 class LaunchError(MpistratError, ValueError):
     """The launcher cannot make an mpirun command line of its arguments."""
+
+
+class RunError(MpistratError, RuntimeError):
+    """The function of run() has raised an exception on a rank, or a rank has ended without a result."""
 
 
 class CollectiveError(MpistratError, RuntimeError):

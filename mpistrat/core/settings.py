@@ -130,15 +130,15 @@ class Settings:
         return int(getattr(logging, self.log_level.upper()))
 
 
-def horovod_names(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each HOROVOD_ variable in `environ`, which names its counterpart, if any."""
+def horovod_warning(environ: Mapping[str, str]) -> list[str]:
+    """One warning with a sentence for each HOROVOD_ variable in `environ`, which names its counterpart; [] if none."""
     known = {f.metadata["env"] for f in fields(Settings)}
     sentences = []
     for name in sorted(n for n in environ if n.startswith(HOROVOD_PREFIX)):
         rest = name.removeprefix(HOROVOD_PREFIX)
         sentences.append(f"{name} is not read; use {PREFIX}{rest}." if rest in known
                          else f"{name} is not read and has no counterpart.")
-    return sentences
+    return [" ".join(sentences)] if sentences else []
 
 
 def differing(by_rank: list[Settings]) -> list[str]:

@@ -16,18 +16,23 @@ if _keras.backend.backend() != "tensorflow":
     raise MissingDependencyError(f"mpistrat.keras needs Keras' TensorFlow backend, and this is "
                                  f"{_keras.backend.backend()!r} (KERAS_BACKEND=tensorflow).")
 
-from ..api import common
+from ..api import absent, common
 from ..api.common import *  # noqa: F403
 from ..tensorflow.compression import Compression
+from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
+from ..tensorflow.objects import broadcast_object as broadcast_object  # type: ignore[assignment]
 from ..tensorflow.ops import broadcast_variables
-from ..tensorflow.pin_gpu import init as init  # in place of that of api.common
-from . import callbacks
-from .ops import allgather, allreduce, broadcast, load_model
+from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
+from ..tensorflow.sessions import broadcast_global_variables
+from . import callbacks, elastic
+from .ops import allgather, allreduce, broadcast, load_model, reducescatter
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
     "Compression", "DistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "broadcast",
-    "broadcast_variables", "callbacks", "load_model",
+    "broadcast_global_variables", "broadcast_variables", "callbacks", "elastic", "load_model", "reducescatter",
 ]
 __all__ += common.__all__
+
+__getattr__ = absent.explain(__name__, absent.KERAS)

@@ -6,9 +6,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from ..api import absent, runtime
 from ..api import ops as array_ops
-from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
@@ -16,6 +17,7 @@ from ..tensorflow.types import Variable
 from ._private import all_layers
 
 Logs = dict[str, Any] | None
+__getattr__ = absent.explain(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -195,3 +197,45 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.end_epoch and epoch == self.end_epoch - 1 and self._verbose and runtime.current().topology.rank == 0:
             print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done, at "
                   f"{float(self.model.optimizer.learning_rate):g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' ModelCheckpoint that keeps the best model only, and that gets its file later. Rank 0 writes. Local.
+
+    Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before it, so that "best"
+    is measured over all ranks. With MPIStrategy all ranks must pass it to fit, as any ModelCheckpoint.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: As for keras.callbacks.ModelCheckpoint.
+
+    Raises:
+        ValueError: When training begins, if `filepath` is not set, or has an ending that Keras does not write.
+    """
+
+    def __init__(self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False, mode: str = "auto",
+                 save_freq: str | int = "epoch"):
+        self._endings = (".weights.h5",) if save_weights_only else (".keras", ".h5")
+        super().__init__(f"best{self._endings[0]}", monitor=monitor, verbose=verbose, save_best_only=True,
+                         save_weights_only=save_weights_only, mode=mode, save_freq=save_freq)
+        self.filepath: Any = None  # Keras' constructor wants one.
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if self.filepath is None or not str(self.filepath).endswith(self._endings):
+            raise ValueError("BestModelCheckpoint needs a file that ends in " + " or ".join(self._endings) + ". Set it "
+                             f'before fit(): checkpoint.filepath = "best{self._endings[0]}". '
+                             f"Received: {self.filepath!r}")
+        self.filepath = str(self.filepath)
+        super().on_train_begin(logs)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._writes():
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._writes():
+            super().on_epoch_end(epoch, logs)
+
+    def _writes(self) -> bool:
+        """Whether this rank is the one that writes. With MPIStrategy all ranks take part in writing."""
+        return isinstance(self.model.distribute_strategy, MPIStrategy) or not runtime.is_initialized() \
+            or runtime.current().topology.rank == 0

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 import keras
 import tensorflow as tf
 
-from ..core.request import ReduceOp
-from ..tensorflow import ops
+from ..core.request import Average, ReduceOp
+from ..tensorflow import ops, scatter_ops
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.types import Tensor
 from . import xla
@@ -30,6 +30,11 @@ def allgather(value: ops.Reducible, name: str | None = None) -> tf.Tensor:
 def broadcast(value: ops.Reducible, root_rank: int, name: str | None = None) -> tf.Tensor:
     """As mpistrat.tensorflow.broadcast."""
     return ops.broadcast(value, root_rank, name=name)
+
+
+def reducescatter(value: ops.Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
+    """As mpistrat.tensorflow.reducescatter."""
+    return scatter_ops.reducescatter(value, op=op, name=name)
 
 
 def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,

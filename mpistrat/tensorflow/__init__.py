@@ -14,13 +14,17 @@ try:
 except ImportError as _error:
     raise MissingDependencyError(f"mpistrat.tensorflow needs TensorFlow ({_pip_extra('tensorflow')}).") from _error
 
-from ..api import common
+from ..api import absent, common
 from ..api.common import *  # noqa: F403
+from . import elastic
 from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
 from .distribute import MPIStrategy
 from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape
+from .objects import allgather_object as allgather_object  # type: ignore[assignment]
+from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
+from .objects import broadcast_object_fn
 from .ops import (
     allgather,
     allreduce,
@@ -31,17 +35,22 @@ from .ops import (
     grouped_allgather,
     grouped_allreduce,
 )
-from .pin_gpu import init as init  # in place of that of api.common
+from .pin_gpu import init as init  # as the two of objects, in place of that of api.common
 from .pin_gpu import pin_gpu
+from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
+from .sessions import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
-    "Compression", "DistributedGradientTape", "DistributedOptimizer", "MPIClusterResolver", "MPIStrategy",  # noqa: F405
-    "SyncBatchNormalization",  # noqa: F405
-    "allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_variables",
-    "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "pin_gpu", "reducescatter", "strategy",
+    "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
+    "MPIClusterResolver", "MPIStrategy", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
+    "barrier", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object_fn", "broadcast_variables",
+    "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "local_rank_op", "local_size_op",
+    "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
 ]
 __all__ += common.__all__
+
+_absent = absent.explain(__name__, absent.TENSORFLOW)
 
 
 def __getattr__(name: str) -> Any:
@@ -49,4 +58,4 @@ def __getattr__(name: str) -> Any:
     if name in ("DistributedOptimizer", "SyncBatchNormalization"):
         from importlib import import_module
         return getattr(import_module("mpistrat.keras"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _absent(name)

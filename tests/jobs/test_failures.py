@@ -324,7 +324,7 @@ def test_horovod_variables_are_warned_about_once() -> None:
     job = run(3, "init_only.py", env={"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "1"})
     assert [job.of_rank(rank) for rank in range(3)] == [["returned 3.0"]] * 3, job.output
     assert [line for line in job.output.splitlines() if "HOROVOD" in line] == [
-        "HOROVOD_CYCLE_TIME is not read and has no counterpart.",
+        "HOROVOD_CYCLE_TIME is not read and has no counterpart. "
         "HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."], job.output
 
 

@@ -357,3 +357,65 @@ def test_check_ends_a_command_that_takes_too_long() -> None:
     assert check._run(mpirun.LaunchCommand(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
     assert check._run(mpirun.LaunchCommand(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
     assert check._run(mpirun.LaunchCommand(("true",)), 30) == ""
+
+
+# -- options of horovodrun --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("words, variable", [
+    ("--fusion-threshold-mb 64", "MPISTRAT_FUSION_THRESHOLD=67108864"),
+    ("--fusion-threshold-mb=0.5", "MPISTRAT_FUSION_THRESHOLD=524288"),
+    ("--cache-capacity 7", "MPISTRAT_CACHE_CAPACITY=7"),
+    ("--disable-cache", "MPISTRAT_CACHE_CAPACITY=0"),
+    ("--no-stall-check", "MPISTRAT_STALL_CHECK_DISABLE=1"),
+    ("--stall-check-warning-time-seconds 5", "MPISTRAT_STALL_CHECK_TIME_SECONDS=5"),
+    ("--stall-check-shutdown-time-seconds 9", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS=9"),
+    ("--num-nccl-streams 2", "MPISTRAT_NUM_NCCL_STREAMS=2"),
+    ("--log-level TRACE", "MPISTRAT_LOG_LEVEL=debug"),
+    ("--log-level info", "MPISTRAT_LOG_LEVEL=info"),
+    ("--network-interfaces eth0", "NCCL_SOCKET_IFNAME=eth0"),
+])
+def test_an_option_of_horovodrun_becomes_a_variable_that_is_forwarded(fake, capsys, words, variable):
+    line = dry_run(capsys, "--mpirun", fake(), "-np", "2", *words.split(), "true")
+    assert variable in shlex.split(line)
+    assert f"-x {variable.split('=')[0]}" in line
+    assert line.endswith(" true")
+
+
+@pytest.mark.parametrize("version, words, variables", [
+    ("mpirun (Open MPI) 5.0.11", "-p 2222 -i my.key", {
+        "PRTE_MCA_plm_ssh_args": "-p 2222 -i my.key", "OMPI_MCA_plm_rsh_args": "-p 2222 -i my.key"}),
+    ("mpirun (Open MPI) 5.0.11", "--network-interface eth0", {"OMPI_MCA_btl_tcp_if_include": "eth0"}),
+    (MPICH_VERSION, "--network-interface eth0", {"HYDRA_IFACE": "eth0"}),
+])
+def test_options_for_the_network_become_variables_of_mpirun(fake, capsys, version, words, variables):
+    found = shlex.split(dry_run(capsys, "--mpirun", fake(version), "-np", "2", *words.split(), "true"))
+    assert {f"{name}={value}" for name, value in variables.items()} <= set(found)
+
+
+def test_mpi_args_are_options_of_mpirun(fake, capsys):
+    line = dry_run(capsys, "--mpirun", fake(), "-np", "2", "--mpi-args=--tag-output --mca a 'b c'", "--mpi",
+                   "--start-timeout", "60", "true")
+    assert line.endswith("--tag-output --mca a 'b c' true")
+
+
+@pytest.mark.parametrize("words, text", [
+    ("--gloo", "--gloo is an option of horovodrun that mpistrat run does not have: the ranks use MPI. Leave it out."),
+    ("--min-np 2", "the number of ranks is fixed"), ("--timeline-filename x", "there is no timeline"),
+    ("--autotune", "nothing to tune"), ("--config-file x", "docs/settings.md"),
+    ("--fusion-threshold-mb much", "much is not a number of megabytes"),
+    ("--mpi-args '-np 3'", "'-np 3' is not a list of options for mpirun"),
+])
+def test_what_has_no_meaning_here_is_an_error(fake, capsys, words, text):
+    assert main(["run", "--dry-run", "--mpirun", fake(), "-np", "2", *shlex.split(words), "true"]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_port_of_ssh_needs_open_mpi(fake, capsys):
+    assert main(["run", "--dry-run", "--mpirun", fake(MPICH_VERSION), "-np", "2", "--ssh-port", "22", "true"]) == 2
+    assert "~/.ssh/config" in capsys.readouterr().err
+
+
+def test_check_build_is_check(monkeypatch, capsys):
+    monkeypatch.setattr("mpistrat.cli.check.main", lambda argv: print("checked", argv) or 0)
+    assert main(["run", "-cb"]) == main(["run", "--check-build"]) == 0
+    assert capsys.readouterr().out == "checked []\n" * 2

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from mpistrat.core import errors
-from mpistrat.core.settings import PREFIX, Settings, differing, horovod_names
+from mpistrat.core.settings import PREFIX, Settings, differing, horovod_warning
 
 ALL_ERRORS = [value for value in vars(errors).values()
               if isinstance(value, type) and issubclass(value, errors.MpistratError)]
@@ -147,16 +147,16 @@ def test_a_log_level_is_one_of_the_logging_module(text: str, level: int) -> None
 
 
 def test_a_horovod_name_with_a_twin_is_told_the_twin() -> None:
-    assert horovod_names({"HOROVOD_FUSION_THRESHOLD": "1", "PATH": ""}) == [
+    assert horovod_warning({"HOROVOD_FUSION_THRESHOLD": "1", "PATH": ""}) == [
         "HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."]
 
 
 def test_a_horovod_name_without_a_twin_is_told_so() -> None:
-    assert horovod_names({"HOROVOD_CYCLE_TIME": "1"}) == ["HOROVOD_CYCLE_TIME is not read and has no counterpart."]
+    assert horovod_warning({"HOROVOD_CYCLE_TIME": "1"}) == ["HOROVOD_CYCLE_TIME is not read and has no counterpart."]
 
 
 def test_without_horovod_names_nothing_is_said() -> None:
-    assert horovod_names({"MPISTRAT_LOG_LEVEL": "info"}) == []
+    assert horovod_warning({"MPISTRAT_LOG_LEVEL": "info"}) == []
 
 
 def test_equal_settings_do_not_differ() -> None:

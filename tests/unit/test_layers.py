@@ -34,9 +34,9 @@ PACKAGES: dict[str, set[str]] = {
 }
 # Modules of one package that stand in another's directory, because users import them from there.
 ELSEWHERE = {"tensorflow.keras": "keras"}
-# The imports that point up, each in one function: Horovod has DistributedOptimizer in mpistrat.tensorflow too, and the
-# first strategy integrates Keras, where there is one.
-UPWARDS = {("tensorflow", "keras"), ("tensorflow.distribute.strategy", "keras"),
+# The imports that point up, each in one function: Horovod has DistributedOptimizer in mpistrat.tensorflow too, the
+# first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with the launcher.
+UPWARDS = {("tensorflow", "keras"), ("api.run_function", "cli.function"), ("tensorflow.distribute.strategy", "keras"),
            ("tensorflow.distribute.strategy", "keras.distribute")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
@@ -46,7 +46,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
-    "api.basics": {"mpi4py"}, "api.ops": {"numpy", "cloudpickle"}, "api.interop": {"numpy", "ml_dtypes"},
+    "api.basics": {"mpi4py"}, "api.pickling": {"cloudpickle"}, "api.interop": {"numpy", "ml_dtypes"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "cli.bench.train": {"numpy", "keras"},

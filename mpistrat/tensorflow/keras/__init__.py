@@ -1,4 +1,7 @@
 """The names of mpistrat.keras under Horovod's module name: `import mpistrat.tensorflow.keras as hvd`."""
 
+from ...api import absent
 from ...keras import *  # noqa: F403
-from ...keras import __all__, callbacks  # noqa: F401
+from ...keras import __all__, callbacks, elastic  # noqa: F401
+
+__getattr__ = absent.explain(__name__, absent.KERAS)

@@ -1,0 +1,95 @@
+"""Names that Horovod has and mpistrat does not: each is an AttributeError with the reason, and with what to use.
+
+`explain` makes the __getattr__ of a module, which Python calls for names that the module does not have. So hasattr()
+returns False for all of them, and `from mpistrat... import NAME` is an ImportError, as for any name that is not there.
+"""
+
+import difflib
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+_TIMELINE = ("there is no timeline yet. Profile a rank with tf.profiler, or measure the collectives with "
+             "`mpistrat bench`.")
+_INTERNAL = "it is internal to Horovod. "
+_TORCH = ("there is no binding for PyTorch. The collectives of `import mpistrat` take and return torch's tensors, see "
+          "examples/torch_digits.py.")
+_RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
+_OWN_MODULE = "it is a module that is imported by itself: import {0}."
+
+EVERYWHERE = {
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+    "torch": _TORCH,
+    "mxnet": "there is no binding for MXNet. The collectives of `import mpistrat` take numpy arrays.",
+    "spark": f"there is no integration with Spark; {_RUNNER}",
+    "ray": f"there is no integration with Ray; {_RUNNER}",
+    "runner": _RUNNER,
+    "mpi_lib": _INTERNAL + "The collectives and queries are functions of this module.",
+    "mpi_ops": _INTERNAL + "The collectives and queries are functions of this module.",
+    "check_extension": _INTERNAL + "`mpistrat check` shows what this machine has.",
+    "check_installed_version": _INTERNAL + "`mpistrat check` shows what this machine has.",
+    "is_version_greater_equal_than": _INTERNAL + "packaging.version compares versions.",
+    "num_rank_is_power_2": _INTERNAL + "Adasum itself checks the number of ranks.",
+    "check_num_rank_power_of_2": _INTERNAL + "Adasum itself checks the number of ranks.",
+    "handle_average_backwards_compatibility": _INTERNAL + "allreduce takes both op and average.",
+    "split_list": _INTERNAL + "DistributedOptimizer takes groups.",
+    "get_process_set_ids_and_ranks": _INTERNAL + "Keep the ProcessSet objects that you register: "
+                                                 "ProcessSet.process_set_id and ProcessSet.ranks.",
+}
+ARRAYS: Mapping[str, str] = {
+    "tensorflow": _OWN_MODULE.format("mpistrat.tensorflow"),
+    "keras": _OWN_MODULE.format("mpistrat.keras"),
+    "elastic": "it is in mpistrat.tensorflow.elastic and mpistrat.keras.elastic.",
+    "data": "its data loaders are for PyTorch. mpistrat.shard(x, y) gives this rank's rows.",
+}
+TENSORFLOW: Mapping[str, str] = {
+    "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
+    "callbacks": "it is in mpistrat.keras.callbacks.",
+    "load_model": "it is in mpistrat.keras.",
+    "data": "there is no compute service. mpistrat.tensorflow.shard(dataset) gives this rank's rows; "
+            "tf.data.experimental.service distributes the preprocessing.",
+    "functions": _INTERNAL + "The functions are in mpistrat.tensorflow.",
+    "util": _INTERNAL + "The functions are in mpistrat.tensorflow.",
+    "LocalGradientAggregationHelper": _INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
+    "LocalGradientAggregationHelperEager": _INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
+    "refs_to_vars": _INTERNAL + "TensorFlow 2 has no reference variables.",
+    "vars_to_refs": _INTERNAL + "TensorFlow 2 has no reference variables.",
+}
+KERAS: Mapping[str, str] = {
+    "alltoall": "horovod.keras has none either; it is in mpistrat.tensorflow.",
+    "grouped_allreduce": "horovod.keras has none either; it is in mpistrat.tensorflow.",
+    "DistributedGradientTape": "it is in mpistrat.tensorflow.",
+    "BroadcastGlobalVariablesHook": "it is for TensorFlow 1's sessions; use "
+                                    "callbacks.BroadcastGlobalVariablesCallback(root_rank).",
+}
+
+
+def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """Return the function `__getattr__` for a module. Local.
+
+    Args:
+        module: The full name of the module.
+        absent: The names of Horovod that this module does not have, each with the reason and what to use, besides
+            those that no module has.
+    """
+    sentences = {**EVERYWHERE, **(absent or {})}
+
+    def raise_error(name: str) -> Any:
+        raise AttributeError(_sentence(module, name, sentences))
+
+    return raise_error
+
+
+def _sentence(module: str, name: str, sentences: Mapping[str, str]) -> str:
+    text = f"module {module!r} has no attribute {name!r}"
+    if name in sentences:
+        return f"{text}: {sentences[name]}"
+    if name.startswith("_"):
+        return text
+    found = vars(sys.modules[module])
+    known = found.get("__all__") or [each for each, value in found.items()
+                                     if not each.startswith("_") and not isinstance(value, ModuleType)]
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{text}. Did you mean {near[0]}?" if near else text

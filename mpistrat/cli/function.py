@@ -1,0 +1,205 @@
+"""Run a function on the ranks of a new job and collect the results: what mpistrat.run does, see api/run_function.py.
+
+The function and its arguments are pickled into a temporary directory, and ranks are started that run function_rank.py.
+Each rank that sees the directory writes its result there. The results of other ranks travel to one that does.
+
+A process of its own supervises mpirun, because that handles signals in ways that would disturb the caller, who may have
+other threads, and may not be on the main thread.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..api.launch_env import launched_size
+from ..api.pickling import dumps
+from ..core.errors import LaunchError, RunError
+from ..core.forked import RANK_PROCESS
+from . import horovodrun
+from .arguments import mpirun_options
+from .hostfile import parse_list, read_hostfile
+from .mpirun import Job, LaunchCommand, compose, find_mpirun, identify, this_machine
+from .supervisor import supervise
+
+CALL, STARTED = "call", "started"  # files in the directory
+_RANK_MODULE = "mpistrat.cli.function_rank"
+_POLL_S = 0.05
+_END_S = 60.0  # The supervisor kills mpirun and what it leaves within about 40 s.
+_PR_SET_PDEATHSIG = 1
+Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has done.
+
+    Attributes:
+        result: The pickled result; None if there is an error.
+        error: The traceback of the exception, as text.
+        exception: The pickled exception; None if it cannot be pickled.
+        is_consequence: Whether other ranks have probably caused the exception.
+        host: Where the rank ran.
+    """
+
+    result: bytes | None = None
+    error: str = ""
+    exception: bytes | None = None
+    is_consequence: bool = False
+    host: str = ""
+
+
+def file_of(rank: int) -> str:
+    """The name of the file with a rank's Outcome."""
+    return f"rank.{rank}"
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file so that others see it as a whole, or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where and how the ranks are started, as in the arguments of mpistrat.run."""
+
+    hosts: str | None
+    hostfile: str | None
+    interface: str | None
+    ssh_port: int | None
+    ssh_identity_file: str | None
+    mpi_args: str
+    executable: str
+    start_timeout_s: float
+    output_directory: str | None
+    verbose: bool
+
+
+def run_function(call: Call, ranks: int, where: Where) -> list[Any]:
+    """Call a function on all ranks of a new job and return the results in rank order. Raises as mpistrat.run."""
+    environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
+    if launched_size(environ) != (1, ""):
+        raise LaunchError("run() starts a job, and this process is a rank of one already. Call it in a script that is "
+                          "started without mpirun.")
+    with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:
+        directory = Path(name)
+        launch = _composed(name, ranks, where, environ)
+        if where.verbose:
+            print(launch, file=sys.stderr, flush=True)
+        write(directory / CALL, _pickled(call))
+        code = _supervised(launch, environ, directory / STARTED, where.start_timeout_s)
+        return _results(directory, ranks, code)
+
+
+def _composed(directory: str, ranks: int, where: Where, environ: Mapping[str, str]) -> LaunchCommand:
+    hosts = parse_list(where.hosts) if where.hosts is not None else \
+        read_hostfile(where.hostfile) if where.hostfile is not None else None
+    output = [os.path.abspath(where.output_directory)] if where.output_directory else []
+    job = Job(ranks, (where.executable, "-m", _RANK_MODULE, directory, *output), hosts,
+              options=mpirun_options(where.mpi_args))
+    mpirun = identify(find_mpirun(None, environ))
+    variables = horovodrun.network_variables(mpirun.dialect, where.interface, where.ssh_port, where.ssh_identity_file)
+    return compose(job, mpirun, this_machine(environ), environ, variables)
+
+
+def _pickled(call: Call) -> bytes:
+    function = call[0]
+    try:
+        # The ranks find modules where this process finds them: the function may be in one beside the script.
+        return pickle.dumps((list(sys.path), dumps(call)))
+    except Exception as error:
+        raise LaunchError(f"run() cannot send {function!r} and its arguments to the ranks: {error}. pip install "
+                          "cloudpickle, or pass a function of a module, with arguments that can be pickled.") from error
+
+
+def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
+    """Run the job in a process of its own and return its exit code. The process has ended when this returns or raises.
+
+    Raises:
+        RunError: The ranks have not started in time.
+    """
+    process = subprocess.Popen([sys.executable, "-m", __name__, str(os.getpid()), *launch.argv],
+                               env={**environ, **launch.environment}, stdin=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + start_timeout_s
+        while not started.exists():
+            if process.poll() is not None:
+                return process.returncode
+            if time.monotonic() >= until:
+                raise RunError(f"the ranks have not started within {start_timeout_s:g} s. Can this host reach the "
+                               "others by ssh, and they each other? start_timeout is the limit, in seconds.")
+            time.sleep(_POLL_S)
+        return process.wait()
+    finally:
+        if process.poll() is None:  # KeyboardInterrupt, or the time is up
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _results(directory: Path, ranks: int, code: int) -> list[Any]:
+    """The results of all ranks. Raises RunError if a rank has none."""
+    outcomes: dict[int, Outcome] = {}
+    for rank in range(ranks):
+        path = directory / file_of(rank)
+        if path.exists():
+            outcomes[rank] = pickle.loads(path.read_bytes())
+    failed = sorted((outcome.is_consequence, rank) for rank, outcome in outcomes.items() if outcome.error)
+    if failed:
+        rank = failed[0][1]
+        outcome = outcomes[rank]
+        raise RunError(f"rank {rank} on {outcome.host} has raised an exception. Its traceback:\n\n"
+                       f"{outcome.error}") from _exception(outcome)
+    missing = [rank for rank in range(ranks) if rank not in outcomes]
+    if code or missing:
+        raise RunError(f"the job has ended with exit code {code}, and "
+                       + (f"ranks {missing} have returned no result" if missing else "all ranks have returned a result")
+                       + "; the reason is in the job's output.")
+    return [_loaded(rank, outcomes[rank]) for rank in range(ranks)]
+
+
+def _loaded(rank: int, outcome: Outcome) -> Any:
+    assert outcome.result is not None
+    try:
+        return pickle.loads(outcome.result)
+    except Exception as error:
+        raise RunError(f"the result of rank {rank} cannot be read here: {error}. Return plain values, or numpy "
+                       "arrays.") from error
+
+
+def _exception(outcome: Outcome) -> BaseException | None:
+    """The exception itself, as the cause; None if it cannot be unpickled here. Its traceback is in the text."""
+    try:
+        found = pickle.loads(outcome.exception) if outcome.exception is not None else None
+    except Exception:
+        return None
+    return found if isinstance(found, BaseException) else None
+
+
+def _supervise(parent: int, argv: Sequence[str]) -> int:
+    """Supervise mpirun in this process, which ends the job when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1  # The parent ended before prctl took effect.
+    try:
+        return supervise(LaunchCommand(tuple(argv)), os.environ)
+    except LaunchError as error:
+        print(f"mpistrat.run: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(_supervise(int(sys.argv[1]), sys.argv[2:]))

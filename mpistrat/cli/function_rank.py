@@ -1,0 +1,100 @@
+"""One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY [OUTPUT]`. See function.py.
+
+The lowest rank that sees the directory reads the function and broadcasts it. If a rank does not see the directory, for
+it is on another host and does not share it, its result travels to that rank.
+"""
+
+import os
+import pickle
+import platform
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..api import ops, runtime
+from ..api.pickling import dumps
+from ..core.errors import CollectiveError, LaunchError, MpistratError
+from .function import CALL, STARTED, Outcome, file_of, write
+
+
+def main(directory: Path, output: Path | None) -> None:
+    """Call the function on this rank. Collective.
+
+    Raises:
+        LaunchError: On all ranks, if none sees the directory.
+        BaseException: What the function raises.
+    """
+    runtime.init()
+    rank = runtime.current().topology.rank
+    if output is not None:
+        _redirect(output / f"rank.{rank}")
+    sees = (directory / CALL).exists()
+    everybody: list[bool] = ops.allgather_object(sees, "run.sees")
+    if not any(everybody):
+        raise LaunchError(f"run(): no rank sees the directory {directory} of the host that has called it. Give that "
+                          "host a rank, or set TMPDIR to a directory that all hosts share.")
+    reader = everybody.index(True)
+    path, call = pickle.loads(ops.broadcast_object((directory / CALL).read_bytes() if rank == reader else b"", reader,
+                                                   "run.call"))
+    sys.path += [entry for entry in path if entry not in sys.path]
+    if rank == reader:
+        write(directory / STARTED, b"")
+    outcome = _outcome(call, (directory / file_of(rank)) if sees else None)
+    if not all(everybody):
+        runtime.init()  # The function may have called shutdown().
+        for other, found in enumerate(ops.allgather_object(None if sees else outcome, "run.results")):
+            if found is not None and rank == reader:
+                write(directory / file_of(other), pickle.dumps(found))
+
+
+def _outcome(call: bytes, path: Path | None) -> Outcome:
+    """Call the function, and write what it has done to `path`. An exception is raised again after that."""
+    try:
+        function: Callable[..., Any]
+        function, args, kwargs = pickle.loads(call)
+        outcome = Outcome(_result(function(*args, **kwargs)), host=platform.node())
+    except BaseException as error:
+        if path is not None:
+            write(path, pickle.dumps(_failure(error)))
+        if isinstance(error, SystemExit):  # It would end Python quietly, and the other ranks would wait for this one.
+            raise RuntimeError(f"the function has called sys.exit({error.code!r})") from error
+        raise
+    if path is not None:
+        write(path, pickle.dumps(outcome))
+    return outcome
+
+
+def _result(result: object) -> bytes:
+    try:
+        return dumps(result)
+    except Exception as error:
+        raise TypeError(f"the result of the function cannot be pickled: {error}. Return plain values, or numpy "
+                        f"arrays. Received: {type(result)}") from error
+
+
+def _failure(error: BaseException) -> Outcome:
+    try:
+        exception = dumps(error)
+    except Exception:
+        exception = None  # The traceback says what it is.
+    text = "".join(traceback.format_exception(error))
+    # TensorFlow puts an error that was raised in a graph into the text of its own exception.
+    is_consequence = isinstance(error, CollectiveError) or (
+        not isinstance(error, MpistratError) and CollectiveError.__module__ in text)
+    return Outcome(error=text, exception=exception, is_consequence=is_consequence,
+                   host=platform.node())
+
+
+def _redirect(directory: Path) -> None:
+    """Have this process print into files of the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        with open(directory / name, "wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,0 +1,115 @@
+"""Options of horovodrun that `mpistrat run` takes: they become variables for the ranks, or for mpirun.
+
+An option of mpirun with the same name, such as --output-filename, is passed on to it. Options of horovodrun that have
+no meaning here are errors that say so. The variable for ssh was tried with Open MPI 5.0.
+"""
+
+import argparse
+import shlex
+
+from ..core.errors import LaunchError
+from .hostfile import OPEN_MPI
+
+_MB = 1024 * 1024
+_LEVELS = {"trace": "debug", "fatal": "error"}  # Horovod's levels that MPISTRAT_LOG_LEVEL does not have
+# An option with a value, the variable that it sets, and its help.
+_SETTINGS = {
+    "--fusion-threshold-mb": ("MPISTRAT_FUSION_THRESHOLD", "MB", "size of a fusion buffer"),
+    "--cache-capacity": ("MPISTRAT_CACHE_CAPACITY", "N", "number of requests that ranks keep"),
+    "--stall-check-warning-time-seconds": ("MPISTRAT_STALL_CHECK_TIME_SECONDS", "S", "time until a stall is reported"),
+    "--stall-check-shutdown-time-seconds": ("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "S",
+                                            "time until a stall ends the job"),
+    "--num-nccl-streams": ("MPISTRAT_NUM_NCCL_STREAMS", "N", "number of NCCL communicators"),
+    "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown"),
+}
+# Options without a value that set a variable.
+_FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks keep no requests"),
+          "--no-stall-check": ("MPISTRAT_STALL_CHECK_DISABLE", "1", "wait for other ranks without a limit")}
+_ELASTIC = "the number of ranks is fixed while a job runs"
+_NO_TUNING = "there is nothing to tune"
+_NO_TIMELINE = "there is no timeline"
+_REFUSED = {
+    **dict.fromkeys(("--gloo", "--jsrun"), "the ranks use MPI"),
+    **dict.fromkeys(("--min-np", "--max-np", "--min-num-proc", "--max-num-proc", "--host-discovery-script",
+                     "--slots-per-host", "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range"), _ELASTIC),
+    **dict.fromkeys(("--cycle-time-ms", "--autotune", "--no-autotune", "--autotune-log-file",
+                     "--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather",
+                     "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--thread-affinity",
+                     "--mpi-threads-disable"), _NO_TUNING),
+    **dict.fromkeys(("--timeline-filename", "--timeline-mark-cycles"), _NO_TIMELINE),
+    "--config-file": "write the options on the command line, or set variables (docs/settings.md)",
+}
+_IGNORED = ("--mpi", "--tcp", "--log-without-timestamp")
+ALIASES = {"-p": "--ssh-port", "-i": "--ssh-identity-file", "-cb": "--check-build",
+           "--network-interfaces": "--network-interface"}
+# The number of values of each.
+ARITY = {**dict.fromkeys((*_SETTINGS, "--ssh-port", "--ssh-identity-file", "--network-interface", "--mpi-args",
+                          "--start-timeout"), 1),
+         **dict.fromkeys((*_FLAGS, *_IGNORED, "--check-build"), 0)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of `mpistrat run`."""
+    group = parser.add_argument_group("options of horovodrun")
+    group.add_argument("--check-build", action="store_true", help="do what mpistrat check does")
+    for option, (name, unit, text) in _SETTINGS.items():
+        group.add_argument(option, dest=name, metavar=unit, help=f"{text}; sets {name}")
+    for option, (name, value, text) in _FLAGS.items():
+        group.add_argument(option, dest=name, action="store_const", const=value, help=f"{text}; sets {name}={value}")
+    group.add_argument("--network-interface", metavar="NAME", help="the network interface of MPI and NCCL on all hosts")
+    group.add_argument("--ssh-port", metavar="PORT", help="the port of ssh on the other hosts (Open MPI)")
+    group.add_argument("--ssh-identity-file", metavar="FILE", help="the key for ssh (Open MPI)")
+    group.add_argument("--mpi-args", default="", metavar="'OPTIONS'", help="more options for mpirun, in one argument")
+    group.add_argument("--start-timeout", metavar="S", help="ignored: mpirun has limits of its own")
+    for option in _IGNORED:
+        group.add_argument(option, action="store_true", help=argparse.SUPPRESS)
+
+
+def refuse(option: str) -> None:
+    """Raise LaunchError for an option of horovodrun that has no meaning here."""
+    if option in _REFUSED:
+        raise LaunchError(f"{option} is an option of horovodrun that mpistrat run does not have: {_REFUSED[option]}. "
+                          "Leave it out.")
+
+
+def variables(options: argparse.Namespace, dialect: str) -> dict[str, str]:
+    """Return the variables that the options stand for.
+
+    Raises:
+        LaunchError: A value is malformed, or mpirun's `dialect` has no such variable.
+    """
+    found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
+             if (value := getattr(options, name)) is not None}
+    fusion = "MPISTRAT_FUSION_THRESHOLD"
+    if fusion in found:
+        try:
+            found[fusion] = str(int(float(found[fusion]) * _MB))
+        except (ValueError, OverflowError):
+            raise LaunchError(f"--fusion-threshold-mb {found[fusion]} is not a number of megabytes; write for example: "
+                              "--fusion-threshold-mb 64") from None
+    level = "MPISTRAT_LOG_LEVEL"
+    if level in found:
+        found[level] = _LEVELS.get(found[level].lower(), found[level].lower())
+    return found | network_variables(dialect, options.network_interface, options.ssh_port, options.ssh_identity_file)
+
+
+def network_variables(dialect: str, interface: str | None, ssh_port: str | int | None,
+                      ssh_identity_file: str | None) -> dict[str, str]:
+    """Return the variables for mpirun and NCCL that choose the network interface, and the port and the key of ssh.
+
+    Raises:
+        LaunchError: The mpirun is not Open MPI's, and a port or a key is given.
+    """
+    found = {}
+    if interface is not None:
+        found["NCCL_SOCKET_IFNAME"] = interface
+        found["OMPI_MCA_btl_tcp_if_include" if dialect == OPEN_MPI else "HYDRA_IFACE"] = interface
+    ssh = [*(("-p", str(ssh_port)) if ssh_port is not None else ()),
+           *(("-i", ssh_identity_file) if ssh_identity_file is not None else ())]
+    if ssh and dialect != OPEN_MPI:
+        raise LaunchError(f"this mpirun is {dialect}'s, which takes no options for ssh. Write the port (Port) and the "
+                          "key (IdentityFile) of the hosts into ~/.ssh/config.")
+    if ssh:
+        # Open MPI 5 has the first, and Open MPI 4 the second.
+        found["PRTE_MCA_plm_ssh_args"] = found["OMPI_MCA_plm_rsh_args"] = shlex.join(ssh)
+    return found

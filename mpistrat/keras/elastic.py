@@ -1,0 +1,103 @@
+"""Horovod's elastic API for Keras: the state of a model, and callbacks that keep it up to date. See api/elastic.py.
+
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        model.fit(dataset, epochs=10 - state.epoch, callbacks=[
+            hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
+
+The number of ranks is fixed while a job runs.
+"""
+
+from typing import Any
+
+import keras
+
+from ..api import absent
+from ..api.elastic import ObjectState, run
+from ..tensorflow.elastic import TensorFlowKerasState
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+Logs = dict[str, Any] | None
+__getattr__ = absent.explain(__name__)
+
+
+class KerasState(TensorFlowKerasState):
+    """A Keras model, its optimizer, and Python objects that are the state of a training script.
+
+    Args:
+        model: A model that has its weights already.
+        optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
+        kwargs: Python objects, each an attribute of the state, for example `epoch=0`.
+
+    Raises:
+        ValueError: The model has no weights yet.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any):
+        super().__init__(model, optimizer, **kwargs)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits the state after some batches, and after each epoch. Local.
+
+    Args:
+        state: The state. Put callbacks that change it before this one.
+        batches_per_commit: The number of batches between commits. Each copies all variables to the host's memory.
+    """
+
+    def __init__(self, state: ObjectState, batches_per_commit: int = 1):
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit must be at least 1. Received: {batches_per_commit}")
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self._remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._remaining -= 1
+        if self._remaining <= 0:
+            self.state.commit()
+            self._remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Sets `state.batch` to the number of the last batch in the epoch, and to 0 at the end of the epoch. Local."""
+
+    def __init__(self, state: Any):
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Adds the epochs of this fit() that have ended to the `state.epoch` with which it began. Local."""
+
+    def __init__(self, state: Any):
+        super().__init__()
+        self.state = state
+        self._before = state.epoch
+        self._first: int | None = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._before, self._first = self.state.epoch, None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        # Keras counts from fit()'s initial_epoch.
+        if self._first is None:
+            self._first = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.state.epoch = self._before + epoch - (self._first or 0) + 1

@@ -1,0 +1,109 @@
+"""Ranks and sizes as tensors, which are read when a graph runs. Names and semantics are Horovod's.
+
+A Python number of rank() or size() is a constant of the graph. These are not: a graph that was traced before init(), or
+before another init(), returns what is true when it runs. All functions are local.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import tensorflow as tf
+
+from ..api import runtime
+from ..api.process_sets import ProcessSet
+from ..core.errors import InvalidRequestError, MpistratError
+from .bridge import cpu
+from .bridge.python_op import host_call
+from .types import Arrays
+
+# What process_set_included_op returns in place of 0 and 1; Horovod's numbers.
+_NOT_INITIALIZED = -1
+_UNKNOWN_SET = -3
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks of a process set, an int32 scalar. Local.
+
+    Args:
+        process_set_id: The number of a registered process set; 0 is the set of all ranks. This rank need not be in it.
+        name: A name for the result in a graph.
+
+    Raises:
+        NotInitializedError: Before init(). In a graph it is a tf.errors.InvalidArgumentError when the graph runs.
+        InvalidRequestError: No set has this number. In a graph likewise.
+    """
+    return _scalar(partial(_size, process_set_id), name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return whether this rank is in a process set, an int32 scalar: 1 or 0. Local.
+
+    It is -1 before init(), and -3 if no set has this number.
+    """
+    return _scalar(partial(_included, process_set_id), name)
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return rank() as an int32 scalar. Local; raises as size_op."""
+    return _scalar(_rank, name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return local_rank() as an int32 scalar. Local; raises as size_op."""
+    return _scalar(_local_rank, name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return local_size() as an int32 scalar. Local; raises as size_op."""
+    return _scalar(_local_size, name)
+
+
+def _size(process_set_id: int) -> int:
+    found = _set_of(process_set_id)
+    size = None if found is None else found.size()
+    if size is None:
+        raise InvalidRequestError(f"size_op: no process set with the number {process_set_id} is registered. "
+                                  "ProcessSet.process_set_id has the number of a set.")
+    return size
+
+
+def _included(process_set_id: int) -> int:
+    if not runtime.is_initialized():
+        return _NOT_INITIALIZED
+    found = _set_of(process_set_id)
+    return _UNKNOWN_SET if found is None else int(bool(found.included()))
+
+
+def _set_of(process_set_id: int) -> ProcessSet | None:
+    return runtime.current().registry.find(process_set_id)
+
+
+def _rank() -> int:
+    return runtime.current().topology.rank
+
+
+def _local_rank() -> int:
+    return runtime.current().topology.local_rank
+
+
+def _local_size() -> int:
+    return runtime.current().topology.local_size
+
+
+def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
+    """Call `read` now, or when the graph runs; the result as an int32 scalar."""
+    if tf.executing_eagerly():
+        try:
+            return tf.constant(read(), tf.int32, name=name)
+        except MpistratError as error:
+            raise cpu.as_tf_error(error) from error
+
+    def call() -> Arrays:
+        return [np.array(read(), np.int32)]
+
+    cpu.require_function()
+    with tf.device("CPU:0"):
+        # Stateful, since TensorFlow would compute a stateless node without inputs once, when it optimises the graph.
+        result, = cpu.scalars(host_call(call, [], [tf.int32], stateful=True))
+        return tf.identity(result, name=name)

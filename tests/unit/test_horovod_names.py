@@ -1,0 +1,258 @@
+"""Horovod's names: what is there in every module, and what a name that is not there says."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mpistrat
+import mpistrat.keras
+import mpistrat.tensorflow as hvd
+import mpistrat.tensorflow.keras
+from mpistrat.api.elastic import ObjectState
+from mpistrat.core.errors import NotInitializedError
+from mpistrat.keras.callbacks import BestModelCheckpoint
+
+DOORS = ["mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"]
+WITH_A_DOOR = [*DOORS, "mpistrat.keras.callbacks", "mpistrat.tensorflow.keras.callbacks", "mpistrat.tensorflow.elastic",
+               "mpistrat.keras.elastic", "mpistrat.tensorflow.keras.elastic"]
+BUILT = ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gpu_available", "mpi_built", "nccl_built", "rocm_built"]
+
+
+# -- names that are not there -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", WITH_A_DOOR)
+def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str) -> None:
+    found = importlib.import_module(module)
+    assert not hasattr(found, "start_timeline")
+    with pytest.raises(AttributeError, match=rf"^module '{module}' has no attribute 'start_timeline': there is no time"
+                                             r"line yet\. .*mpistrat bench"):
+        found.start_timeline  # noqa: B018
+    with pytest.raises(AttributeError, match=r"spark.*mpistrat\.run\(function, np=2\)"):
+        found.spark  # noqa: B018
+
+
+@pytest.mark.parametrize(("module", "wrong", "right"), [
+    ("mpistrat", "alreduce", "allreduce"), ("mpistrat.tensorflow", "DistributedGradientTap", "DistributedGradientTape"),
+    ("mpistrat.keras", "Compresion", "Compression"), ("mpistrat.tensorflow.keras", "load_modell", "load_model"),
+    ("mpistrat.keras.callbacks", "MetricAveragesCallback", "MetricAverageCallback")])
+def test_a_misspelt_name_gets_a_suggestion(module: str, wrong: str, right: str) -> None:
+    text = rf"^module '{module}' has no attribute '{wrong}'\. Did you mean {right}\?$"
+    with pytest.raises(AttributeError, match=text):
+        getattr(importlib.import_module(module), wrong)
+
+
+@pytest.mark.parametrize("name", ["nothing_like_it_at_all", "__path_of_nothing__", "_ipython_display_"])
+def test_any_other_name_is_a_plain_attribute_error(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"^module 'mpistrat.keras' has no attribute '{name}'$"):
+        getattr(mpistrat.keras, name)
+
+
+def test_no_name_that_is_explained_is_there() -> None:
+    from mpistrat.api import absent
+    for module, names in [("mpistrat", absent.ARRAYS), ("mpistrat.tensorflow", absent.TENSORFLOW),
+                          ("mpistrat.keras", absent.KERAS)]:
+        there = vars(importlib.import_module(module))
+        # A package below the module becomes an attribute of it when it is imported.
+        assert not ((set(names) | set(absent.EVERYWHERE)) - {"tensorflow", "keras"}) & set(there)
+
+
+def test_a_package_below_that_is_not_imported_says_how() -> None:
+    code = "import mpistrat\ntry: mpistrat.tensorflow\nexcept AttributeError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ("module 'mpistrat' has no attribute 'tensorflow': it is a module that is imported by "
+                           "itself: import mpistrat.tensorflow.\n")
+
+
+def test_an_import_of_a_name_that_is_not_there_is_an_import_error() -> None:
+    with pytest.raises(ImportError, match="stop_timeline"):
+        from mpistrat.keras import stop_timeline  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("mpistrat.torch")
+
+
+# -- names that are there ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", DOORS)
+def test_every_door_says_what_is_built(module: str) -> None:
+    found = importlib.import_module(module)
+    for name in BUILT:
+        assert name in found.__all__
+        assert getattr(found, name)() in (True, False) or name == "nccl_built"
+    assert not (found.ddl_built() or found.ccl_built() or found.rocm_built())
+    if found.gpu_available("tensorflow"):
+        assert found.cuda_built()
+
+
+def test_gpu_available_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    available = mpistrat.gpu_available("tensorflow", verbose=True)
+    assert capsys.readouterr().out.startswith("gpu_available: ") is not available
+
+
+@pytest.mark.parametrize("name", ["broadcast_global_variables", "BroadcastGlobalVariablesHook"])
+def test_the_names_of_sessions_name_what_takes_their_place(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"broadcast_variables\(.*BroadcastGlobalVariablesCallback"):
+        getattr(hvd, name)(0)
+
+
+@pytest.mark.parametrize("door", [mpistrat.keras, mpistrat.tensorflow.keras])
+def test_the_keras_doors_have_it_too(door: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"broadcast_variables\("):
+        door.broadcast_global_variables(0)
+
+
+def test_queries_before_init() -> None:
+    if mpistrat.is_initialized():
+        mpistrat.shutdown()
+
+    @tf.function
+    def queried() -> tf.Tensor:
+        return hvd.process_set_included_op()
+
+    assert int(hvd.process_set_included_op()) == int(queried()) == -1
+    with pytest.raises(NotInitializedError, match="not been initialized"):
+        hvd.size_op()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="not been initialized"):
+        hvd.rank_op()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not been initialized"):
+        tf.function(hvd.local_rank_op)()
+
+
+# -- BestModelCheckpoint ----------------------------------------------------------------------------------------------
+
+
+def model_of_one_weight() -> keras.Model:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def test_best_model_checkpoint_writes_to_the_file_that_it_gets_later(tmp_path: Path) -> None:
+    checkpoint = BestModelCheckpoint(monitor="loss", save_weights_only=True)
+    assert checkpoint.filepath is None and checkpoint.save_best_only
+    checkpoint.filepath = tmp_path / "best.weights.h5"
+    model_of_one_weight().fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0, callbacks=[checkpoint])
+    assert (tmp_path / "best.weights.h5").exists()
+
+
+@pytest.mark.parametrize(("weights_only", "path", "named"), [
+    (False, None, "best.keras"), (True, None, "best.weights.h5"), (True, "best.keras", "best.weights.h5"),
+    (False, "best.txt", "best.keras")])
+def test_best_model_checkpoint_needs_a_file(weights_only: bool, path: str | None, named: str) -> None:
+    checkpoint = BestModelCheckpoint(save_weights_only=weights_only)
+    checkpoint.filepath = path
+    with pytest.raises(ValueError, match=f'checkpoint.filepath = "{named}"'):
+        checkpoint.on_train_begin()
+
+
+# -- elastic states ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A job of one rank."""
+    mpistrat.init()
+    yield
+    mpistrat.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_returns_to_its_last_commit() -> None:
+    state = ObjectState(epoch=0, history=[1])
+    state.epoch = 1
+    state.history.append(2)
+    state.commit()
+    for _ in range(2):  # A restored value is a copy too.
+        state.epoch = 7
+        state.history.append(3)
+        state.restore()
+        assert (state.epoch, state.history) == (1, [1, 2])
+    state.epoch = 2
+    state.sync()
+    state.restore()
+    assert state.epoch == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_variables_return_to_the_last_commit_too() -> None:
+    model = model_of_one_weight()
+    state = hvd.elastic.TensorFlowKerasState(model, epoch=0)
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+    trained = [variable.numpy() for variable in (*model.weights, *model.optimizer.variables)]
+    state.commit()
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+    assert model.get_weights()[0] != trained[0]
+    state.restore()
+    for variable, value in zip((*model.weights, *model.optimizer.variables), trained, strict=True):
+        assert np.array_equal(variable.numpy(), value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_run_synchronises_and_restores() -> None:
+    variable = tf.Variable([1.0])
+    state = hvd.elastic.TensorFlowState([variable], step=0)
+    seen = []
+
+    @hvd.elastic.run
+    def train(state: Any, fail: bool) -> str:
+        seen.append(state.step)
+        state.step, _ = 1, variable.assign([2.0])
+        state.commit()
+        state.step, _ = 5, variable.assign([5.0])
+        if fail:
+            raise ZeroDivisionError("this is the test")
+        return "trained"
+
+    assert train(state, fail=False) == "trained"
+    assert (state.step, variable.numpy().tolist()) == (5, [5.0])
+    with pytest.raises(ZeroDivisionError, match="this is the test"):
+        train(state, fail=True)
+    assert (state.step, variable.numpy().tolist()) == (1, [2.0])
+    assert seen == [0, 5]
+
+
+@pytest.mark.usefixtures("alone")
+def test_reset_callbacks_are_called_by_on_reset() -> None:
+    state, called = ObjectState(), []
+    state.register_reset_callbacks([lambda: called.append(1), lambda: called.append(2)])
+    state.check_host_updates()
+    assert not called
+    state.on_reset()
+    assert called == [1, 2]
+
+
+@pytest.mark.usefixtures("alone")
+def test_callbacks_keep_the_state_up_to_date() -> None:
+    elastic = mpistrat.tensorflow.keras.elastic
+    model = model_of_one_weight()
+    state = elastic.KerasState(model, batch=0, epoch=3)
+    batches = []
+    callbacks = [elastic.UpdateBatchStateCallback(state), elastic.UpdateEpochStateCallback(state),
+                 elastic.CommitStateCallback(state, batches_per_commit=2),
+                 keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(state.batch))]
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=1, epochs=2, verbose=0, callbacks=callbacks)
+    assert batches == [0, 1, 2, 3] * 2
+    assert (state.batch, state.epoch) == (0, 5)
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), initial_epoch=5, epochs=6, verbose=0, callbacks=callbacks)
+    assert state.epoch == 6
+    state.epoch = 9
+    state.restore()
+    assert state.epoch == 6
+
+
+def test_states_of_nothing_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"TensorFlowState\(\[\*model\.variables"):
+        hvd.elastic.TensorFlowState()
+    with pytest.raises(ValueError, match=r"model\.build\(input_shape\)"):
+        mpistrat.keras.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+    with pytest.raises(ValueError, match="batches_per_commit"):
+        mpistrat.keras.elastic.CommitStateCallback(ObjectState(), 0)
