@@ -13,6 +13,9 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 
+__all__ = ["BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback", "LearningRateWarmupCallback",
+           "MetricAverageCallback"]
+
 Logs = dict[str, Any] | None
 
 
