@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -77,3 +78,8 @@ def test_the_page_has_a_row_for_each_combination_and_the_reason_for_what_was_ski
                     "| 3.11 | mpich | - | failed (exit code 1) | not run | not run | not run |",
                     "| 3.13 | mpich | - | skipped: no Python 3.13 on this machine |  |  |  |"]
     assert "last run on 2026-01-01" in page
+
+
+def test_the_documentation_has_a_result_for_each_combination(matrix: ModuleType) -> None:
+    rows = re.findall(r"^\| (3\.\d+)\S* \| (\w+)", (ROOT / "docs" / "matrix.md").read_text(), re.MULTILINE)
+    assert rows == [(python, mpi) for python in matrix.supported_pythons() for mpi in matrix.MPIS]
