@@ -12,6 +12,7 @@ from .arguments import Parser, add_launch_options, read_hosts
 from .inventory import Row, backend_rows, gpu_rows, mpi_rows, nvidia_gpus, software
 from .mpirun import Job, LaunchCommand, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
+from .text import counted
 
 DEFAULT_TIMEOUT_S = 120.0
 _TERMINATE_S = 5.0  # from SIGTERM, on which mpirun ends its ranks, to SIGKILL
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         missing = ["backend"]
     failure = ""
     if options.np is not None:
-        print(f"All-reduce over {options.np} ranks")
+        print(f"All-reduce over {counted(options.np, 'rank')}")
         failure = mpirun_error if command is None else _run(command, options.timeout)
         if failure:
             print(f"  failed: {failure}")

@@ -8,6 +8,8 @@ import numpy as np
 
 import mpistrat
 
+from .text import counted
+
 COUNT = 1024  # float32 elements
 ROUNDS = 50
 WARM_UP_ROUNDS = 5
@@ -18,8 +20,8 @@ def main(expected_ranks: int) -> int:
     mpistrat.init()
     rank, size = mpistrat.rank(), mpistrat.size()
     if size != expected_ranks:
-        print(f"  wrong: this process sees {size} ranks, {expected_ranks} were started. mpirun belongs to another MPI "
-              "than the library that mpi4py has loaded.")
+        print(f"  wrong: this process sees {counted(size, 'rank')}, {expected_ranks} were started. mpirun belongs to "
+              "another MPI than the library that mpi4py has loaded.")
         return 1
     array = np.arange(COUNT, dtype=np.float32) + rank
     # All terms are small integers, so the sum is exact in float32.
@@ -34,9 +36,9 @@ def main(expected_ranks: int) -> int:
     is_right_everywhere = all(mpistrat.allgather_object(is_right))
     if rank == 0:
         microseconds = 1e6 * statistics.median(seconds[WARM_UP_ROUNDS:])
-        print(f"  {'right' if is_right_everywhere else 'wrong'}: {size} ranks on {len(mpistrat.hosts())} "
-              f"{'host' if len(mpistrat.hosts()) == 1 else 'hosts'} ({', '.join(mpistrat.hosts())}), "
-              f"{microseconds:.0f} us for {array.nbytes} bytes", flush=True)
+        print(f"  {'right' if is_right_everywhere else 'wrong'}: {counted(size, 'rank')} on "
+              f"{counted(len(mpistrat.hosts()), 'host')} ({', '.join(mpistrat.hosts())}), {microseconds:.0f} us for "
+              f"{array.nbytes} bytes", flush=True)
     mpistrat.shutdown()
     return 0 if is_right_everywhere else 1
 

@@ -82,7 +82,7 @@ class MessageError(EngineError):
 
 
 class StallError(EngineError):
-    """Some ranks waited longer than `stall_abort_s` for others.
+    """Some ranks waited longer than MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS for others.
 
     The other ranks did not submit a tensor, or a process is stopped, or the network between the hosts is down.
     """

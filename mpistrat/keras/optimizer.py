@@ -126,7 +126,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         device_sparse: Likewise.
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
-        gradient_predivide_factor: See GradientReducer.
+        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
+            N / factor after it. Average only.
         op: Average or Sum.
         backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, with Keras' gradient
             accumulation.
@@ -134,7 +135,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         num_groups: Deprecated form of `groups`.
         groups: Accepted for compatibility, ignored. All gradients are reduced together.
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
-        scale_local_gradients: See GradientReducer.
+        scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
             BatchNormalization to their mean over the ranks. False: each rank keeps its own, as in Horovod.
 

@@ -53,11 +53,15 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
         op: Average or Sum.
-        gradient_predivide_factor: See GradientReducer.
+        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
+            N / factor after it. Average only.
         num_groups: Deprecated form of `groups`.
         groups: Accepted for compatibility, ignored. All gradients are reduced together.
         process_set: The ranks that take part. On other ranks gradients do not change.
-        scale_local_gradients: See GradientReducer.
+        scale_local_gradients: Whether gradients that are excluded by `register_local_source` are divided by N.
+
+    Raises:
+        ValueError: `gradtape` is distributed already, or an argument is out of range.
     """
     check_groups(groups, num_groups)
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):

@@ -41,7 +41,8 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         average: Deprecated form of `op`: True is Average, False is Sum.
         device_dense: Accepted for compatibility with Horovod, ignored. The result is on the device of `tensor`.
         device_sparse: Likewise.
-        compression: One of Compression, or any class with the two methods of Compressor.
+        compression: One of Compression, or any class with two static methods: `compress(tensor)` returns the tensor to
+            reduce and a context, and `decompress(tensor, context)` converts the result back.
         op: Average (the default), Sum, Min, Max or Product.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.

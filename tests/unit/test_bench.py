@@ -1,23 +1,30 @@
 """The cases, the figures and the output of `mpistrat bench`."""
 
+import io
 import json
 import math
+import os
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mpistrat.cli.bench import command
-from mpistrat.cli.bench.cases import CASES, SINGLE, bytes_of
-from mpistrat.cli.bench.measure import Point, repeats_for, table
+from mpistrat.api import processes
+from mpistrat.cli.bench import command, output
+from mpistrat.cli.bench.cases import CASES, bytes_of
+from mpistrat.cli.bench.measure import Point, repeats_for
+from mpistrat.cli.bench.plot import binary_text, decimal_text, plot
+from mpistrat.cli.bench.report import Table, as_json
 from mpistrat.core.errors import MpistratError
 from mpistrat.core.install import pip_extra
 
 
 def point(**changes: object) -> Point:
     """A point of round figures."""
-    values: dict = {"case": "1GB", "tensors": 1, "nbytes": 10**9, "ranks": 4, "seconds": 0.5, "mpi_s": 1.0,
-                    "copy_s": 0.125, **changes}
+    values: dict = {"case": "1GB", "tensors": 1, "nbytes": 10**9, "ranks": 4, "allreduce_s": 0.5,
+                    "mpi_allreduce_s": 1.0, "memcpy_s": 0.125, **changes}
     return Point(**values)
 
 
@@ -31,24 +38,146 @@ def test_the_cases_have_the_networks_numbers_of_parameters(name: str, tensors: i
 
 def test_the_names_of_single_arrays_say_their_size() -> None:
     units = {"KB": 2**10, "MB": 2**20}
-    assert SINGLE == ("1KB", "64KB", "1MB", "16MB", "64MB")
-    assert all(bytes_of(CASES[name]) == int(name[:-2]) * units[name[-2:]] for name in SINGLE)
+    single = [name for name, shapes in CASES.items() if len(shapes) == 1]
+    assert single == ["1KB", "64KB", "1MB", "16MB", "64MB"]
+    assert all(bytes_of(CASES[name]) == int(name[:-2]) * units[name[-2:]] for name in single)
 
 
 @pytest.mark.parametrize(("ranks", "gigabytes_per_second"), [(1, 0), (2, 2), (4, 3), (1000, 3.996)])
 def test_bus_bandwidth_is_what_each_link_carries(ranks: int, gigabytes_per_second: float) -> None:
-    assert math.isclose(point(ranks=ranks).bus_bandwidth, gigabytes_per_second * 1e9)
+    assert math.isclose(point(ranks=ranks).bus_bytes_per_s, gigabytes_per_second * 1e9)
 
 
-def test_the_table_is_aligned() -> None:
-    lines = table([point(), point(case="small", nbytes=4, seconds=1e-4, mpi_s=None)]).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1].split() == ["1GB", "1", "1,000,000,000", "500.000", "3.00", "0.50", "4.0"]
-    assert lines[2].split() == ["small", "1", "4", "0.100", "0.00", "-", "0.0"]
+def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
+    table = Table({"1GB": [(2**28,)], "small": [(1,)]})
+    above, titles = table.header().splitlines()
+    rows = [table.row(point()), table.row(point(case="small", nbytes=4, allreduce_s=1e-4, mpi_allreduce_s=None))]
+    assert len({len(line) for line in (above, titles, *rows)}) == 1
+    assert above.strip() == "times as long as"
+    assert titles.split() == ["case", "tensors", "bytes", "ms", "bus", "GB/s", "MPI_Allreduce", "memcpy"]
+    assert rows[0].split() == ["1GB", "1", "1,000,000,000", "500.000", "3.00", "0.50", "4.00"]
+    assert rows[1].split() == ["small", "1", "4", "0.100", "0.00", "-", "0.00"]
+
+
+def test_the_file_says_the_same_as_the_table() -> None:
+    written = as_json(point())
+    assert (written["allreduce_s"], written["mpi_allreduce_s"], written["memcpy_s"]) == (0.5, 1.0, 0.125)
+    assert (written["times_as_long_as_mpi_allreduce"], written["times_as_long_as_memcpy"]) == (0.5, 4.0)
+    assert as_json(point(mpi_allreduce_s=None))["times_as_long_as_mpi_allreduce"] is None
 
 
 def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> None:
     assert [repeats_for(nbytes) for nbytes in (0, 1024, 2**25, 2**33)] == [200, 200, 44, 5]
+
+
+def figures(*points: Point, path: Path) -> Any:
+    """The figure that a plot draws."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        plot(points, str(path), "a title")
+    figure = pyplot.gcf()
+    pyplot.close(figure)
+    return figure
+
+
+def test_the_plot_joins_single_tensors_only_and_names_the_limits(tmp_path: Path) -> None:
+    cases = [point(case="1KB", nbytes=2**10, allreduce_s=1e-4, mpi_allreduce_s=5e-5, memcpy_s=1e-6),
+             point(case="16MB", nbytes=2**24, allreduce_s=8e-3, mpi_allreduce_s=1e-2, memcpy_s=3e-3),
+             point(case="resnet50", tensors=161, nbytes=102_228_128, allreduce_s=5e-2, mpi_allreduce_s=7e-2,
+                   memcpy_s=2e-2)]
+    figure = figures(*cases, path=tmp_path / "plot.png")
+    rates, ratios = figure.axes
+    lines = {line.get_label(): line for line in rates.lines}
+    assert list(lines["mpistrat, one tensor"].get_xdata()) == [2**10, 2**24]
+    assert list(lines["mpistrat, a group of tensors"].get_xdata()) == [102_228_128]
+    assert lines["mpistrat, a group of tensors"].get_linestyle() == "None"
+    assert len(lines["limit: MPI_Allreduce of as many bytes"].get_xdata()) == 3
+    assert len(lines["limit: memcpy of as many bytes"].get_xdata()) == 3
+    assert {text.get_text() for text in rates.texts} == {"resnet50\n(161 tensors)"}
+    assert ratios.get_ylabel() == "times as long as\nMPI_Allreduce"
+    shown = [label.get_text() for label in ratios.get_xticklabels()]
+    assert {"1 KB", "64 KB", "1 MB", "16 MB"} <= set(shown)
+    assert {"10 MB/s", "100 MB/s", "1 GB/s", "10 GB/s"} <= {label.get_text() for label in rates.get_yticklabels()}
+
+
+def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
+    figure = figures(point(ranks=1, mpi_allreduce_s=None), path=tmp_path / "plot.svg")
+    axes, = figure.axes
+    assert axes.get_xlabel() == "bytes on each rank"
+    assert len(axes.lines) == 2
+
+
+@pytest.mark.parametrize(("value", "binary", "decimal"), [
+    (1, "1 B", "1 B/s"), (1000, "1e+03 B", "1 KB/s"), (2**16, "64 KB", "65.5 KB/s"), (10**8, "95.4 MB", "100 MB/s")])
+def test_bytes_have_units(value: int, binary: str, decimal: str) -> None:
+    assert (binary_text(value), decimal_text(value)) == (binary, decimal)
+
+
+def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+
+    def measured(name: str, *rest: object) -> Point:
+        printed.append(capsys.readouterr().out)
+        return point(case=name, ranks=1, mpi_allreduce_s=None)
+
+    monkeypatch.setattr("mpistrat.cli.bench.measure.measure", measured)
+    assert command.main(["1KB", "64KB"]) == 0
+    assert printed[0].startswith("1 rank on 1 host, local\n")
+    assert [line.split()[0] for line in printed[1].splitlines()] == ["1KB"]
+
+
+class Terminal(io.StringIO):
+    """A stand-in for stdout of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setattr(output, "launcher_here", lambda environ: None)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(output.output(3, is_chief=True), output.Bar)
+    assert type(output.output(3, is_chief=False)) is output.Silent
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(output.output(3, is_chief=True), output.Plain)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    assert isinstance(output.output(3, is_chief=True), output.Plain)
+
+
+def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", Terminal())
+    reader, writer = os.pipe()
+    device, terminal = os.openpty()
+    try:
+        for stdout, expected in ((writer, False), (terminal, True)):
+            with subprocess.Popen(["sleep", "60"], stdout=stdout) as launcher:
+                process = processes.find(launcher.pid)
+                monkeypatch.setattr(output, "launcher_here", lambda environ, found=process: found)
+                assert output.has_terminal({"TERM": "xterm"}) is expected
+                launcher.kill()
+        assert not output.has_terminal({"TERM": "xterm"})  # The launcher has ended.
+    finally:
+        for descriptor in (reader, writer, device, terminal):
+            os.close(descriptor)
+
+
+def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    with output.Bar(2) as bar:
+        bar.begin("1KB: mpistrat")
+        assert "0/2" in screen.getvalue() and "1KB: mpistrat" in screen.getvalue()
+        assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+        bar.line("[bold]a row[/bold] 1:2")  # neither marked up nor highlighted
+        assert "[bold]a row[/bold] 1:2\n" in screen.getvalue()
+        bar.begin("1KB: memcpy")
+        assert "1/2" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("argv", "text"), [
@@ -61,17 +190,17 @@ def test_wrong_input_is_named(argv: list[str], text: str) -> None:
 
 def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: None)
-    with pytest.raises(MpistratError, match=re.escape(pip_extra("plot"))):
+    with pytest.raises(MpistratError, match=re.escape(pip_extra("bench"))):
         command.main(["--plot", "figure.png"])
 
 
 def test_a_prediction_reaches_to_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = tmp_path / "points.json"
-    points.write_text(json.dumps([{"nbytes": n, "seconds": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]))
+    points.write_text(json.dumps([{"nbytes": n, "allreduce_s": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]))
     assert command.main(["--predict", str(points), "--step-ms", "100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fitted: 100 us + bytes / 4.00 GB/s in a host")
-    assert lines[1].split() == ["1", "ranks", "0.0", "ms", "100.0%"]
+    assert lines[1].split() == ["1", "rank", "0.0", "ms", "100.0%"]
     assert lines[-1].split()[:2] == ["16384", "ranks"]
 
 

@@ -949,6 +949,7 @@ def interrupted_after_calls(function: Callable[[], object], code: CodeType) -> I
             return trace
 
         previous = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 sends opcodes only after some frame has asked for them.
         sys.settrace(trace)
         try:
             function()

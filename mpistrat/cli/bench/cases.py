@@ -35,7 +35,6 @@ def bert_base() -> Shapes:
 CASES: dict[str, Shapes] = {
     "1KB": [(256,)], "64KB": [(2**14,)], "1MB": [(2**18,)], "16MB": [(2**22,)], "64MB": [(2**24,)],
     "400x1KB": [(256,)] * 400, "resnet50": resnet50(), "bert": bert_base()}
-SINGLE = tuple(name for name, shapes in CASES.items() if len(shapes) == 1)  # what is drawn as a curve
 
 
 def bytes_of(shapes: Shapes) -> int:

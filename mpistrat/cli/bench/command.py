@@ -1,14 +1,13 @@
 """`mpistrat bench`: measure all-reduces, compared with MPI_Allreduce and memcpy, and their cost in training."""
 
 import argparse
-import dataclasses
 import json
 import math
-import sys
 from typing import Any
 
 from ...core.errors import LaunchError
 from ..arguments import Parser
+from ..text import counted
 from .cases import CASES, bytes_of
 from .cost_model import Machine, allreduce_s, efficiency, fit
 
@@ -16,8 +15,8 @@ _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
 For each case it prints: the median time of a grouped all-reduce of float32 arrays (each time is that of the slowest
-rank); the bandwidth that this requires of each rank's link (2 (n-1)/n of the bytes over the time); and the ratio of the
-time to that of one MPI_Allreduce, and of one memcpy, of the same number of bytes in the same run.
+rank); the bandwidth that this requires of each rank's link (2 (n-1)/n of the bytes over the time); and how many times
+as long it takes as one MPI_Allreduce, and as one memcpy, of the same number of bytes in the same run.
 """
 _MODELS = ("resnet50", "mlp")
 
@@ -44,37 +43,40 @@ def _reduce(options: argparse.Namespace) -> None:
     import mpistrat
 
     from ...api import runtime
-    from .measure import measure, table
-    chief = mpistrat.rank() == 0
-    points = []
+    from .measure import measure, measurements
+    from .output import output
+    from .report import Table, as_json
     comm: Any = None
     if mpistrat.size() > 1:
         from mpi4py import MPI
         comm = MPI.COMM_WORLD.Dup()
-    if chief:
-        print(f"{mpistrat.size()} ranks on {len(mpistrat.hosts())} hosts, {runtime.current().data_name}", flush=True)
-    for name in options.cases:
-        if chief and sys.stderr.isatty():
-            print(f"{name} ...", end="\r", file=sys.stderr, flush=True)
-        points.append(measure(name, CASES[name], comm, options.repeats))
+    cases = {name: CASES[name] for name in options.cases}
+    where = f"{counted(mpistrat.size(), 'rank')} on {counted(len(mpistrat.hosts()), 'host')}"
+    points = []
+    with output(len(cases) * len(measurements(comm)), is_chief=mpistrat.rank() == 0) as out:
+        table = Table(cases)
+        out.line(f"{where}, {runtime.current().data_name}\n{table.header()}")
+        for name, shapes in cases.items():
+            points.append(measure(name, shapes, comm, options.repeats, out.begin))
+            out.line(table.row(points[-1]))
     if comm is not None:
         comm.Free()
-    if not chief:
+    if mpistrat.rank() != 0:
         return
-    print(table(points), flush=True)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump([dataclasses.asdict(point) for point in points], file, indent=1)
+            json.dump([as_json(point) for point in points], file, indent=1)
     if options.plot:
         from .plot import plot
-        plot(points, options.plot)
+        plot(points, options.plot, f"All-reduce of float32, {where}")
 
 
 def _predict(options: argparse.Namespace) -> int:
     """Print the efficiency that the cost model predicts, fitted to the points in a file. Local."""
     try:
         with open(options.predict, encoding="utf-8") as file:
-            points = [(point["nbytes"], point["seconds"]) for point in json.load(file) if point["tensors"] == 1]
+            points = [(point["nbytes"], point["allreduce_s"]) for point in json.load(file)
+                      if point["tensors"] == 1]
         latency_s, bandwidth = fit(points)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(f"--predict {options.predict}: not the points of a job of several ranks: {error}") from error
@@ -85,7 +87,7 @@ def _predict(options: argparse.Namespace) -> int:
           f"gradients ({nbytes / 1e6:.0f} MB), a step of {options.step_ms:g} ms, {options.ranks_per_host} ranks per "
           f"host, {options.wire_gbit:g} Gbit/s and {options.wire_latency_us:g} us between hosts, nothing overlapped")
     for ranks in (2**k for k in range(15)):
-        print(f"{ranks:>6} ranks  {1e3 * allreduce_s(machine, ranks, nbytes):8.1f} ms  "
+        print(f"{ranks:>6} {'rank ' if ranks == 1 else 'ranks'}  {1e3 * allreduce_s(machine, ranks, nbytes):8.1f} ms  "
               f"{efficiency(machine, ranks, nbytes, step_s):6.1%}")
     return 0
 
@@ -93,14 +95,16 @@ def _predict(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> None:
     import mpistrat
 
+    from .output import output
     from .train import measure_training
-    for name in options.models:
-        without, averaged = measure_training(name, options.image, options.batch, options.repeats or 10)
-        if mpistrat.rank() == 0:
+    with output(len(options.models), is_chief=mpistrat.rank() == 0) as out:
+        for name in options.models:
+            out.begin(f"{name}: steps with and without averaging")
+            without, averaged = measure_training(name, options.image, options.batch, options.repeats or 10)
             samples = options.batch * mpistrat.size() / averaged
-            print(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
-                  f"{mpistrat.size()} ranks; efficiency {without / averaged:.1%}, {samples:.1f} samples per second",
-                  flush=True)
+            out.line(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
+                     f"{counted(mpistrat.size(), 'rank')}; efficiency {without / averaged:.1%}, {samples:.1f} samples "
+                     "per second")
 
 
 def _parser() -> Parser:
@@ -110,7 +114,7 @@ def _parser() -> Parser:
                         help=f"among {', '.join(CASES)}; default: all")
     parser.add_argument("--repeats", type=_count, metavar="N", help="repetitions of each case; default: by its size")
     parser.add_argument("--json", metavar="FILE", help="write the points to a file")
-    parser.add_argument("--plot", metavar="FILE", help="draw size against bandwidth (.png, .svg, .pdf)")
+    parser.add_argument("--plot", metavar="FILE", help="draw bytes against bytes per second (.png, .svg, .pdf)")
     parser.add_argument("--predict", metavar="FILE",
                         help="print the efficiency that a model fitted to a file of --json predicts for more ranks")
     parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS", help="for --predict (300)")

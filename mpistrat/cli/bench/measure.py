@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,27 +26,37 @@ class Point:
         tensors: Number of arrays in the group.
         nbytes: Bytes on each rank.
         ranks: Number of ranks.
-        seconds: Of mpistrat's grouped all-reduce.
-        mpi_s: Of one MPI_Allreduce of the same number of bytes; None with one rank.
-        copy_s: Of one memcpy of the same number of bytes, on all ranks at the same time.
+        allreduce_s: Of mpistrat's grouped all-reduce.
+        mpi_allreduce_s: Of one MPI_Allreduce of the same number of bytes; None with one rank.
+        memcpy_s: Of one memcpy of the same number of bytes, on all ranks at the same time.
     """
 
     case: str
     tensors: int
     nbytes: int
     ranks: int
-    seconds: float
-    mpi_s: float | None
-    copy_s: float
+    allreduce_s: float
+    mpi_allreduce_s: float | None
+    memcpy_s: float
 
     @property
-    def bus_bandwidth(self) -> float:
+    def bus_bytes_per_s(self) -> float:
         """Bytes per second that each rank must send and receive: 2 (n-1)/n of its bytes over the time.
 
         This is the definition of NVIDIA's nccl-tests (doc/PERFORMANCE.md). It makes results for any number of ranks
         comparable with the bandwidth of the hardware.
         """
-        return 2 * (self.ranks - 1) / self.ranks * self.nbytes / self.seconds
+        return 2 * (self.ranks - 1) / self.ranks * self.nbytes / self.allreduce_s
+
+    @property
+    def times_as_long_as_mpi_allreduce(self) -> float | None:
+        """The time over that of one MPI_Allreduce: below 1 mpistrat is faster. None with one rank."""
+        return None if self.mpi_allreduce_s is None else self.allreduce_s / self.mpi_allreduce_s
+
+    @property
+    def times_as_long_as_memcpy(self) -> float:
+        """The time over that of one memcpy."""
+        return self.allreduce_s / self.memcpy_s
 
 
 def repeats_for(nbytes: int) -> int:
@@ -54,7 +64,13 @@ def repeats_for(nbytes: int) -> int:
     return int(min(max(_TOTAL_BYTES / max(nbytes, 1), _LEAST), _MOST))
 
 
-def measure(case: str, shapes: Shapes, comm: Any, repeats: int | None = None) -> Point:
+def measurements(comm: Any) -> tuple[str, ...]:
+    """Return what `measure` measures of each case, in this order."""
+    return ("mpistrat", "memcpy") if comm is None else ("mpistrat", "MPI_Allreduce", "memcpy")
+
+
+def measure(case: str, shapes: Shapes, comm: Any, repeats: int | None = None,
+            begin: Callable[[str], None] = lambda what: None) -> Point:
     """Measure one case. Collective.
 
     Args:
@@ -62,15 +78,21 @@ def measure(case: str, shapes: Shapes, comm: Any, repeats: int | None = None) ->
         shapes: Shapes of the float32 arrays of the group.
         comm: An mpi4py communicator of all ranks, for MPI_Allreduce only; None with one rank.
         repeats: Number of repetitions; the default depends on the bytes.
+        begin: Called before each of `measurements`, with its name and that of the case. Nothing is measured meanwhile.
     """
     nbytes, size = bytes_of(shapes), mpistrat.size()
-    count = repeats or repeats_for(nbytes)
     arrays = [np.full(shape, mpistrat.rank(), np.float32) for shape in shapes]
-    flat, result = np.zeros(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
-    own_s = _median(lambda: mpistrat.grouped_allreduce(arrays, name=f"bench.{case}", op=mpistrat.Sum), count)
-    mpi_s = None if comm is None else _median(lambda: comm.Allreduce(flat, result), count)
-    copy_s = _median(lambda: np.copyto(result, flat), count)
-    return Point(case, len(shapes), nbytes, size, own_s, mpi_s, copy_s)
+    # Not zeros: the kernel maps all pages of those to one page, which stays in the cache.
+    flat, result = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
+    actions: dict[str, Callable[[], object]] = {
+        "mpistrat": lambda: mpistrat.grouped_allreduce(arrays, name=f"bench.{case}", op=mpistrat.Sum),
+        "MPI_Allreduce": lambda: comm.Allreduce(flat, result),
+        "memcpy": lambda: np.copyto(result, flat)}
+    seconds = {}
+    for what in measurements(comm):
+        begin(f"{case}: {what}")
+        seconds[what] = _median(actions[what], repeats or repeats_for(nbytes))
+    return Point(case, len(shapes), nbytes, size, seconds["mpistrat"], seconds.get("MPI_Allreduce"), seconds["memcpy"])
 
 
 def _median(action: Callable[[], object], count: int) -> float:
@@ -84,15 +106,3 @@ def _median(action: Callable[[], object], count: int) -> float:
     slowest = mpistrat.allreduce(np.array(seconds[_WARM_UP:]), name="bench.seconds",
                                  op=mpistrat.Max)
     return statistics.median(slowest.tolist())
-
-
-def table(points: Sequence[Point]) -> str:
-    """Format the points as a table with aligned columns."""
-    rows = [("case", "tensors", "bytes", "ms", "bus GB/s", "x MPI_Allreduce", "x memcpy")]
-    for p in points:
-        mpi = "-" if p.mpi_s is None else f"{p.seconds / p.mpi_s:.2f}"
-        rows.append((p.case, str(p.tensors), f"{p.nbytes:,}", f"{1e3 * p.seconds:.3f}", f"{p.bus_bandwidth / 1e9:.2f}",
-                     mpi, f"{p.seconds / p.copy_s:.1f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                          zip(row[1:], widths[1:], strict=True))]) for row in rows)

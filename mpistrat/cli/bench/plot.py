@@ -1,37 +1,126 @@
-"""The plot of `mpistrat bench --plot`: size against bandwidth, compared with MPI_Allreduce and memcpy."""
+"""The plot of `mpistrat bench --plot`: bytes against bytes per second, beside MPI_Allreduce and memcpy."""
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import MissingDependencyError
 from ...core.install import pip_extra
 from .measure import Point
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOUR = "tab:blue"  # of mpistrat
+_LIMITS: dict[str, Any] = {"color": "dimgray", "linewidth": 1.2, "markersize": 4}
+
 
 def require_matplotlib() -> None:
     """Raise MissingDependencyError if matplotlib is not installed. Called before the measurement starts."""
     if find_spec("matplotlib") is None:
-        raise MissingDependencyError(f"--plot needs matplotlib ({pip_extra('plot')}).")
+        raise MissingDependencyError(f"--plot needs matplotlib ({pip_extra('bench')}).")
 
 
-def plot(points: Sequence[Point], path: str) -> None:
-    """Draw the points to a file. Its extension selects the format (.png, .svg, .pdf)."""
+def plot(points: Sequence[Point], path: str, title: str) -> None:
+    """Draw the points to a file.
+
+    The upper part has bytes per second, with MPI_Allreduce and memcpy as limits. The lower part, with more than one
+    rank, has the time as a multiple of MPI_Allreduce's. A curve joins the single tensors of different sizes. The groups
+    of tensors are separate marks, because each differs from the others in more than its size.
+
+    Args:
+        points: At least one, in any order.
+        path: The file. Its extension selects the format (.png, .svg, .pdf).
+        title: The title of the plot.
+    """
     import matplotlib
     matplotlib.use("agg")
     from matplotlib import pyplot
     points = sorted(points, key=lambda point: point.nbytes)
-    sizes = [point.nbytes for point in points]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.plot(sizes, [p.nbytes / p.seconds / 1e9 for p in points], "o-", label="mpistrat")
-    if all(p.mpi_s for p in points):
-        axes.plot(sizes, [p.nbytes / p.mpi_s / 1e9 for p in points if p.mpi_s], "s--", label="MPI_Allreduce")
-    axes.plot(sizes, [p.nbytes / p.copy_s / 1e9 for p in points], "^:", label="one memcpy")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes on each rank")
-    axes.set_ylabel("GB reduced per second")
-    axes.set_title(f"All-reduce of float32, {points[0].ranks} ranks")
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
+    has_ratios = all(point.mpi_allreduce_s is not None for point in points)
+    figure, rows = pyplot.subplots(2 if has_ratios else 1, 1, sharex=True, squeeze=False, layout="constrained",
+                                   figsize=(8, 6 if has_ratios else 4.2),
+                                   height_ratios=(2.4, 1) if has_ratios else (1,))
+    axes = rows[:, 0]
+    axes[0].set_title(title)
+    _draw_rates(axes[0], points)
+    if has_ratios:
+        _draw_ratios(axes[1], points)
+    _draw_sizes(axes[-1], [point.nbytes for point in points])
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
+    """Bytes per second of mpistrat, and of the limits."""
+    sizes = [point.nbytes for point in points]
+    copied = [point.nbytes / point.memcpy_s for point in points]
+    axes.plot(sizes, copied, "^:", label="limit: memcpy of as many bytes", **_LIMITS)
+    own = [point.nbytes / point.allreduce_s for point in points]
+    by_mpi = [point.nbytes / point.mpi_allreduce_s for point in points if point.mpi_allreduce_s is not None]
+    if len(by_mpi) == len(points):
+        axes.plot(sizes, by_mpi, "s--", label="limit: MPI_Allreduce of as many bytes", **_LIMITS)
+    _draw_own(axes, points, own, names=True)
+    axes.set_yscale("log")
+    rates = [*copied, *own, *by_mpi]
+    axes.set_ylim(10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(max(rates)) + 1e-9))
+    axes.yaxis.set_major_formatter(lambda rate, position: decimal_text(rate))
+    axes.set_ylabel("bytes of each rank, per second")
+    axes.grid(True, alpha=0.4)
+    axes.legend(fontsize="small")
+
+
+def _draw_ratios(axes: "Axes", points: Sequence[Point]) -> None:
+    """The time of mpistrat over that of MPI_Allreduce."""
+    ratios = [point.times_as_long_as_mpi_allreduce or math.nan for point in points]
+    axes.axhline(1.0, linestyle="--", color=_LIMITS["color"], linewidth=_LIMITS["linewidth"])
+    _draw_own(axes, points, ratios, names=False)
+    axes.set_yscale("log", base=2)
+    low, high = math.floor(math.log2(min(0.5, *ratios))), math.ceil(math.log2(max(2.0, *ratios)))
+    axes.set_ylim(2 ** (low - 0.2), 2 ** (high + 0.2))
+    axes.yaxis.set_major_formatter(lambda ratio, position: f"{ratio:g}")
+    axes.set_ylabel("times as long as\nMPI_Allreduce")
+    axes.grid(True, alpha=0.4)
+
+
+def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float], names: bool) -> None:
+    """mpistrat's values: a curve of the single tensors, and a mark for each group of tensors."""
+    single = [(point.nbytes, value) for point, value in zip(points, values, strict=True) if point.tensors == 1]
+    groups = [(point, value) for point, value in zip(points, values, strict=True) if point.tensors > 1]
+    if single:
+        axes.plot(*zip(*single, strict=True), "o-", color=_COLOUR, label="mpistrat, one tensor")
+    if groups:
+        axes.plot([point.nbytes for point, _ in groups], [value for _, value in groups], "D", color=_COLOUR,
+                  markerfacecolor="white", label="mpistrat, a group of tensors")
+    for point, value in groups if names else ():
+        axes.annotate(f"{point.case}\n({point.tensors} tensors)", (point.nbytes, value), xytext=(0, -8),
+                      textcoords="offset points", ha="center", va="top", fontsize="x-small", color=_COLOUR)
+
+
+def _draw_sizes(axes: "Axes", sizes: Sequence[int]) -> None:
+    """The axis of bytes, which all parts share: powers of 4, with units."""
+    from matplotlib.ticker import LogLocator
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(min(sizes) / 2, max(sizes) * 2.5)
+    axes.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
+    axes.xaxis.set_major_formatter(lambda size, position: binary_text(size))
+    axes.tick_params(axis="x", labelsize="small")
+    axes.set_xlabel("bytes on each rank")
+
+
+def binary_text(nbytes: float) -> str:
+    """Return a number of bytes with its unit, in powers of 1024, as in the names of the cases: "64 KB"."""
+    return _with_unit(nbytes, 1024, ("B", "KB", "MB", "GB", "TB"))
+
+
+def decimal_text(rate: float) -> str:
+    """Return a number of bytes per second with its unit, in powers of 1000, as in the table: "10 MB/s"."""
+    return _with_unit(rate, 1000, ("B/s", "KB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def _with_unit(value: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while value >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.3g} {units[power]}"

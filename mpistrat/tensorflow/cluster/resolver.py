@@ -46,6 +46,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
     def __init__(self, jobs: Mapping[str, int] | None = None, num_accelerators: Mapping[str, int] | None = None,
                  rpc_layer: str = "grpc"):
+        """Form the cluster. Collective. The class describes the arguments and errors."""
         self._cluster = form(jobs)
         self._task_type, self._task_id = self._cluster.role.value, self._cluster.index
         self._num_accelerators = None if num_accelerators is None else dict(num_accelerators)
@@ -54,6 +55,16 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         os.environ.update(_SHARE_RESERVED_PORTS)
         if Role.PS.value in self._cluster.spec:
             os.environ.update(_FAIL_FAST)
+
+    @property
+    def task_type(self) -> str:
+        """This rank's role: "chief", "worker", "ps" or "evaluator"."""
+        return self._task_type
+
+    @property
+    def task_id(self) -> int:
+        """This rank's index among the tasks of its role, from 0."""
+        return self._task_id
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
         """The addresses of all tasks, without evaluators, as TensorFlow requires."""

@@ -12,12 +12,14 @@ from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
+from .docstrings import documented
 from .options import CommunicationOptions, agreed
 from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
 
+@documented
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is sharded.
 
@@ -31,11 +33,21 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     collective, and calls mpistrat.init() if that has not been called. It sets TensorFlow's seed on all ranks to rank
     0's, or to a random one if rank 0 has none, so that all ranks shuffle alike.
 
+    Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
+    `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
+    callbacks) are written by rank 0, in calls that all ranks make; optimizers and tapes must not be wrapped in
+    DistributedOptimizer and DistributedGradientTape.
+
     Several threads of a rank may use it at the same time, for example to read a metric. The ranks must be able to
-    distinguish the threads: by the name that a thread was given, or else by the function that it runs. See threads.py.
+    distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two threads that
+    the ranks cannot distinguish are an error.
 
     Args:
-        communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks; see options.py.
+        communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks. `bytes_per_pack`
+            is the size of the buckets in which the tensors of one call are reduced; the default is 16 MiB.
+            `timeout_seconds` is the time after which a collective that only some ranks have called ends the job; from
+            then on it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For `implementation`, NCCL logs a warning where it
+            is not available; RING and AUTO have no effect.
         device: Where variables and computation are, for example "GPU:0". The default is the GPU that pin_gpu() assigns
             to this rank (it is called here, under the same conditions as by init()), or the CPU if there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
@@ -57,6 +69,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
                  random_per_rank: bool = True, variables: str = "mirrored"):
+        """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
         # Not imported at the top of the module: they need private names of TensorFlow, which may be missing.

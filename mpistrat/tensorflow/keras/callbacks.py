@@ -1,15 +1,7 @@
 """The names of mpistrat.keras.callbacks under Horovod's: `from mpistrat.tensorflow.keras.callbacks import ...`."""
 
 from ...api import absent
-from ...keras.callbacks import (
-    BestModelCheckpoint,
-    BroadcastGlobalVariablesCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
-
-__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback"]
+from ...keras.callbacks import *  # noqa: F403
+from ...keras.callbacks import __all__ as __all__
 
 __getattr__ = absent.explain(__name__)
