@@ -24,6 +24,7 @@ from ..api.launch_env import launched_size
 from ..api.pickling import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
+from ..core.install import pip
 from . import horovodrun
 from .arguments import mpirun_options
 from .hostfile import parse_list, read_hostfile
@@ -118,8 +119,9 @@ def _pickled(call: Call) -> bytes:
         # The ranks find modules where this process finds them: the function may be in one beside the script.
         return pickle.dumps((list(sys.path), dumps(call)))
     except Exception as error:
-        raise LaunchError(f"run() cannot send {function!r} and its arguments to the ranks: {error}. pip install "
-                          "cloudpickle, or pass a function of a module, with arguments that can be pickled.") from error
+        raise LaunchError(f"run() cannot send {function!r} and its arguments to the ranks: {error}. "
+                          f"{pip('cloudpickle')}, or pass a function of a module, with arguments that can be "
+                          "pickled.") from error
 
 
 def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, start_timeout_s: float) -> int:

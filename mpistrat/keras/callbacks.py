@@ -16,8 +16,8 @@ from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
 
-__all__ = ["BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback", "LearningRateWarmupCallback",
-           "MetricAverageCallback"]
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+           "LearningRateWarmupCallback", "MetricAverageCallback"]
 
 Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
