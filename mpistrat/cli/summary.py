@@ -41,7 +41,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
     if groups:
         first, text = groups[0][0], groups[0][1].text
         if len(groups) == 1 and not text.frames and "\n" not in text.message:
-            return b"", [f"{end}. {_who(first).capitalize()}: {text.message}"]
+            return b"", [f"{end}. R{_who(first)[1:]}: {text.message}"]
         return b"", [*_lines_of(groups), end + (" (--traceback prints whole tracebacks)" if can_show_more else "")]
     endings = [each.ending for each in words if each.ending is not None]
     is_said = bool(endings) and all(ending.signal is None for ending in endings)

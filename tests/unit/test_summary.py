@@ -44,9 +44,9 @@ def test_the_first_of_different_messages_is_the_last_and_few_are_printed() -> No
 
 
 def test_what_only_follows_from_another_failure_is_left_out() -> None:
-    exit_3 = report(1, "sys.exit(3), while other ranks wait for this one: sum", frames="", code=3)
+    exit_3 = report(1, "sys.exit(3), while other ranks wait for this one: sum", "Node1", frames="", code=3)
     assert summarize(3, [report(0, SHUTDOWN), exit_3], []) == (b"", [
-        f"{END} 3. Rank 1 on node1: sys.exit(3), while other ranks wait for this one: sum"])
+        f"{END} 3. Rank 1 on Node1: sys.exit(3), while other ranks wait for this one: sum"])
     assert summarize(1, [report(0, SHUTDOWN)], [])[1][0].endswith(SHUTDOWN)
 
 
