@@ -1,21 +1,23 @@
 """Whether all threads of this process wait for each other, so that nothing can happen in it. Linux only.
 
 Linux gives the system call that a thread is in. A thread that waits for a lock, a condition or a queue, of Python or of
-a library, is in a futex wait. If that has no time limit, and is in memory of this process alone, only another thread
-of the process can end it. So if all threads are in such waits, none of them ever goes on: a *parked* process. A thread
-that computes, sleeps, reads a file, or waits for a socket, a device or a process is in another call, or in none.
+a library, is in a futex wait. If that has no time limit, and is in memory of this process alone, only another thread of
+the process can end it. So if all threads are in such waits, none of them ever goes on: the process is *parked*. A
+thread that computes, sleeps, reads a file, or waits for a socket, a device or a process is in another call, or in none.
 
 These threads do not count, since they never call a collective:
 
 - the engine's, which this module is for, and the one that watches the launcher;
-- those that MPI has started in init(), which wait for sockets. (If a script has imported mpi4py.MPI before init(), they
-  are not known, and the process never counts as parked.)
+- those that MPI has started in init(), which wait for sockets. If a script has imported mpi4py.MPI before, they are not
+  known, and the process is never parked.
 
-A thread that Python has not started may also wait with a time limit, or sleep: TensorFlow's input pipelines have two
-such threads, which never end, and which only measure and tune. See negotiation/coordinator.py for what that leaves
-open. A thread of Python's must wait without a limit.
+A thread of Python must wait without a limit. A thread that a library has started may also wait with one, or sleep:
+those that measure and tune TensorFlow's input pipelines do that for ever. So a library that sleeps before it goes on is
+not seen. That leads to a wrong report only if the ranks also call collectives in different orders (see
+negotiation/blocked.py), and one of them depends on what sleeps.
 
-Where Linux does not give the system calls (on some processors, in some containers), no process counts as parked.
+CUDA's threads wait for a device, so a process that uses a GPU is never parked. Neither is any process where Linux does
+not give the system calls: on some processors, and in some containers.
 """
 
 import os

@@ -24,8 +24,8 @@ from .pending import Pending
 from .reports import describe_deadlock, describe_ended, describe_half_done, describe_mismatch, describe_stall
 from .tree import Node
 
-# Collectives in graphs on all ranks: a rank's graph may have another one after something that takes long, and that
-# engine/standstill.py does not see. Rank 0 waits so long before it calls that a deadlock.
+# If all ranks wait in graphs, rank 0 waits so long before it calls that a deadlock. In a graph, another collective may
+# come after an operation that sleeps in a library, which engine/parked.py does not see.
 _GRAPHS_S = 10.0
 
 
