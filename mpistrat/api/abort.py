@@ -36,15 +36,11 @@ def end_job(mpi: ModuleType, rank: int, host: str, reason: str, code: int = 1, w
 
 
 def end_job_on_exception(mpi: ModuleType, rank: int, host: str) -> None:
-    """Make an uncaught exception on this rank end the whole job. Local. Further calls do nothing.
-
-    At the prompt of interactive Python the exception is only printed, and the session continues.
-    """
+    """Make an uncaught exception on this rank end the whole job. Local. Further calls do nothing."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # Python sets sys.ps1 when it shows the first prompt. It calls this hook for every error in a line.
-        if forked.is_child() or hasattr(sys, "ps1"):
+        if forked.is_child():
             return previous(kind, error, trace)
         try:
             previous(kind, error, trace)
