@@ -15,146 +15,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import forked
-from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError, ShutdownError, StallError
-from ..core.request import Request
+from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
 from ..core.settings import Settings, differing, horovod_warning
-from ..core.stalls import describe_wait
 from ..core.topology import Topology, unique_hosts
-from ..engine.engine import Engine
 from ..engine.parked import ThreadScan, threads_of_libraries
 from ..transport.mpi import library
 from . import abort, handshake
 from .backends import backends_alone, backends_over
 from .group import Group
+from .job import Runtime, log_step
 from .launch_env import launched_size
 from .launcher_watch import LauncherWatch, launcher_here
 from .own_place import require_own_place
 from .process_sets import NOT_INITIALIZED, ProcessSet
-from .registry import Registry
 
 logger = logging.getLogger(__name__)
-
-
-class Runtime:
-    """What exists from init() to shutdown().
-
-    Attributes:
-        settings: The same on all ranks.
-        world: All ranks of the job, with the engine that executes their collectives.
-        registry: The process sets.
-    """
-
-    def __init__(self, settings: Settings, world: Group):
-        self.settings, self.world = settings, world
-        self.registry = Registry(world, settings)
-        self._in_cluster = False
-
-    @property
-    def topology(self) -> Topology:
-        """Ranks and hosts of the job."""
-        return self.world.topology
-
-    @property
-    def comm(self) -> Any:
-        """An mpi4py communicator of all ranks; None for one rank without MPI."""
-        return self.world.comm
-
-    @property
-    def data_name(self) -> str:
-        """The name of the backend that reduces CPU tensors of all ranks."""
-        return self.world.data_name
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of all ranks."""
-        return self.world.engine
-
-    def engine_of(self, request: Request) -> Engine:
-        """The engine that executes a request: that of its process set.
-
-        Raises:
-            InvalidRequestError: The process set has been removed.
-        """
-        try:
-            return self.registry.groups[request.process_set].engine
-        except KeyError:
-            raise InvalidRequestError(f"{request.name}: process set {request.process_set} does not exist or has not "
-                                      "been registered.") from None
-
-    def close(self) -> None:
-        """Wait until all ranks have called this, stop the engines and free all resources. Collective.
-
-        The wait for ranks that cannot be reached ends after the stall limit. MPI_Finalize would wait for them without a
-        limit, so it is not called then, and the job is aborted when this script ends.
-        """
-        began = time.monotonic()
-        _log(self.topology.rank, "shutdown begins")
-        groups = self._groups()
-        self.registry.unbind()
-        had_ended = any(group.engine.controller.life.ended.is_set() for group in groups)
-        # The announcements come first: a rank that waits for this one in any set fails now.
-        for group in groups:
-            group.engine.announce_end()
-        for group in groups:
-            group.engine.end(self._report_waiting)
-        errors = [group.error for group in groups if group.error is not None]
-        error = errors[0] if errors else None
-        is_well = all(isinstance(each, StallError) for each in errors)
-        if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks():
-            return
-        if self.comm is not None and isinstance(error, ShutdownError) and not had_ended:
-            abort.end_job_for_sys_exit(str(error))  # The other ranks wait for this one, which has left.
-        _log(self.topology.rank, "shut down in %.2f s, %s", time.monotonic() - began,
-             "because all ranks have called shutdown" if error is None else f"after an error: {error}")
-        if error is not None:
-            return  # Freeing communicators is collective, and the other ranks may not take part after an error.
-        for group in reversed(groups):
-            group.free()
-
-    def join_cluster(self) -> None:
-        """Make `close` return without waiting for the other ranks to close. Collective.
-
-        In a cluster with parameter servers a rank announces its end when it starts to wait for the chief, and closes
-        after the chief has ended. A chief that waited for these ranks in `close` would deadlock.
-        """
-        self._in_cluster = True
-
-    def _wait_for_all_ranks(self) -> bool:
-        """Wait until all ranks have called `close`. Returns False if they have not within the stall limit."""
-        limit_s = self.settings.limit_s
-        if library.wait_for_all(self.comm, limit_s):
-            return True
-        from ..transport.mpi.peer_wait import never_free
-        never_free(self)  # MPI still has requests that use its memory.
-        others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
-        abort.end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
-        return False
-
-    def abandon(self, reason: str) -> None:
-        """End on this rank only, because other ranks have died. Local. `reason` names them."""
-        _log(self.topology.rank, "ends without the other ranks: %s", reason)
-        if self.comm is not None:
-            library.finalize_without_barrier(library.load_mpi())
-        for group in self._groups():
-            group.engine.abandon(reason)
-
-    def disown(self, error: Exception) -> None:
-        """In a forked process: make collectives raise `error`."""
-        for group in self._groups():
-            group.engine.disown(error)
-
-    def _groups(self) -> list[Group]:
-        """The groups that this rank is in. Ascending by id, so that all ranks close them in the same order."""
-        return [group for _, group in sorted(self.registry.groups.items())]
-
-    def _report_waiting(self, waited_s: float) -> None:
-        logger.info("rank %d has shut down and has waited %.0f s for the other ranks to do so", self.topology.rank,
-                    waited_s)
-
-
-def _log(rank: int, message: str, *values: object) -> None:
-    """Log a step of init() or shutdown(): INFO on rank 0, DEBUG on the others."""
-    logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: " + message, rank, *values)
 
 
 _runtime: Runtime | None = None
@@ -191,7 +66,7 @@ def is_initialized() -> bool:
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Connect to the other ranks and start the engine. Collective; a repeated call does nothing.
+    """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
     Without a launcher in the environment the job has one rank, and no MPI library is loaded.
 
@@ -208,12 +83,20 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or does not offer the thread level.
     """
-    global _runtime
     forked.require_rank()
     require_own_place(os.environ)
+    runtime = _connect(comm)
+    if process_sets and process_sets != "dynamic":
+        known = [each for each in _listed(process_sets) if getattr(each, "process_set_id", None) is None]
+        runtime.registry.add(known)
+
+
+def _connect(comm: Any) -> Runtime:
+    """Return the Runtime, after connecting to the other ranks if there is none. Collective then."""
+    global _runtime
     with _lock:
         if _runtime is not None:
-            return
+            return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
         mpi = sys.modules.get("mpi4py.MPI")
@@ -231,11 +114,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _runtime = runtime
         atexit.register(shutdown)
     topology = runtime.topology
-    _log(topology.rank, "%s; local rank %d of %d on %s; %d ranks on %d hosts (%s); ready in %.2f s",
-         "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host, topology.size,
-         len(topology.hosts), ", ".join(topology.hosts), time.monotonic() - began)
-    if process_sets and process_sets != "dynamic":
-        runtime.registry.add(_listed(process_sets))
+    log_step(topology.rank, "%s; local rank %d of %d on %s; %d ranks on %d hosts (%s); ready in %.2f s",
+             "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host,
+             topology.size, len(topology.hosts), ", ".join(topology.hosts), time.monotonic() - began)
+    return runtime
 
 
 def _listed(process_sets: Sequence[ProcessSet] | str) -> list[ProcessSet]:

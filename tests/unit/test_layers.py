@@ -140,7 +140,7 @@ def test_a_module_imports_only_what_its_package_may_need(module: str) -> None:
 
 def test_the_walk_sees_imports_of_every_form() -> None:
     assert {"core.errors", "transport.mpi.control", "transport.mpi.data"} <= own_imports("api.backends")
-    assert {"engine.engine", "core.errors", "api.backends"} <= own_imports("api.runtime")
+    assert {"core.errors", "api.backends", "api.job"} <= own_imports("api.runtime")
     assert {"api.runtime", "core.roles"} <= own_imports("api.basics")
     assert {"api.ops", "api.runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
     assert {"api.common", "keras", "tensorflow.ops"} <= own_imports("tensorflow")

@@ -30,6 +30,7 @@ def test_the_topology_of_a_set_knows_the_ranks_of_the_job() -> None:
 
 
 def test_a_set_that_is_not_registered_has_no_size() -> None:
+    mpistrat.shutdown()
     process_set = mpistrat.ProcessSet([2, 0])
     assert process_set.ranks == [0, 2]
     assert process_set.size() is process_set.rank() is process_set.included() is None
