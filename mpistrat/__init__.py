@@ -52,10 +52,10 @@ from .core.version import __version__ as __version__
 __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError", "EngineError",
     "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError", "MpistratError",
-    "NotInitializedError", "RankDiedError", "ReduceOp", "Role", "RunError", "SettingsError", "ShutdownError", "StallError", "allgather",
-    "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast",
-    "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter", "reducescatter",
-    "reducescatter_async", "run",
+    "NotInitializedError", "RankDiedError", "ReduceOp", "Role", "RunError", "SettingsError", "ShutdownError",
+    "StallError", "allgather", "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter",
+    "reducescatter", "reducescatter_async", "run",
 ]
 __all__ += common.__all__
 

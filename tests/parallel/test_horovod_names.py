@@ -12,7 +12,7 @@ import mpistrat.keras
 import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError
 from mpistrat.keras import elastic
-from mpistrat.keras.callbacks import BestModelCheckpoint, MetricAverageCallback
+from mpistrat.keras.callbacks import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
 
 
 @tf.function
@@ -123,6 +123,7 @@ def test_one_rank_writes_the_best_model(rank: int, is_strategy: bool, shared_dir
     checkpoint = BestModelCheckpoint(monitor="loss")
     checkpoint.filepath = path if rank == 0 or is_strategy else path.with_name(f"rank{rank}.keras")
     data = tf.data.Dataset.from_tensor_slices((np.ones((8, 1)), np.ones((8, 1)))).batch(4)
-    model.fit(data, epochs=2, verbose=0, callbacks=[MetricAverageCallback(), checkpoint])
+    broadcast = [] if is_strategy else [BroadcastGlobalVariablesCallback(0)]
+    model.fit(data, epochs=2, verbose=0, callbacks=[*broadcast, MetricAverageCallback(), checkpoint])
     mpistrat.barrier()
     assert [file.name for file in Path(shared_dir).iterdir()] == ["best.keras"]
