@@ -27,11 +27,13 @@ from ..tensorflow.sessions import broadcast_global_variables
 from . import callbacks, elastic
 from .ops import allgather, allreduce, broadcast, load_model, reducescatter
 from .optimizer import DistributedOptimizer
+from .partial import PartialDistributedOptimizer
 from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "broadcast",
-    "broadcast_global_variables", "broadcast_variables", "callbacks", "elastic", "load_model", "reducescatter",
+    "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
+    "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables", "callbacks", "elastic", "load_model",
+    "reducescatter",
 ]
 __all__ += common.__all__
 

@@ -13,7 +13,8 @@ from ..core.request import Average, Min, ReduceOp, Sum
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.first_steps import FirstSteps
-from ..tensorflow.gradients import GradientReducer, check_groups
+from ..tensorflow.gradient_groups import GradientGroups, Groups
+from ..tensorflow.gradients import GradientReducer
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
@@ -109,7 +110,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-                         num_groups: int = 0, groups: int | list[list[Variable]] | None = None,
+                         num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
@@ -133,7 +134,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             accumulation.
         average_aggregated_gradients: Divide that sum by k.
         num_groups: Deprecated form of `groups`.
-        groups: Accepted for compatibility, ignored. All gradients are reduced together.
+        groups: Which gradients are reduced together, all by default: a number of groups of about as many gradients; or
+            lists of variables, whose gradients are a group each, and those of all other variables one more.
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
@@ -145,7 +147,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             `apply` raises it too.
     """
     process_set = resolved(process_set)
-    check_groups(groups, num_groups)
+    grouping = GradientGroups(groups, num_groups)
     _check(optimizer, op, backward_passes_per_step)
     config = optimizer.get_config()
     if name is not None:
@@ -159,7 +161,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     wire_name = f"optimizer{next(_numbers)}"
     distributed._mpistrat_reducer = GradientReducer(
         wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
-        FirstSteps(wire_name, process_set), process_set)
+        FirstSteps(wire_name, process_set), process_set, grouping)
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
     distributed._mpistrat_averages_statistics = average_statistics

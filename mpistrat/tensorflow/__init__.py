@@ -21,7 +21,7 @@ from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
 from .distribute import MPIStrategy
 from .distribute.strategies import strategy
-from .gradient_tape import DistributedGradientTape
+from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
 from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
 from .objects import broadcast_object_fn
@@ -43,7 +43,8 @@ from .sessions import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
-    "MPIClusterResolver", "MPIStrategy", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
+    "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
     "barrier", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object_fn", "broadcast_variables",
     "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "local_rank_op", "local_size_op",
     "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
@@ -55,7 +56,7 @@ _absent = absent.explain(__name__, absent.TENSORFLOW)
 
 def __getattr__(name: str) -> Any:
     # Horovod has these here too. They need Keras, which is imported on first access only.
-    if name in ("DistributedOptimizer", "SyncBatchNormalization"):
+    if name in ("DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"):
         from importlib import import_module
         return getattr(import_module("mpistrat.keras"), name)
     return _absent(name)

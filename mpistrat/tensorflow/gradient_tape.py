@@ -1,13 +1,16 @@
 """DistributedGradientTape: a tf.GradientTape whose gradients are averaged over the ranks."""
 
 import itertools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.request import Average, ReduceOp
 from .compression import Compression, Compressor
-from .gradients import GradientReducer, check_groups
+from .gradient_groups import GradientGroups, Groups
+from .gradients import GradientReducer
+from .local_layers import Layer, register_local_layers
 from .ops import without_autograph
 from .types import Structure, Variable
 
@@ -39,7 +42,7 @@ class _DistributedGradientTape(tf.GradientTape):
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
                             compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
-                            groups: int | list[list[Variable]] | None = None,
+                            groups: Groups = None,
                             process_set: ProcessSet = global_process_set,
                             scale_local_gradients: bool = True) -> tf.GradientTape:
     """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
@@ -56,18 +59,43 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         num_groups: Deprecated form of `groups`.
-        groups: Accepted for compatibility, ignored. All gradients are reduced together.
+        groups: Which gradients are reduced together, all by default: a number of groups of about as many gradients; or
+            lists of variables, whose gradients are a group each, and those of all other variables one more.
         process_set: The ranks that take part. On other ranks gradients do not change.
         scale_local_gradients: Whether gradients that are excluded by `register_local_source` are divided by N.
 
     Raises:
         ValueError: `gradtape` is distributed already, or an argument is out of range.
     """
-    check_groups(groups, num_groups)
+    grouping = GradientGroups(groups, num_groups)
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
     # Eager code creates a tape per step, one after the other. A tf.function creates one per trace.
     name = "tape" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("tape")
     reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
-                              process_set=process_set)
+                              process_set=process_set, groups=grouping)
     return _DistributedGradientTape(gradtape, reducer)
+
+
+@without_autograph
+def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "",  # noqa: N802
+                                   device_sparse: str = "", compression: type[Compressor] = Compression.none,
+                                   sparse_as_dense: bool = False, op: ReduceOp = Average,
+                                   gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Groups = None,
+                                   process_set: ProcessSet = global_process_set,
+                                   local_layers: Layer | Sequence[Layer] | None = None,
+                                   scale_local_gradients: bool = True) -> tf.GradientTape:
+    """As DistributedGradientTape, but the gradients of some layers are not averaged: each rank trains its own.
+
+    Args:
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
+            groups, process_set, scale_local_gradients: As for DistributedGradientTape.
+        local_layers: A Keras layer or a list of layers, which have their weights.
+
+    Raises:
+        ValueError: As DistributedGradientTape, or `local_layers` is something else, or has no weights yet.
+    """
+    tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
+                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients)
+    register_local_layers(local_layers, tape.register_local_source)
+    return tape

@@ -1,6 +1,7 @@
 """GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import tensorflow as tf
 
@@ -12,6 +13,7 @@ from .bridge.cpu import as_tf_error, to_array
 from .bridge.observers import Observer, observed
 from .compression import Compressed, Compressor
 from .first_steps import FirstSteps
+from .gradient_groups import GradientGroups
 from .identity import IdentitySet
 from .lists import number_of, reduce_dense, reduce_mixed
 from .types import OptionalGradient, Tensor, Variable
@@ -30,12 +32,15 @@ class GradientReducer:
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
         checks: What its first reductions are checked by; None: that of the variables.
         process_set: The ranks that take part. On other ranks gradients do not change.
+        groups: Which gradients are reduced together; None: all.
     """
 
     def __init__(self, name: str, compression: type[Compressor], sparse_as_dense: bool, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
-                 checks: FirstSteps | None = None, process_set: ProcessSet = global_process_set):
+                 checks: FirstSteps | None = None, process_set: ProcessSet = global_process_set,
+                 groups: GradientGroups | None = None):
         op = resolve_op(op, None)
+        self._groups = groups or GradientGroups()
         self.process_set = resolved(process_set)
         if gradient_predivide_factor != 1.0 and op is not Average:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
@@ -85,12 +90,18 @@ class GradientReducer:
         if observer is not None and tf.executing_eagerly():
             _observe_eagerly(observer, own)
             observer = None
+        divided = self._groups.divide([variables[i] for i in shared])
         with observed(observer):
-            reduced = reduce_mixed(own, self._op, self.name, self._reduce_dense,
-                                   labels=[label_of(variables[i]) for i in shared], numbers=shared,
-                                   process_set=number_of(self.process_set, self.name))
-        for i, gradient in zip(shared, reduced, strict=True):
-            results[i] = gradient
+            # The last first: that is the order in which the backward pass computes them.
+            for number, places in reversed(list(enumerate(divided))):
+                members = [shared[place] for place in places]
+                name = self.name if len(divided) == 1 else f"{self.name}/group{number}"
+                reduced = reduce_mixed([own[place] for place in places], self._op, name,
+                                       partial(self._reduce_dense, name), numbers=members,
+                                       labels=[label_of(variables[i]) for i in members],
+                                       process_set=number_of(self.process_set, self.name))
+                for i, gradient in zip(members, reduced, strict=True):
+                    results[i] = gradient
         return results
 
     def _observer(self, sources: Sequence[Variable]) -> Observer | None:
@@ -103,10 +114,10 @@ class GradientReducer:
         checks = self.checks or first_steps.of_variables(variables, self.name, self.process_set)
         return checks.observer(variables, [label_of(v) for v in variables])
 
-    def _reduce_dense(self, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
+    def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
         return compressed.restored(reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide,
-                                                self.name, labels, wire_dtype=compressed.wire_dtype,
+                                                name, labels, wire_dtype=compressed.wire_dtype,
                                                 process_set=number_of(self.process_set, self.name)))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
@@ -128,17 +139,3 @@ def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
 def label_of(variable: Variable) -> str:
     """The user's name of a variable: its Keras path, or its name."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
-
-
-def check_groups(groups: int | list[list[Variable]] | None, num_groups: int) -> None:
-    """Check Horovod's `groups` and `num_groups`, which group tensors that are reduced together. Here all of them are.
-
-    Raises:
-        ValueError: `groups` is neither None, a positive number nor a list of lists of variables.
-    """
-    if groups is None and num_groups >= 0:
-        return
-    if isinstance(groups, list) or (isinstance(groups, int) and groups > 0):
-        return
-    raise InvalidRequestError("groups should be a non-negative integer or a list of list of variables, and not 0. "
-                              f"Received: groups={groups!r}, num_groups={num_groups!r}")

@@ -1,0 +1,81 @@
+"""Groups of gradients, and layers whose gradients each rank keeps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mpistrat
+import mpistrat.keras as hvd_keras
+import mpistrat.tensorflow as hvd
+from mpistrat.core.errors import InvalidRequestError
+from mpistrat.tensorflow.gradient_groups import GradientGroups
+
+
+def eagerly(step: Callable) -> Callable:
+    return step
+
+
+@pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
+@pytest.mark.parametrize("groups", [None, 1, 2, 50, "lists"], ids=str)
+def test_groups_change_no_result(way: Callable, groups: Any, rank: int, size: int) -> None:
+    variables = [tf.Variable(tf.fill([i + 1], float(rank))) for i in range(5)]
+    given = [[variables[4], variables[0]], [variables[2]]] if groups == "lists" else groups
+    factor = np.random.default_rng(rank).normal(size=5).astype("float32")
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v) * f for v, f in zip(variables, factor)])
+        return hvd.DistributedGradientTape(tape, groups=given).gradient(loss, [*variables, tf.constant(1.0)])
+
+    *gradients, none = way(step)()
+    assert none is None
+    factors = mpistrat.allgather_object(factor)
+    for i, gradient in enumerate(gradients):
+        total = factors[0][i]
+        for other in factors[1:]:
+            total = np.float32(total + other[i])
+        np.testing.assert_allclose(gradient, np.full(i + 1, total / np.float32(size)), rtol=1e-6)
+
+
+def test_gradients_are_divided_into_groups() -> None:
+    a, b, c, d, e = (tf.Variable(float(i)) for i in range(5))
+    assert GradientGroups().divide([a, b, c]) == [[0, 1, 2]]
+    assert GradientGroups(2).divide([a, b, c, d, e]) == [[0, 1], [2, 3, 4]]
+    assert GradientGroups(9).divide([a, b]) == [[0], [1]]
+    assert GradientGroups(num_groups=2).divide([a, b]) == [[0], [1]]
+    assert GradientGroups([[c, a], [d]]).divide([a, b, c, d, e]) == [[0, 2], [3], [1, 4]]
+    assert GradientGroups([[c]]).divide([]) == []
+
+
+def test_each_rank_trains_its_own_local_layer(rank: int, size: int) -> None:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    local = model.layers[1]
+    model.compile(hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=local), "mse")
+    rows = np.random.default_rng(rank).normal(size=(8, 2)).astype("float32")
+    model.fit(rows, rows.sum(1), batch_size=4, epochs=1, verbose=0, callbacks=[
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local.weights)])
+    shared, own = ([weight.tobytes() for weight in layer.get_weights()] for layer in model.layers)
+    assert len(set(map(tuple, mpistrat.allgather_object(shared)))) == 1
+    assert len(set(map(tuple, mpistrat.allgather_object(own)))) == size
+
+
+def test_a_tape_leaves_local_layers_alone(rank: int, size: int) -> None:
+    layer, shared = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"), tf.Variable([[1.0]])
+    layer.build((None, 1))
+    with tf.GradientTape() as tape:
+        loss = tf.matmul(shared, layer.kernel.value) * (rank + 1.0)
+    tape = hvd.PartialDistributedGradientTape(tape, op=hvd.Sum, local_layers=[layer], scale_local_gradients=False)
+    of_layer, of_shared = tape.gradient(loss, [layer.kernel.value, shared])
+    assert of_layer.numpy().tolist() == [[rank + 1.0]]
+    assert of_shared.numpy().tolist() == [[size * (size + 1) / 2]]
+
+
+@pytest.mark.parametrize("wrong", [3, ["dense"], keras.layers.Dense(2)], ids=["number", "name", "not built"])
+def test_what_is_no_layer_with_weights_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="local_layers"):
+        hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=wrong)
