@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import mpistrat.keras as hvd
-from mpistrat.tensorflow import barrier, pin_gpu
+from mpistrat.tensorflow import barrier
 
 try:
     from sklearn.datasets import load_digits
@@ -31,7 +31,6 @@ parser.add_argument("--batch-size", type=int, default=32, help="images per rank 
 args = parser.parse_args()
 
 hvd.init()
-pin_gpu()
 chief = hvd.rank() == 0
 x, y = load_digits(return_X_y=True)
 x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
@@ -67,8 +66,7 @@ model = keras.Sequential([
     keras.layers.Dense(10),
 ])
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(2e-3 * hvd.size()))
-model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
-              jit_compile=False)  # A compiled step cannot communicate; on a GPU Keras would compile it.
+model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 began = time.monotonic()
 model.fit(data, epochs=args.epochs, steps_per_epoch=len(train) // (args.batch_size * hvd.size()),
           verbose=2 if chief else 0,

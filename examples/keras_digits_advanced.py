@@ -19,7 +19,6 @@ import keras
 import numpy as np
 
 import mpistrat.keras as hvd
-from mpistrat.tensorflow import pin_gpu
 
 try:
     from sklearn.datasets import load_digits
@@ -35,14 +34,12 @@ parser.add_argument("--warmup-epochs", type=int, default=3)
 args = parser.parse_args()
 
 hvd.init()
-pin_gpu()
 chief = hvd.rank() == 0
 
 x, y = load_digits(return_X_y=True)
 x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
 order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
-train, test = (part[hvd.rank():len(part) // hvd.size() * hvd.size():hvd.size()]
-               for part in (order[:1437], order[1437:]))  # As many rows on each rank.
+train, test = hvd.shard(order[:1437]), hvd.shard(order[1437:])  # The same number of rows on each rank.
 keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the callback makes them equal.
 
 
@@ -59,8 +56,7 @@ def new_model() -> keras.Model:
         keras.layers.Dense(10),
     ])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(args.learning_rate * hvd.size()))
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
-                  jit_compile=False)  # A compiled step cannot communicate; on a GPU Keras would compile it.
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
 
 

@@ -29,7 +29,6 @@ parser.add_argument("--compression", choices=["none", "fp16", "bf16"], default="
 args = parser.parse_args()
 
 hvd.init()
-hvd.pin_gpu()
 chief = hvd.rank() == 0
 if args.mixed_precision:
     keras.mixed_precision.set_global_policy(f"mixed_{args.mixed_precision}")

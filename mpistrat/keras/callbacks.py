@@ -23,6 +23,11 @@ Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
 
 
+def _number(value: Any) -> float:
+    """A learning rate or a momentum as a number. A variable of Keras 3.0 has no __float__."""
+    return float(keras.ops.convert_to_numpy(value))
+
+
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
@@ -161,15 +166,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
-            logs["lr"] = float(self.model.optimizer.learning_rate)
+            logs["lr"] = _number(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
         optimizer = self.model.optimizer
-        old, new = float(optimizer.learning_rate), self.initial_lr * factor
+        old, new = _number(optimizer.learning_rate), self.initial_lr * factor
         optimizer.learning_rate = new
         # In Keras 3 a plain number is a constant of the compiled step, which a later change would not affect.
         if self.momentum_correction and isinstance(getattr(optimizer, "momentum", None), keras.Variable) and old:
-            self._momentum = float(optimizer.momentum)
+            self._momentum = _number(optimizer.momentum)
             optimizer.momentum.assign(self._momentum * new / old)
 
 
@@ -199,7 +204,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch and epoch == self.end_epoch - 1 and self._verbose and runtime.current().topology.rank == 0:
             print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done, at "
-                  f"{float(self.model.optimizer.learning_rate):g}.")
+                  f"{_number(self.model.optimizer.learning_rate):g}.")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -37,10 +37,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return finished
 
 
-@pytest.mark.parametrize("script", [
-    pytest.param(script, marks=[pytest.mark.xfail(strict=True, reason="statistics of BatchNormalization are each "
-                                                  "rank's own")] if script == "transfer" else [])
-    for script in dict.fromkeys(SCRIPTS)])
+@pytest.mark.parametrize("script", dict.fromkeys(SCRIPTS))
 def test_it_trains_to_the_same_finite_weights_on_all_ranks(script: str, job: Finished) -> None:
     for rank in range(2):
         said = [line for line in job.of_rank(rank) if line.startswith(f"{script}: ")]

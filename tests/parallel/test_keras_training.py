@@ -244,6 +244,11 @@ def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int
     assert_equal_on_all_ranks([history.history["loss"], history.history["val_loss"]])
 
 
+def number(value: Any) -> float:
+    """A learning rate or a momentum. A variable of Keras 3.0 has no __float__."""
+    return float(keras.ops.convert_to_numpy(value))
+
+
 class Driver:
     """Calls a callback as fit does, and notes the learning rate and the momentum of each batch."""
 
@@ -263,8 +268,8 @@ class Driver:
             self.callback.on_epoch_begin(epoch)
             for batch in range(steps):
                 self.callback.on_train_batch_begin(batch)
-                self.rates.append(float(self.optimizer.learning_rate))
-                self.momentums.append(float(self.optimizer.momentum))
+                self.rates.append(number(self.optimizer.learning_rate))
+                self.momentums.append(number(self.optimizer.momentum))
                 self.callback.on_train_batch_end(batch)
             logs: dict[str, float] = {}
             self.callback.on_epoch_end(epoch, logs)

@@ -9,7 +9,7 @@ import mpistrat.keras as hvd
 hvd.init()
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
-rows = slice(hvd.rank(), 1536 // hvd.size() * hvd.size(), hvd.size())
+x_train, y_train = hvd.shard(x[:1536], y[:1536])
 
 model = keras.Sequential([
     keras.Input((64,)),
@@ -21,7 +21,7 @@ rate = keras.optimizers.schedules.ExponentialDecay(4e-3 * hvd.size(), decay_step
 optimizer = keras.optimizers.AdamW(rate, weight_decay=1e-3, global_clipnorm=1.0, use_ema=True, ema_momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=4, average_aggregated_gradients=True)
 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-history = model.fit(x[rows], y[rows], batch_size=16, epochs=4, validation_data=(x[1536:], y[1536:]),
+history = model.fit(x_train, y_train, batch_size=16, epochs=4, validation_data=(x[1536:], y[1536:]),
                     verbose=2 if hvd.rank() == 0 else 0, callbacks=[
                         hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
                         keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])

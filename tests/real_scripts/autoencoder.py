@@ -7,8 +7,7 @@ from sklearn.datasets import load_digits
 import mpistrat.keras as hvd
 
 hvd.init()
-images = (load_digits().data / 16).astype("float32")
-images = images[hvd.rank():len(images) // hvd.size() * hvd.size():hvd.size()]
+images = hvd.shard((load_digits().data / 16).astype("float32"))
 
 
 class Sampling(keras.layers.Layer):

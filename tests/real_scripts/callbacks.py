@@ -13,8 +13,8 @@ chief = hvd.rank() == 0
 
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
-rows = slice(hvd.rank(), 1400 // hvd.size() * hvd.size(), hvd.size())
-x_train, y_train, x_valid, y_valid = x[rows], y[rows], x[1400:], y[1400:]
+x_train, y_train = hvd.shard(x[:1400], y[:1400])
+x_valid, y_valid = x[1400:], y[1400:]
 
 
 class TimeLimit(keras.callbacks.Callback):

@@ -9,8 +9,7 @@ hvd.init()
 random = np.random.default_rng(0)  # The same rows on all ranks, of which each takes its part.
 x = random.normal(size=(600, 3)).astype("float32")
 y = np.sin(x).sum(axis=1)
-x_train, y_train = x[hvd.rank():480:hvd.size()], y[hvd.rank():480:hvd.size()]
-steps = 480 // hvd.size() // 20
+x_train, y_train = hvd.shard(x[:480], y[:480])
 
 
 def train(width, optimizer):
@@ -18,9 +17,9 @@ def train(width, optimizer):
     keras.utils.clear_session(free_memory=False)
     model = keras.Sequential([keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)])  # Built by the first batch.
     model.compile(hvd.DistributedOptimizer(optimizer), loss="mse")
-    data = np.resize(x_train, (20 * steps, 3)), np.resize(y_train, 20 * steps)
-    history = model.fit(*data, batch_size=20, epochs=2, validation_data=(x[480:], y[480:]), verbose=0, callbacks=[
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    history = model.fit(x_train, y_train, batch_size=20, epochs=2, validation_data=(x[480:], y[480:]), verbose=0,
+                        callbacks=callbacks)
     return model, history.history["val_loss"][-1]
 
 

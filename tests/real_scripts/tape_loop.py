@@ -9,8 +9,7 @@ import mpistrat.tensorflow as hvd
 hvd.init()
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
-rows = slice(hvd.rank(), 1500 // hvd.size() * hvd.size(), hvd.size())
-train = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).shuffle(1500).batch(64)
+train = tf.data.Dataset.from_tensor_slices(hvd.shard(x[:1500], y[:1500])).shuffle(1500).batch(64)
 valid = tf.data.Dataset.from_tensor_slices((x[1500:], y[1500:])).shard(hvd.size(), hvd.rank()).batch(64)
 
 model = keras.Sequential([keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)])

@@ -16,8 +16,8 @@ texts = [" ".join([*random.choice(other, random.integers(1, 6)), str(random.choi
 
 vectorize = layers.TextVectorization(max_tokens=40)
 vectorize.adapt(texts)  # All texts, so that all ranks have the same vocabulary.
-data = tf.data.Dataset.from_tensor_slices((texts, labels)).shard(hvd.size(), hvd.rank())
-data = data.take(len(texts) // hvd.size()).map(lambda text, label: (vectorize(text), label), tf.data.AUTOTUNE)
+data = hvd.shard(tf.data.Dataset.from_tensor_slices((texts, labels)))
+data = data.map(lambda text, label: (vectorize(text), label), tf.data.AUTOTUNE)
 data = data.cache().shuffle(600).padded_batch(25, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 model = keras.Sequential([

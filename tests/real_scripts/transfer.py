@@ -11,7 +11,7 @@ hvd.init()
 images, digits = load_digits(return_X_y=True)
 images = (images / 16).reshape(-1, 8, 8, 1).astype("float32")
 odd = digits % 2
-rows = slice(hvd.rank(), 1440 // hvd.size() * hvd.size(), hvd.size())
+train_rows = hvd.shard(images[:1440], odd[:1440])
 
 
 def convolutions():
@@ -40,7 +40,7 @@ model = keras.Model(image, layers.Dense(2)(layers.Dropout(0.1)(x)))
 def train(rate, epochs):
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(rate * hvd.size())),
                   keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    model.fit(images[rows], odd[rows], batch_size=48, epochs=epochs, verbose=2 if hvd.rank() == 0 else 0, callbacks=[
+    model.fit(*train_rows, batch_size=48, epochs=epochs, verbose=2 if hvd.rank() == 0 else 0, callbacks=[
         hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
 

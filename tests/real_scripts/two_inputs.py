@@ -26,8 +26,7 @@ outputs = {"price": layers.Dense(1, name="price")(hidden),
            "quick": layers.Dense(1, activation="sigmoid", name="quick")(hidden)}
 model = keras.Model({"numbers": numbers, "district": places[0], "neighbour": places[1]}, outputs)
 
-rows = slice(hvd.rank(), 1200 // hvd.size() * hvd.size(), hvd.size())
-inputs, targets = ({name: values[rows] for name, values in part.items()} for part in (inputs, targets))
+inputs, targets = hvd.shard(inputs, targets)
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), sparse_as_dense=True),
               loss={"price": "huber", "quick": "binary_crossentropy"}, loss_weights={"price": 1.0, "quick": 0.3},
               metrics={"price": ["mae"], "quick": ["accuracy"]})

@@ -38,6 +38,16 @@ def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str
         found.start_timeline  # noqa: B018
     with pytest.raises(AttributeError, match=r"spark.*mpistrat\.run\(function, np=2\)"):
         found.spark  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'join': .*shard\(x, y\)"):
+        found.join  # noqa: B018
+
+
+def test_a_partial_wrapper_names_the_method_that_takes_its_place() -> None:
+    for module in (mpistrat.keras, importlib.import_module("mpistrat.tensorflow")):
+        with pytest.raises(AttributeError, match=r"use DistributedOptimizer, .*register_local_var\(variable\)"):
+            module.PartialDistributedOptimizer  # noqa: B018
+    with pytest.raises(AttributeError, match=r"use DistributedGradientTape, .*register_local_source\(variable\)"):
+        module.PartialDistributedGradientTape  # noqa: B018
 
 
 @pytest.mark.parametrize(("module", "wrong", "right"), [

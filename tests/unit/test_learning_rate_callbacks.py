@@ -1,0 +1,50 @@
+"""The callbacks for learning rates, with the variables of an old Keras."""
+
+import pytest
+
+keras = pytest.importorskip("keras")
+hvd = pytest.importorskip("mpistrat.keras")
+
+
+@pytest.fixture
+def no_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables without __float__, as those of Keras 3.0."""
+    for kind in keras.Variable.__mro__:
+        if "__float__" in vars(kind):
+            monkeypatch.delattr(kind, "__float__")
+    with pytest.raises(TypeError, match="float"):
+        float(keras.Variable(1.0))
+
+
+def test_rate_and_momentum_change_without_float_of_a_variable(no_float: None) -> None:
+    hvd.init()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.momentum = keras.Variable(0.5)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer, loss="mse")
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=2.0, start_epoch=-1)
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    callback.on_train_batch_begin(0)
+    assert keras.ops.convert_to_numpy(optimizer.learning_rate) == pytest.approx(0.2)
+    assert keras.ops.convert_to_numpy(optimizer.momentum) == pytest.approx(1.0), "scaled for the batch of the change"
+    callback.on_train_batch_end(0)
+    assert keras.ops.convert_to_numpy(optimizer.momentum) == pytest.approx(0.5)
+    logs: dict[str, float] = {}
+    callback.on_epoch_end(0, logs)
+    assert logs == {"lr": pytest.approx(0.2)}
+
+
+def test_the_warm_up_prints_the_rate_without_float_of_a_variable(no_float: None,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    hvd.init()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    callback = hvd.callbacks.LearningRateWarmupCallback(0.25, warmup_epochs=1, steps_per_epoch=1, verbose=1)
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    callback.on_train_batch_begin(0)
+    callback.on_epoch_end(0, {})
+    assert "the learning-rate warm-up is done, at 0.25" in capsys.readouterr().out
