@@ -18,8 +18,6 @@ _TORCH = ("there is no binding for PyTorch. The collectives of `import mpistrat`
 _RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
 _OWN_MODULE = "it is a module that is imported by itself: import {0}."
 
-_PARTIAL = "use {0}, and call its {1}(variable) for each variable that is each rank's own."
-
 EVERYWHERE = {
     "join": "give every rank the same number of batches; shard(x, y) does that.",
     "start_timeline": _TIMELINE,
@@ -51,8 +49,6 @@ TENSORFLOW: Mapping[str, str] = {
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
     "callbacks": "it is in mpistrat.keras.callbacks.",
     "load_model": "it is in mpistrat.keras.",
-    "PartialDistributedOptimizer": _PARTIAL.format("DistributedOptimizer", "register_local_var"),
-    "PartialDistributedGradientTape": _PARTIAL.format("DistributedGradientTape", "register_local_source"),
     "data": "there is no compute service. mpistrat.tensorflow.shard(dataset) gives this rank's rows; "
             "tf.data.experimental.service distributes the preprocessing.",
     "functions": _INTERNAL + "The functions are in mpistrat.tensorflow.",
@@ -63,7 +59,6 @@ TENSORFLOW: Mapping[str, str] = {
     "vars_to_refs": _INTERNAL + "TensorFlow 2 has no reference variables.",
 }
 KERAS: Mapping[str, str] = {
-    "PartialDistributedOptimizer": _PARTIAL.format("DistributedOptimizer", "register_local_var"),
     "alltoall": "horovod.keras has none either; it is in mpistrat.tensorflow.",
     "grouped_allreduce": "horovod.keras has none either; it is in mpistrat.tensorflow.",
     "DistributedGradientTape": "it is in mpistrat.tensorflow.",

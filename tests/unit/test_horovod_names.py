@@ -42,14 +42,6 @@ def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str
         found.join  # noqa: B018
 
 
-def test_a_partial_wrapper_names_the_method_that_takes_its_place() -> None:
-    for module in (mpistrat.keras, importlib.import_module("mpistrat.tensorflow")):
-        with pytest.raises(AttributeError, match=r"use DistributedOptimizer, .*register_local_var\(variable\)"):
-            module.PartialDistributedOptimizer  # noqa: B018
-    with pytest.raises(AttributeError, match=r"use DistributedGradientTape, .*register_local_source\(variable\)"):
-        module.PartialDistributedGradientTape  # noqa: B018
-
-
 @pytest.mark.parametrize(("module", "wrong", "right"), [
     ("mpistrat", "alreduce", "allreduce"), ("mpistrat.tensorflow", "DistributedGradientTap", "DistributedGradientTape"),
     ("mpistrat.keras", "Compresion", "Compression"), ("mpistrat.tensorflow.keras", "load_modell", "load_model"),
