@@ -45,7 +45,9 @@ def cases_of(job: Finished, rank: int) -> dict[str, tuple[str, float]]:
 @pytest.mark.parametrize(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)],
                          ids=["arrays", "tensorflow"])
 def test_all_ranks_that_wait_for_each_other_fail_soon_and_no_others(kind: str, expected: dict[str, str]) -> None:
-    job = run_job(2, ["python", "tests/scripts/deadlocks.py", kind], limit_s=300)
+    # Without the check of fit, which finds uneven parts of the data before they become a deadlock.
+    job = run_job(2, ["python", "tests/scripts/deadlocks.py", kind], limit_s=300,
+                  env={"MPISTRAT_CONSISTENCY_CHECK_DISABLE": "1"})
     assert job.code == 0, job.output
     for rank in range(2):
         cases = cases_of(job, rank)
