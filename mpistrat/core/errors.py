@@ -11,7 +11,7 @@
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
-        ├── MismatchError       (ValueError)   the ranks disagree about a tensor
+        ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
         ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not fit a cluster
         ├── RankDiedError                      a rank has died, and the others cannot continue
         └── EngineError                        the engine has ended; every pending and later operation fails
@@ -62,7 +62,10 @@ class CollectiveError(MpistratError, RuntimeError):
 
 
 class MismatchError(CollectiveError, ValueError):
-    """The ranks disagree about a tensor. Its collective fails on all ranks. Ends the engine only in a tf.function."""
+    """The ranks disagree about a tensor, whose collective fails on all of them, or train differently.
+
+    It ends the engine only if the tensor was in a tf.function.
+    """
 
 
 class ClusterError(CollectiveError, ValueError):

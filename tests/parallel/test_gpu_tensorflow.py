@@ -235,3 +235,18 @@ def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd
 
     with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on"):
         step()
+
+
+def test_weights_that_differ_are_found_on_a_gpu_too(hvd: Any, rank: int, size: int) -> None:
+    weight = tf.Variable([float(rank), 1.0], name="own")
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        weight.assign_sub(hvd.DistributedGradientTape(tape).gradient(loss, weight))
+
+    step()
+    step()
+    with pytest.raises(tf.errors.OpError, match=r"the values of own.* differ among ranks \[0\]; \[1\]"):
+        step()
