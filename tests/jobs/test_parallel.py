@@ -8,14 +8,17 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel
 # Each is a session of its own, so that none is long.
 PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
          "features": [file for file in FILES if "test_features" in file],
-         "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file]}
+         "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file],
+         "checks": [file for file in FILES if "test_first_steps" in file or "test_fit_checks" in file]}
 PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
+# What a third rank would only repeat.
+ONCE = {(3, "checks")}
 
 
 @needs_mpirun
 @pytest.mark.parametrize("ranks, part", [
     pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
-    for ranks in (2, 3) for part in PARTS])
+    for ranks in (2, 3) for part in PARTS if (ranks, part) not in ONCE])
 def test_every_rank_passes(ranks: int, part: str) -> None:
     job = run_job(ranks, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]], limit_s=1200)
     assert job.code == 0, job.output
