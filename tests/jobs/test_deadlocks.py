@@ -3,8 +3,9 @@
 import pytest
 
 from ..support.jobs import Finished, needs_mpirun, run_job
+from ..support.system_calls import needs_system_calls
 
-pytestmark = needs_mpirun
+pytestmark = [needs_mpirun, needs_system_calls]
 
 # A look at the threads comes every half second, and three find a deadlock. The rest is for a busy machine, and is far
 # from the limit on stalls.

@@ -11,6 +11,8 @@ import pytest
 import mpistrat
 from mpistrat.api import runtime
 
+from ..support.system_calls import needs_system_calls
+
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
@@ -211,6 +213,7 @@ def test_all_ranks_may_stop_together(batch: int | None, rank: int) -> None:
     assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
 
 
+@needs_system_calls
 def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int, restart: Callable) -> None:
     text = r"This rank has stopped within epoch 1 \(stopped by Stop\), and others have not" if rank == 0 \
         else r"wait for optimizer\d+/stopped within epoch 1 instead"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import queue
 import signal
 import subprocess
@@ -16,6 +15,8 @@ import pytest
 
 from mpistrat.engine import parked
 from mpistrat.engine.parked import ENGINE_THREAD, WATCH_THREAD, ThreadScan, Wait, threads_of_libraries, wait_of
+
+from ..support.system_calls import needs_system_calls
 
 REST = "0x0 0xffffffff 0x7f283a39eaa0 0x7f283a8a3f16"
 
@@ -189,8 +190,7 @@ def all_looks() -> dict[str, list[bool]]:
     return looks
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64") or not Path("/proc/self/syscall").exists(),
-                    reason="Linux does not give the system calls here")
+@needs_system_calls
 def test_a_process_is_parked_when_all_its_threads_wait_for_each_other() -> None:
     job = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=True,
                          cwd=Path(__file__).parents[2], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
