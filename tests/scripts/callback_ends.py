@@ -23,6 +23,6 @@ class End(keras.callbacks.Callback):
 
 
 hvd.init()
-model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse", jit_compile=False)
 model.fit(np.ones((2000, 4)), np.ones((2000, 1)), batch_size=2, verbose=0, callbacks=[End()])
