@@ -101,25 +101,21 @@ class ReduceGradient(Gradient):
 
 def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, name: str,
                   process_set: int = 0) -> tf.IndexedSlices:
-    """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective."""
+    """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective.
+
+    Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
+    the result is that of one process with the rows of all ranks.
+    """
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
     if prescale != 1.0 or postscale != 1.0:
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
-    slices = merged(slices)
     values, = gather(f"{name}/values", [slices.values], process_set)
     indices, = gather(f"{name}/indices", [slices.indices], process_set)
     if op is Average:
         values = values / tf.cast(topology_of(process_set).size, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
-
-
-def merged(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The slices with one row for each index, the sum of its rows: fewer bytes to send. Local, differentiable."""
-    indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int) -> list[tf.Tensor]:

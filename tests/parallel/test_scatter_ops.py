@@ -203,17 +203,6 @@ def test_variables_are_assigned_in_place(way: Callable, rank: int, size: int) ->
         np.testing.assert_array_equal(variable, expected)
 
 
-# -- sparse -----------------------------------------------------------------------------------------------------------
-
-
-@each_way
-def test_duplicate_indices_are_merged_before_they_travel(way: Callable, rank: int, size: int) -> None:
-    reduced = way(lambda: hvd.allreduce(tf.IndexedSlices(
-        tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, rank, 7]), tf.constant([9, 1])), op=hvd.Sum))()
-    assert reduced.indices.numpy().tolist() == [i for r in range(size) for i in (7, r)]
-    assert reduced.values.numpy().ravel().tolist() == [5.0, 2.0] * size
-
-
 # -- Adasum -----------------------------------------------------------------------------------------------------------
 
 
