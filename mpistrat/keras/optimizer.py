@@ -162,6 +162,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     distributed._mpistrat_reducer = GradientReducer(
         wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
         FirstSteps(wire_name, process_set), process_set, grouping)
+    distributed._mpistrat_reducer.changes_early = any(
+        getattr(each, "weight_decay", None) for each in (optimizer, getattr(optimizer, "inner_optimizer", None)))
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
     distributed._mpistrat_averages_statistics = average_statistics

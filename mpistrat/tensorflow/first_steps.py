@@ -71,7 +71,7 @@ class FirstSteps:
         """Whether there is nothing left to check."""
         return self._step > _EXCHANGES
 
-    def observer(self, variables: Sequence[Variable], labels: Sequence[str]) -> Observer | None:
+    def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
         """What to call with this rank's gradients before they are reduced; None if there is nothing to check.
 
         It raises MismatchError, on every rank, when the ranks train different weights.
@@ -79,10 +79,11 @@ class FirstSteps:
         Args:
             variables: Those whose gradients are reduced.
             labels: What users call them.
+            may_read: Whether no variable changes before its gradient is reduced. Otherwise weights are not compared.
         """
         if self.is_done or runtime.current().settings.consistency_check_disable:
             return None
-        return partial(self._observe, [weakref.ref(v) for v in variables], labels)
+        return partial(self._observe, [weakref.ref(v) for v in variables] if may_read else [], labels)
 
     def conclude(self) -> None:
         """Decide now, if training ends after two or three steps. All ranks call it, after as many reductions.
@@ -107,7 +108,7 @@ class FirstSteps:
         if self._step == 3:
             self._require_equal_weights()
         digests = [_digest_of(gradients)]
-        if self._step == 1 or (self._step == 2 and differing(self._received(0))):
+        if variables and (self._step == 1 or (self._step == 2 and differing(self._received(0)))):
             digests += _digests_of_weights(variables)
         self._exchanges.append(_send(self._group, self._name, digests))
         return True

@@ -33,7 +33,12 @@ class GradientReducer:
         checks: What its first reductions are checked by; None: that of the variables.
         process_set: The ranks that take part. On other ranks gradients do not change.
         groups: Which gradients are reduced together; None: all.
+
+    Attributes:
+        changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
     """
+
+    changes_early = False
 
     def __init__(self, name: str, compression: type[Compressor], sparse_as_dense: bool, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
@@ -112,7 +117,10 @@ class GradientReducer:
         if not variables:
             return None
         checks = self.checks or first_steps.of_variables(variables, self.name, self.process_set)
-        return checks.observer(variables, [label_of(v) for v in variables])
+        # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
+        # after the callback that reads the variable. What follows on a tape is not known here.
+        may_read = tf.executing_eagerly() or (self.checks is not None and not self.changes_early)
+        return checks.observer(variables, [label_of(v) for v in variables], may_read)
 
     def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
