@@ -5,12 +5,12 @@ anything changes, the ranks exchange what they want to do. So an error is an err
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.settings import Settings
-from ..core.topology import rank_list
+from ..core.topology import describe_by_rank
 from ..engine.parked import threads_of_libraries
 from ..transport.mpi import library
 from .backends import backends_alone, backends_over
@@ -87,8 +87,8 @@ class Registry:
         numbers = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(number).encode(),
                                                                             "remove_process_set")]
         if len(set(numbers)) > 1:
-            raise InvalidRequestError("the ranks disagree on the process set to remove: " + _by_rank(
-                "none that is registered" if each < 0 else f"set {each}" for each in numbers))
+            raise InvalidRequestError("the ranks disagree on the process set to remove: " + describe_by_rank(
+                ["none that is registered" if each < 0 else f"set {each}" for each in numbers]))
         if number < 1:
             return False
         del self._sets[number]
@@ -153,16 +153,10 @@ def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) ->
             ranks in a set must name the same ranks for it, and others may name another set in its place.
     """
     if len({len(sets) for sets in lists}) > 1:
-        return f"the ranks register different numbers of process sets: {_by_rank(str(len(sets)) for sets in lists)}."
+        numbers = describe_by_rank([len(sets) for sets in lists])
+        return f"the ranks register different numbers of process sets: {numbers}."
     for named, is_partly_known in zip(zip(*lists, strict=True), from_comm):
         if any(named[member] != ranks for ranks in named for member in ranks) or \
                 (len(set(named)) > 1 and not is_partly_known):
-            return f"the ranks disagree on a process set: {_by_rank(str(list(ranks)) for ranks in named)}."
+            return f"the ranks disagree on a process set: {describe_by_rank([list(ranks) for ranks in named])}."
     return ""
-
-
-def _by_rank(values: Iterable[str]) -> str:
-    where: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        where.setdefault(value, []).append(rank)
-    return "; ".join(f"{value} on ranks {rank_list(ranks)}" for value, ranks in where.items())
