@@ -23,6 +23,7 @@ from .api.ops import (
     grouped_allreduce,
     grouped_allreduce_async,
     grouped_reducescatter,
+    join,
     reducescatter,
     reducescatter_async,
 )
@@ -55,7 +56,7 @@ __all__ = [
     "NotInitializedError", "RankDiedError", "ReduceOp", "Role", "RunError", "SettingsError", "ShutdownError",
     "StallError", "allgather", "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async",
     "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter",
-    "reducescatter", "reducescatter_async", "run",
+    "join", "reducescatter", "reducescatter_async", "run",
 ]
 __all__ += common.__all__
 

@@ -19,7 +19,6 @@ _RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, o
 _OWN_MODULE = "it is a module that is imported by itself: import {0}."
 
 EVERYWHERE = {
-    "join": "give every rank the same number of batches; shard(x, y) does that.",
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
     "torch": _TORCH,

@@ -51,6 +51,11 @@ class Group:
         return self._backends.data.name
 
     @property
+    def joins(self) -> int:
+        """How often all ranks have joined."""
+        return self.engine.controller.joins
+
+    @property
     def error(self) -> Exception | None:
         """What ended the engine; None while it runs, and after a shutdown of all ranks."""
         return self.engine.controller.life.error

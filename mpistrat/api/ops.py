@@ -28,6 +28,7 @@ from ..core.request import (
     alltoall_request,
     barrier_request,
     broadcast_request,
+    join_request,
     reducescatter_request,
     resolve_op,
     specs_of,
@@ -223,6 +224,36 @@ def barrier(name: str | None = None, process_set: ProcessSet = global_process_se
     """Wait until every rank of the set has called it. Collective."""
     name = name or "barrier"
     resolved(process_set).group(name).engine.run(barrier_request(name), []).wait()
+
+
+def join(process_set: ProcessSet = global_process_set) -> int:
+    """Wait until every rank of the set has called it. Until then the other ranks' collectives go on without this rank.
+
+    For ranks with different numbers of batches: each calls it after its last one. Collective.
+
+    - allreduce: this rank's tensors do not count, and an average divides by the number of ranks that have submitted
+      one. MPISTRAT_JOIN_AVERAGE=all: it divides by the number of all ranks, as in Horovod.
+    - allgather: this rank has no rows. allgather_object: it has no object. broadcast and barrier: it is left out.
+    - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: a
+      MismatchError on the other ranks, since there is no result without this rank.
+
+    This rank does not get what the others compute meanwhile. The last rank to join has taken part in everything, so it
+    is the root for a broadcast of the weights afterwards.
+
+    Args:
+        process_set: The ranks that wait for each other. Collectives of other sets do not go on without this rank.
+
+    Returns:
+        The rank (of the job) that was the last to join, the same on all ranks.
+
+    Raises:
+        DuplicateNameError: Another thread of this rank has joined.
+        EngineError: The engine has ended (StallError, ShutdownError).
+    """
+    group = resolved(process_set).group("join")
+    # Not by `run`: ranks vote on what their callers wait for, and join() is no operation to vote on.
+    last, = group.engine.submit(join_request(), []).wait()
+    return group.topology.job_ranks[int(last)]
 
 
 def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = None,

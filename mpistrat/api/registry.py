@@ -56,6 +56,7 @@ class Registry:
             problem = str(error)
         everybody = [json.loads(text) for text in self._world.allgather_bytes(
             json.dumps([problem, own, from_comm]).encode(), "add_process_set")]
+        self._require_all(everybody)
         problems = {rank: text for rank, (text, *_) in enumerate(everybody) if text}
         if problems:
             raise InvalidRequestError(problem or "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
@@ -86,6 +87,7 @@ class Registry:
             number = -1
         numbers = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(number).encode(),
                                                                             "remove_process_set")]
+        self._require_all(numbers)
         if len(set(numbers)) > 1:
             raise InvalidRequestError("the ranks disagree on the process set to remove: " + describe_by_rank(
                 ["none that is registered" if each < 0 else f"set {each}" for each in numbers]))
@@ -108,6 +110,11 @@ class Registry:
         """Note that no set is registered any more, because the job is shut down. Local."""
         for process_set in self._sets.values():
             process_set.bind(0 if process_set is global_process_set else None)
+
+    def _require_all(self, said: Sequence[Any]) -> None:
+        """Raise an error if the ranks that have joined have not said anything."""
+        if len(said) < self._world.topology.size:
+            raise InvalidRequestError("process sets cannot change while some ranks wait in join().")
 
     def _ranks_of(self, process_set: ProcessSet) -> Ranks:
         comm = process_set.mpi_comm

@@ -92,24 +92,30 @@ class BucketPlans:
 
     def __init__(self, size: int):
         self._size = size
-        self._plans: dict[tuple[Request, ...], list[FusionBucket]] = {}
+        self._plans: dict[tuple[object, ...], list[FusionBucket]] = {}
         self._limit = 0
 
-    def plan(self, entries: Sequence[Submitted], limit: int) -> list[FusionBucket]:
-        """The buckets, of at most `limit` bytes each, of the arrays of all entries that are fused."""
+    def plan(self, entries: Sequence[Submitted], limit: int, divisor: int | None = None) -> list[FusionBucket]:
+        """The buckets, of at most `limit` bytes each, of the arrays of all entries that are fused.
+
+        Args:
+            entries: The entries.
+            limit: In bytes.
+            divisor: What an average divides by; None: the number of ranks.
+        """
         if limit != self._limit:
             self._plans.clear()
             self._limit = limit
         # Equal requests have equal arrays. With hundreds of them, making a plan takes longer than a small reduction.
-        key = tuple([entry.request for entry in entries])
+        key = (divisor, *[entry.request for entry in entries])
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_FUSION_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(entries)
+            plan = self._plans[key] = self._make_plan(entries, divisor)
         return plan
 
-    def _make_plan(self, entries: Sequence[Submitted]) -> list[FusionBucket]:
+    def _make_plan(self, entries: Sequence[Submitted], divisor: int | None) -> list[FusionBucket]:
         arrays_at: list[tuple[int, int]] = []
         members: list[tuple[Hashable, int]] = []
         for index, entry in enumerate(entries):
@@ -125,11 +131,11 @@ class BucketPlans:
             first = members_of_bucket[0][0]
             request, arrays = entries[first].request, entries[first].arrays
             whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
-            buckets.append(FusionBucket(request, members_of_bucket, whole, self.reduction(request)))
+            buckets.append(FusionBucket(request, members_of_bucket, whole, self.reduction(request, divisor)))
         return buckets
 
-    def reduction(self, request: Request) -> Reduction:
-        """The arithmetic that a request asks for."""
+    def reduction(self, request: Request, divisor: int | None = None) -> Reduction:
+        """The arithmetic that a request asks for; `divisor` as for `plan`."""
         average = request.reduce_op is ReduceOp.AVERAGE
         return Reduction(ReduceOp.SUM if average else request.reduce_op, request.prescale,
-                         Scale(request.postscale, self._size if average else 1))
+                         Scale(request.postscale, (divisor or self._size) if average else 1))

@@ -7,11 +7,12 @@ says otherwise: the engine calls it on all ranks in the same order, with argumen
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from .arithmetic import Reduction
+from .errors import EngineError
 from .handle import Entry
 
 
@@ -116,11 +117,23 @@ class DeviceExecutor:
         """Seconds after which to poll again. 0: at once, after a yield of the processor."""
         return 0.0
 
-    def execute(self, entries: Sequence[Entry]) -> None:
+    def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective. `poll` completes the handles.
 
+        Args:
+            entries: The entries.
+            divisor: What an average divides by; None: the number of ranks.
         """
         raise NotImplementedError("there is no device to execute on")
+
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Any]:
+        """Copies of arrays on the device, as what an Entry has.
+
+        Raises:
+            EngineError: This rank has not used its device yet, or the device has no memory for them.
+        """
+        raise EngineError("a rank cannot join before the first collective on its GPU: ranks choose the backend for "
+                          "GPU tensors together.")
 
     def poll(self) -> bool:
         """Complete the handles of finished work. Returns whether there was any.

@@ -43,6 +43,7 @@ class CollectiveType(str, Enum):
     BARRIER = "barrier"
     ALLTOALL = "alltoall"
     REDUCESCATTER = "reducescatter"
+    JOIN = "join"
 
 
 class TensorSpec(NamedTuple):
@@ -260,6 +261,12 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
 def barrier_request(name: str, process_set: int = 0) -> Request:
     """A request without tensors, which is complete when all ranks have submitted it."""
     return Request(CollectiveType.BARRIER, name, process_set=process_set)
+
+
+@lru_cache(KEPT_REQUESTS)
+def join_request(process_set: int = 0) -> Request:
+    """A request without tensors, complete when all ranks have submitted it. See negotiation/joined.py."""
+    return Request(CollectiveType.JOIN, "join()", process_set=process_set)
 
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:

@@ -60,6 +60,9 @@ class Settings:
         "CONSISTENCY_CHECK_DISABLE", False, "1: do not check that the ranks train the same weights, not all on the "
         "same data, and in fit with as many steps and the same callbacks; and do not average the metrics that "
         "callbacks such as EarlyStopping read.")
+    join_average: str = _setting(
+        "JOIN_AVERAGE", "active", "What an average divides by while some ranks have called join(). active: the number "
+        "of ranks that give a tensor. all: the number of all ranks, as in Horovod.", choices=("active", "all"))
     cpu_operations: str = _setting(
         "CPU_OPERATIONS", "auto", "Backend for CPU tensors. auto: first available of shared_memory, mpi. "
         "shared_memory: shared memory within hosts, MPI between hosts. mpi: MPI throughout.",

@@ -12,6 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
 
 from ..core.errors import MismatchError
 from ..core.handle import Entry
@@ -22,6 +26,7 @@ from ..core.topology import Topology
 from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
+from ..negotiation.joined import JOIN
 from ..negotiation.messages import Decision, EndReason
 from .executor import Executor
 from .life_cycle import LifeCycle
@@ -60,6 +65,7 @@ class Controller:
     Attributes:
         queue: What is submitted. Any thread may use it.
         life: How the cycles end. Any thread may use some of it.
+        joins: How often all ranks have joined.
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
@@ -77,6 +83,8 @@ class Controller:
         is_checked = topology.size > 1 and not (settings.stall_check_disable or settings.deadlock_check_disable)
         self._standstill = Standstill(scan if is_checked else None, self.queue, self._coordinator, self._fast_path,
                                       executor.device, self.life)
+        self._averages_over_active = settings.join_average == "active"
+        self.joins = 0
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
 
@@ -212,12 +220,34 @@ class Controller:
     def _execute(self, decision: Decision, requests: Sequence[Request]) -> None:
         self.control.flush(self._coordinator.children)
         for name, text in decision.errors:
-            self.queue.finish(name).handle.fail(MismatchError(text))
-        self.executor.execute([self.queue.finish(request.name) for request in requests])
+            if not self._has_joined or self.queue.has(name):
+                self.queue.finish(name).handle.fail(MismatchError(text))
+        if decision.absent:
+            self._execute_without(decision.absent, requests)
+        else:
+            self.executor.execute([self.queue.finish(request.name) for request in requests])
         self.queue.executed()
+        if decision.last_joined:
+            self.joins += 1
+            self.queue.finish(JOIN.name).handle.complete([np.array(decision.last_joined[0], np.int32)])
+            self.queue.executed()
         if decision.opens_vote:
             self._fast_path.open()
         if decision.end is not None:
             if decision.end is EndReason.SHUTDOWN:
                 self.executor.device.drain()
             self.life.end_by(decision)
+
+    @property
+    def _has_joined(self) -> bool:
+        """Whether this rank waits in join()."""
+        return self.queue.has(JOIN.name)
+
+    def _execute_without(self, absent: Sequence[tuple[int, ...]], requests: Sequence[Request]) -> None:
+        """Execute requests, each of them without tensors of the ranks that are `absent`, which have joined."""
+        # Averages over different numbers of ranks do not share a reduction.
+        for ranks, together in groupby(zip(absent, requests, strict=True), key=itemgetter(0)):
+            divisor = self.topology.size - (len(ranks) if self._averages_over_active else 0)
+            self.executor.execute([
+                self.executor.absent_entry(request) if self.topology.rank in ranks else self.queue.finish(request.name)
+                for _, request in together], divisor=divisor)

@@ -11,12 +11,13 @@ import numpy as np
 
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
-from ..core.handle import Entry, complete_all
+from ..core.handle import Entry, Handle, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
-from ..core.request import DEVICE_GPU, CollectiveType
+from ..core.request import DEVICE_GPU, CollectiveType, Request
 from ..core.rows import received_rows, rows_of_ranks
+from .absent import neutral_arrays
 from .adasum import adasum
 
 
@@ -60,7 +61,7 @@ class Executor:
             CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
             CollectiveType.REDUCESCATTER: self._reducescatter, CollectiveType.ALLREDUCE: self._adasum}
 
-    def execute(self, entries: Sequence[Entry], all_ready: bool = False) -> None:
+    def execute(self, entries: Sequence[Entry], all_ready: bool = False, divisor: int | None = None) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
 
         The device completes the handles of GPU tensors later.
@@ -68,6 +69,7 @@ class Executor:
         Args:
             entries: The entries.
             all_ready: All ranks have agreed on the one entry knowing that `prepare` has returned True on each of them.
+            divisor: What an average divides by; None: the number of ranks.
 
         Raises:
             EngineError: The other ranks rely on `prepare`, and its result is gone.
@@ -75,14 +77,16 @@ class Executor:
         if not entries:
             return
         jobs = self._take_prepared(entries, all_ready)
+        if divisor is not None:
+            jobs = None  # It was prepared for an average over all ranks.
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
             # First, so that the GPU works while this thread reduces the others.
-            self.device.execute(on_gpu)
+            self.device.execute(on_gpu, divisor)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
         partials: dict[int, _Partial] = {}
         if jobs is None:
-            jobs = self._begin(entries, self._plans.plan(entries, self._fusion_bytes))
+            jobs = self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor))
         for job in jobs:
             self._run(job, all_ready)
             self._deliver(job, entries, partials)
@@ -92,6 +96,12 @@ class Executor:
             elif not is_fused(entry.request):
                 self._run_single(entry)
         self._pool.next_turn()
+
+    def absent_entry(self, request: Request) -> Entry:
+        """What this rank, which has joined, takes part with in a collective of the other ranks."""
+        arrays: Sequence[Any] = neutral_arrays(request)
+        return Entry(request, arrays if request.device != DEVICE_GPU else self.device.uploaded(arrays),
+                     Handle(request.name))
 
     def abandon_collectives(self, is_stalled: bool) -> None:
         """Let collectives fail, where they can, on ranks that wait for this one; see DataPlane.abandon."""

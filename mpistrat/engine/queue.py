@@ -61,6 +61,11 @@ class TensorQueue:
         self.outstanding += len(entries)
         return entries
 
+    def has(self, name: str) -> bool:
+        """Whether an entry of this name is in flight."""
+        with self._lock:
+            return name in self._in_flight
+
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 

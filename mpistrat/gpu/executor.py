@@ -24,6 +24,7 @@ from .arrays import GpuArray, GpuDevice, GpuInput
 from .backend import Completion, GpuBackend
 from .connect import connect, exchange_over
 from .staged import StagedData
+from .uploads import uploaded
 from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -73,15 +74,21 @@ class GpuExecutor(DeviceExecutor):
         waited_s = now - self._progress
         return 0.0 if waited_s < GPU_SPIN_S else min(waited_s / GPU_SLEEP_DIVISOR, GPU_LONGEST_SLEEP_S)
 
-    def execute(self, entries: Sequence[Entry]) -> None:
+    def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         device = next(entry.arrays[0] for entry in entries).device
         with device.current():
             if not self._backends:
                 self._connect(device)
             with self._watchdog.guarding() if self._watchdog else nullcontext():
-                self._enqueue(entries)
+                self._enqueue(entries, divisor)
 
-    def _enqueue(self, entries: Sequence[Entry]) -> None:
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[GpuInput]:
+        if self._device is None:
+            return super().uploaded(arrays)
+        with self._device.current():
+            return uploaded(self._device, arrays)
+
+    def _enqueue(self, entries: Sequence[Entry], divisor: int | None) -> None:
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         events = {id(array.ready): array.ready for entry in entries for array in entry.arrays}
@@ -93,7 +100,7 @@ class GpuExecutor(DeviceExecutor):
             events |= {id(event): event for _, event in allocated}
         for backend in self._backends:
             backend.wait_for(events.values())
-        for bucket in self._plans.plan(entries, self._fusion_bytes):
+        for bucket in self._plans.plan(entries, self._fusion_bytes, divisor):
             self._run_bucket(bucket, works)
         for entry, results in works:
             if entry.request.kind is CollectiveType.ALLGATHER:

@@ -20,6 +20,7 @@ from ..api import runtime
 from ..tensorflow.gradients import GradientReducer
 from .fit_checks import FitChecks
 from .running_statistics import AverageStatistics
+from .uneven import JoinEpochs
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,10 @@ def own_callbacks(optimizer: Optimizer, callbacks: list[Callback]) -> list[Callb
     """The callbacks that fit adds before those of the user."""
     reducer: GradientReducer = optimizer._mpistrat_reducer
     averages = optimizer._mpistrat_averages_statistics
-    own: list[Callback] = []
+    own: list[Callback] = [JoinEpochs(reducer)] if optimizer._mpistrat_joins else []
     if reducer.checks is not None and not runtime.current().settings.consistency_check_disable:
-        own.append(FitChecks(reducer.name, callbacks, averages, reducer.checks, reducer.process_set))
+        own.append(FitChecks(reducer.name, callbacks, averages, optimizer._mpistrat_joins, reducer.checks,
+                             reducer.process_set))
     if averages:
         own.append(AverageStatistics(reducer.name, reducer))
     return own

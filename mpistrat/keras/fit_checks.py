@@ -19,6 +19,7 @@ from ..core.errors import CollectiveError, MismatchError
 from ..core.topology import describe_by_rank, rank_list
 from ..tensorflow.first_steps import FirstSteps
 from .callbacks import BroadcastGlobalVariablesCallback, Logs, MetricAverageCallback
+from .uneven import use_longest_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Begin:
         collective: The classes of callbacks that communicate.
         readers: The classes of callbacks that decide by metrics which are not averaged.
         averages_statistics: Whether fit averages the running statistics.
+        joins: Whether ranks with fewer steps join at the end of each epoch.
     """
 
     steps: int | None
@@ -45,6 +47,7 @@ class Begin:
     collective: tuple[str, ...]
     readers: tuple[str, ...]
     averages_statistics: bool
+    joins: bool = False
 
     def __str__(self) -> str:
         return "begin to train"
@@ -76,17 +79,18 @@ class FitChecks(Callback):
         name: That of the optimizer, the same on all ranks.
         callbacks: The callbacks of fit on this rank.
         averages_statistics: Whether fit averages the running statistics.
+        joins: Whether ranks with fewer steps join at the end of each epoch.
         first_steps: Checks the optimizer's first reductions.
         process_set: That of the optimizer.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
 
-    def __init__(self, name: str, callbacks: Sequence[Callback], averages_statistics: bool, first_steps: FirstSteps,
-                 process_set: ProcessSet):
+    def __init__(self, name: str, callbacks: Sequence[Callback], averages_statistics: bool, joins: bool,
+                 first_steps: FirstSteps, process_set: ProcessSet):
         super().__init__()
         self._name, self._callbacks = name, callbacks
-        self._averages_statistics, self._first_steps = averages_statistics, first_steps
+        self._averages_statistics, self._joins, self._first_steps = averages_statistics, joins, first_steps
         self._process_set = process_set
         self._averages_metrics = self._has_warned = False
         self._epochs: int | None = None
@@ -99,10 +103,12 @@ class FitChecks(Callback):
         begins = self._exchange(Begin(
             params.get("steps"), params.get("epochs"), len(self.model.weights),
             tuple(sorted({cls.__name__ for cls in _COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
-            tuple(readers(self._callbacks)), self._averages_statistics))
+            tuple(readers(self._callbacks)), self._averages_statistics, self._joins))
         problem = problem_at_begin(begins)
         if problem:
             raise MismatchError(f"fit{self._numbering()}: {problem}")
+        if self._joins:
+            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
         found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
         self._averages_metrics = bool(found)
         if found and self._process_set.rank() == 0:
@@ -124,7 +130,8 @@ class FitChecks(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Raises an error of the engine, when this rank has stopped within the epoch, and others go on."""
         self._epochs = epoch + 1
-        if self.model.stop_training and self._batches < ((self.params or {}).get("steps") or 0):
+        is_within = self._batches < ((self.params or {}).get("steps") or 0)
+        if self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
             self._require_stopped()
         if self._averages_metrics:
             self._average({} if logs is None else logs)
@@ -206,11 +213,14 @@ def means_of(metrics: Sequence[dict[str, float]]) -> tuple[dict[str, float], dic
 
 def problem_at_begin(begins: Sequence[Begin]) -> str:
     """What the ranks begin differently, with the way out; "" if nothing."""
+    if len({begin.joins for begin in begins}) > 1:
+        return f"the ranks disagree on DistributedOptimizer(uneven=) being 'join': {_by_rank(begins, 'joins')}."
     steps = {begin.steps for begin in begins if begin.steps is not None}
-    if len(steps) > 1:
+    if len(steps) > 1 and not begins[0].joins:
         return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. The ranks with "
                 "more would wait for gradients of the others. Give each rank as many rows: x, y = hvd.shard(x, y) for "
-                f"arrays, dataset.take({min(steps)}), or steps_per_epoch={min(steps)}.")
+                f"arrays, dataset.take({min(steps)}), or steps_per_epoch={min(steps)}. Or let the ranks with fewer "
+                'wait at the end of each epoch: DistributedOptimizer(..., uneven="join").')
     if len({begin.epochs for begin in begins} - {None}) > 1:
         return (f"the ranks have different numbers of epochs: {_by_rank(begins, 'epochs')}. Give epochs= the same "
                 "value on all ranks.")

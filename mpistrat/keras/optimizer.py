@@ -39,6 +39,7 @@ class _Distributed:
     _mpistrat_reducer: GradientReducer
     _mpistrat_factor: float
     _mpistrat_averages_statistics: bool
+    _mpistrat_joins: bool  # at the end of each epoch
     _mpistrat_accumulating: list[keras.Variable] | None
     _mpistrat_called: set[str]  # the hooks that Keras has called
 
@@ -112,7 +113,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True, average_statistics: bool = True) -> Optimizer:
+                         scale_local_gradients: bool = True, average_statistics: bool = True,
+                         uneven: str = "error") -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -140,6 +142,10 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
             BatchNormalization to their mean over the ranks. False: each rank keeps its own, as in Horovod.
+        uneven: What fit does if the ranks have different numbers of batches. "error": an error when it begins, if Keras
+            knows the numbers. "join": ranks without batches wait at the end of each epoch, gradients are averaged over
+            the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
+            rank has accumulated for an update that it does not make are dropped. The same on all ranks.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
@@ -149,6 +155,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     process_set = resolved(process_set)
     grouping = GradientGroups(groups, num_groups)
     _check(optimizer, op, backward_passes_per_step)
+    if uneven not in ("error", "join"):
+        raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
     config = optimizer.get_config()
     if name is not None:
         config["name"] = name
@@ -167,6 +175,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
     distributed._mpistrat_averages_statistics = average_statistics
+    distributed._mpistrat_joins = uneven == "join"
     object.__setattr__(distributed, "_mpistrat_called", set())  # Keras would track a set.
     if optimizer.built:
         _take_over(distributed, optimizer, backward_passes_per_step)

@@ -14,10 +14,11 @@ Called by the controller, in the thread that drives.
 """
 
 from ..core.errors import MessageError
-from ..core.request import Request
+from ..core.request import CollectiveType, Request
 from ..core.topology import Topology
 from .answers import AnswerWatch
 from .blocked import BlockedRanks
+from .joined import JOIN, JoinedRanks, problem_without
 from .messages import Announcement, Decision, EndReason
 from .numbers import RequestNumbers
 from .pending import Pending
@@ -57,6 +58,7 @@ class Coordinator:
         self._numbers = RequestNumbers(cache_capacity)
         self._blocked = BlockedRanks(self._node)
         self._blocked_since: float | None = None  # On rank 0: all ranks are, since then.
+        self._joined = JoinedRanks(self._node)
         self._ready: list[Pending] = []  # complete since the last advance, in order
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
@@ -73,8 +75,11 @@ class Coordinator:
 
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
-        self._unanswered.begin(request.name, now)
         self._blocked.note(self.rank, None)
+        if request.kind is CollectiveType.JOIN:
+            self._joined.note(self.rank, (self.rank,), now)
+            return
+        self._unanswered.begin(request.name, now)
         self._report(self.rank, request, None, now)
 
     def end(self, completed: int) -> None:
@@ -113,6 +118,8 @@ class Coordinator:
             self._report(source, self._request_of(number, source), None, now)
         for request, ranks in message.requests:
             self._report(source, request, None if ranks is None else set(ranks), now)
+        if message.joined:
+            self._joined.note(source, message.joined, now)
         self._news_ended += message.ended
         self._someone_ended = self._someone_ended or bool(message.ended)
         if message.failure is not None:
@@ -139,6 +146,12 @@ class Coordinator:
         self._someone_ended = self._someone_ended or decision.ended
         self._unanswered.end(request.name for request in requests)
         self._unanswered.end(name for name, _ in decision.errors)
+        if self._joined.ranks:
+            # Without the ranks that have joined, these have stayed incomplete here.
+            for name in (*(request.name for request in requests), *(name for name, _ in decision.errors)):
+                self._pending.pop(name, None)
+        if decision.last_joined:
+            self._joined.clear()
         return tuple(requests)
 
     def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
@@ -150,11 +163,11 @@ class Coordinator:
 
     def stalled(self, now: float, limit: float) -> dict[str, list[int]]:
         """The names incomplete for more than `limit` seconds, each with the ranks of this subtree that miss."""
-        return {name: pending.missing() for name, pending in self._pending.items() if now - pending.since > limit}
+        return {name: pending.missing() for name, pending in self._incomplete().items() if now - pending.since > limit}
 
     def next_check_s(self, now: float) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
-        if not (self._pending or self._unanswered) or self._warning_s is None:
+        if not (self._pending or self._unanswered or self._joined.ranks) or self._warning_s is None:
             return 60.0
         return max(0.05, min(self._warning_s / 4, 1.0))
 
@@ -199,9 +212,9 @@ class Coordinator:
                 else:
                     ids.append(number)
         blocked, is_news = self._blocked.to_send()
-        # Incomplete requests are passed on only when rank 0 needs them: for a report, because a rank has ended, or
-        # because all ranks may wait for each other.
-        every = 0.0 if self._someone_ended or blocked is not None else \
+        # Incomplete requests are passed on only when rank 0 needs them: for a report, because a rank has ended or
+        # joined, or because all ranks may wait for each other.
+        every = 0.0 if self._someone_ended or self._joined.ranks or blocked is not None else \
             None if self._warning_s is None else self._warning_s / 2
         if every is not None:
             for pending in self._pending.values():
@@ -211,23 +224,28 @@ class Coordinator:
         ended, self._news_ended = tuple(self._news_ended), []
         failure, self._failure = self._failure, None
         recall, self._is_recalled = self._is_recalled, False
-        if not (ids or requests or ended or failure or recall or is_news):
+        joined = self._joined.take_news()
+        if not (ids or requests or ended or failure or recall or is_news or joined):
             return None
         is_stalled = failure is not None and self._is_stalled
         self._blocked.sent(blocked)
-        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled, blocked)
+        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled, blocked, joined)
 
     def _decide(self, ready: list[Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
         errors: list[tuple[str, str]] = []
+        absent: list[tuple[int, ...]] = []
         half_done = ""
-        for pending in ready:
-            request = pending.agreed()
-            if request is not None:
+        for pending in (*ready, *self._completed_by_joins()):
+            missing = tuple(pending.missing()) if self._joined.ranks else ()
+            request = pending.agreed_by_present() if missing else pending.agreed()
+            text = problem_without(missing, request, self._topology) if missing and request is not None else ""
+            if request is not None and not text:
                 agreed.append(self._numbered(request))
+                absent.append(missing)
             else:
                 by_request = pending.by_request()
-                text = describe_mismatch(by_request, self._topology)
+                text = text or describe_mismatch(by_request, self._topology)
                 errors.append((next(iter(by_request)).name, text))
                 if any(request.in_graph for request in by_request):
                     half_done = half_done or text
@@ -238,16 +256,33 @@ class Coordinator:
         if half_done and end is None:
             end, text = EndReason.MISMATCH, describe_half_done(half_done)
         if not ready and end is None and self._is_deadlock(now):
-            end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._pending)
+            end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._incomplete())
         if self._failure is not None:
             agreed = []  # The rank that failed takes part in no further collective.
+        if agreed:
+            self._joined.note_progress(now)
+        have_all_joined = len(self._joined.ranks) == self.size and end is None
         tell_ended = bool(self._ended) and not self._ended_was_told
         recall, self._is_recalled = self._is_recalled, False
-        if self._finished or not (agreed or errors or end or tell_ended or recall):
+        if self._finished or not (agreed or errors or end or tell_ended or recall or have_all_joined):
             return None
         self._ended_was_told = self._ended_was_told or tell_ended
         self._finished = end is not None
-        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text)
+        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text,
+                        absent=tuple(absent) if agreed and any(absent) else (),
+                        last_joined=(self._joined.ranks[-1],) if have_all_joined else ())
+
+    def _completed_by_joins(self) -> list[Pending]:
+        """On rank 0: what is complete because all ranks that miss have joined."""
+        if not self._joined.ranks:
+            return []
+        joined = set(self._joined.ranks)
+        names = [name for name, pending in self._pending.items() if joined.issuperset(pending.missing())]
+        return [self._pending.pop(name) for name in names]
+
+    def _incomplete(self) -> dict[str, Pending]:
+        """What is incomplete, by name, with the join if some ranks have joined."""
+        return self._pending if self._joined.pending is None else {**self._pending, JOIN.name: self._joined.pending}
 
     def _is_deadlock(self, now: float) -> bool:
         """Whether no rank can go on, given that no request is complete."""
@@ -263,7 +298,7 @@ class Coordinator:
         if self._failure is not None:
             return EndReason.STALL if self._is_stalled else EndReason.FAILURE, self._failure
         if self._ended:
-            for name, pending in self._pending.items():
+            for name, pending in self._incomplete().items():
                 lost = sorted(set(pending.missing()) & self._ended.keys())
                 if lost:
                     return EndReason.RANK_ENDED, describe_ended(self._topology, name, pending, lost, self._ended)
@@ -274,7 +309,7 @@ class Coordinator:
             self._next_check = now + min(self._abort_s / 10, 0.5)
             stalled = self.stalled(now, self._abort_s)
             if stalled:
-                return EndReason.STALL, describe_stall(self._topology, self._pending, stalled, now) + \
+                return EndReason.STALL, describe_stall(self._topology, self._incomplete(), stalled, now) + \
                     f" Ended after {self._abort_s:g} s ({self._abort_setting})."
         return None, ""
 
@@ -290,7 +325,7 @@ class Coordinator:
         if not stalled:
             return None
         self._last_report = now
-        return describe_stall(self._topology, self._pending, stalled, now)
+        return describe_stall(self._topology, self._incomplete(), stalled, now)
 
     def _numbered(self, request: Request) -> int | tuple[int | None, Request]:
         """The request's number, or the request with a new one if it gets one now."""

@@ -74,6 +74,7 @@ class Announcement(NamedTuple):
         recall: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
         blocked: The number of decisions after which the whole subtree is blocked (see blocked.py); None: it is not.
+        joined: Ranks of the subtree that have called join(), in the order in which they did so.
     """
 
     ids: tuple[int, ...] = ()
@@ -83,6 +84,7 @@ class Announcement(NamedTuple):
     recall: bool = False
     is_stalled: bool = False
     blocked: int | None = None
+    joined: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The byte form."""
@@ -109,7 +111,7 @@ class Announcement(NamedTuple):
         _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        ids, requests, ended, failure, recall, is_stalled, blocked = fields
+        ids, requests, ended, failure, recall, is_stalled, blocked, joined = fields
         _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
         _require(is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
         for _, ranks in requests:
@@ -120,8 +122,9 @@ class Announcement(NamedTuple):
         _require(type(recall) is bool, "a recall that is neither yes nor no")
         _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
         _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "a number of decisions that is none")
+        _require(are_in(RANKS, joined), "ranks that have joined and are none")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   recall, is_stalled, blocked)
+                   recall, is_stalled, blocked, joined)
 
 
 class EndReason(str, Enum):
@@ -146,6 +149,8 @@ class Decision(NamedTuple):
         end: The engines end after this decision, for this reason.
         end_text: The reason as a sentence for the user.
         opens_vote: After this decision all ranks vote; see fast_path.py.
+        absent: For each item of `agreed`, the ranks that have joined and take part without a tensor; (): none in all.
+        last_joined: The rank that was the last to join, if all ranks have joined now.
     """
 
     agreed: tuple[int | tuple[int | None, Request], ...] = ()
@@ -154,6 +159,8 @@ class Decision(NamedTuple):
     end: EndReason | None = None
     end_text: str = ""
     opens_vote: bool = False
+    absent: tuple[tuple[int, ...], ...] = ()
+    last_joined: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The byte form."""
@@ -161,7 +168,7 @@ class Decision(NamedTuple):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return _fields_to_bytes(_DECISION, (agreed, self.errors, self.ended, self.end and self.end.value, self.end_text,
-                                            self.opens_vote))
+                                            self.opens_vote, self.absent, self.last_joined))
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
@@ -181,13 +188,16 @@ class Decision(NamedTuple):
         _require(kind == _DECISION, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        agreed, errors, ended, end, end_text, opens_vote = fields
+        agreed, errors, ended, end, end_text, opens_vote, absent, last_joined = fields
         _require(type(agreed) is tuple, "nothing agreed")
         _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
         _require(type(ended) is bool and type(opens_vote) is bool, "what is neither yes nor no")
         _require(type(end_text) is str, "a reason that is no text")
+        _require(is_tuple_of(tuple, absent) and all(are_in(RANKS, ranks) for ranks in absent)
+                 and len(absent) in (0, len(agreed)), "ranks that are absent and are none")
+        _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "a last rank that is none")
         return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
-                   end_text, opens_vote)
+                   end_text, opens_vote, absent, last_joined)
 
 
 def _agreed(item: Any) -> int | tuple[int | None, Request]:

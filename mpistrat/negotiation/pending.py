@@ -53,6 +53,11 @@ class Pending:
         first, *others = self._whole.values()
         return first if all(request is first or request == first for request in others) else None
 
+    def agreed_by_present(self) -> Request | None:
+        """The request that all ranks which have submitted one have submitted alike; None if they differ."""
+        requests = self.by_request()
+        return next(iter(requests)) if len(requests) == 1 else None
+
     def by_request(self) -> dict[Request, set[int]]:
         """The different requests, each with the ranks that have submitted it."""
         result: dict[Request, set[int]] = {}

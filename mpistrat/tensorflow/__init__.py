@@ -34,6 +34,7 @@ from .ops import (
     broadcast_variables,
     grouped_allgather,
     grouped_allreduce,
+    join,
 )
 from .pin_gpu import init as init  # as the two of objects, in place of that of api.common
 from .pin_gpu import pin_gpu
@@ -46,8 +47,8 @@ __all__ = [
     "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",
     "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
     "barrier", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object_fn", "broadcast_variables",
-    "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "local_rank_op", "local_size_op",
-    "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
+    "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
+    "local_size_op", "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
 ]
 __all__ += common.__all__
 

@@ -91,13 +91,16 @@ class FirstSteps:
         Raises:
             MismatchError: On every rank, when the ranks train different weights.
         """
-        self._require_equal_weights()
-        self._warn_of_equal_data()
+        if not self._group.joins:
+            self._require_equal_weights()
+            self._warn_of_equal_data()
 
     def _observe(self, variables: Sequence["weakref.ref[Variable]"], labels: Sequence[str],
                  gradients: Sequence[np.ndarray]) -> bool:
         if self.is_paused:
             return True
+        if self._group.joins:
+            self._step = _EXCHANGES + 1  # The ranks have made different numbers of steps.
         if self.is_done:
             return False
         self._step, self._labels = self._step + 1, labels
@@ -133,14 +136,15 @@ class FirstSteps:
                 "rank its own rows: x, y = hvd.shard(x, y).")
 
     def _received(self, number: int) -> list[Digests]:
-        """The digests of all ranks in one exchange; [] if they are not known."""
+        """The digests of all ranks in one exchange; [] if they are not known, or a rank had joined."""
         if number >= len(self._exchanges):
             return []
         try:
             rows, = self._exchanges[number].wait(_WAIT_S)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
             return []
-        return by_rank(rows)
+        digests = by_rank(rows)
+        return digests if len(digests) == self._group.topology.size else []
 
 
 def differing(digests: Sequence[Digests]) -> list[int]:

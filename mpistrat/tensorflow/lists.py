@@ -103,6 +103,8 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
                   process_set: int = 0) -> tf.IndexedSlices:
     """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective.
 
+    That is the number of ranks which submit slices.
+
     Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
     the result is that of one process with the rows of all ranks.
     """
@@ -112,9 +114,12 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
     values, = gather(f"{name}/values", [slices.values], process_set)
-    indices, = gather(f"{name}/indices", [slices.indices], process_set)
+    indices, submitted = gather_list([slices.indices, tf.ones([1], tf.int32)], f"{name}/indices", process_set)
     if op is Average:
-        values = values / tf.cast(topology_of(process_set).size, values.dtype)
+        # Ranks that have joined submit nothing.
+        counts_all = runtime.current().settings.join_average == "all"
+        ranks = topology_of(process_set).size if counts_all else tf.size(submitted)
+        values = values / tf.cast(ranks, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 

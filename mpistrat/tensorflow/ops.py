@@ -15,11 +15,13 @@ import tensorflow as tf
 from ..api import ops as array_ops
 from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set
-from ..core.request import Adasum, Average, ReduceOp, resolve_op
+from ..core.errors import MpistratError
+from ..core.request import Adasum, Average, ReduceOp, join_request, resolve_op
+from .bridge import cpu
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
-from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_mixed
+from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_mixed, topology_of
 from .types import Tensor, TensorLike, Variable
 
 Reducible: TypeAlias = TensorLike | tf.IndexedSlices
@@ -142,6 +144,28 @@ class BroadcastGradient(Gradient):
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it. Collective; eager only."""
     array_ops.barrier(process_set=process_set)
+
+
+@without_autograph
+def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Wait until every rank of the set has called it. Until then the other ranks' collectives go on without this rank.
+
+    See mpistrat.join. Collective; in tf.function it is executed after the collectives before it have been submitted.
+
+    Returns:
+        The rank that was the last to join, an int32 scalar, the same on all ranks.
+
+    Raises:
+        DuplicateNameError, EngineError: Eagerly as mpistrat.join, and as classes of tf.errors too.
+    """
+    number = number_of(process_set, "Join")
+    if tf.executing_eagerly():
+        try:
+            return tf.constant(array_ops.join(process_set), tf.int32)
+        except MpistratError as error:
+            raise cpu.as_tf_error(error) from error
+    last, = cpu.run(lambda _: join_request(number), [tf.constant(0)], [tf.TensorShape([])])
+    return tf.gather(tf.constant(topology_of(number).job_ranks, tf.int32), last)
 
 
 @without_autograph

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from mpistrat.core.errors import MessageError, StallError
-from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec
+from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec, join_request
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import FAN_OUT
 from mpistrat.negotiation.coordinator import Coordinator
@@ -892,3 +892,159 @@ def test_an_announcement_is_taken_from_children_only(source: int) -> None:
 def test_what_is_no_announcement_is_told_with_its_sender() -> None:
     with pytest.raises(MessageError, match=r"^rank 1 sent 3 bytes that are no Announcement: "):
         Job(2).nodes[0].receive(1, b"\2\x95\xc1", 0.0)
+
+
+# -- ranks that join --------------------------------------------------------------------------------------------------
+
+
+def joined_job(size: int, *ranks: int) -> Job:
+    """A job in which these ranks have joined, in this order."""
+    job = Job(size)
+    for rank in ranks:
+        job.submit(rank, join_request())
+        job.settle()
+    return job
+
+
+def absent_ranks(job: Job) -> list[tuple[int, ...]]:
+    """The ranks that were absent from each collective, in order."""
+    return [ranks for decision, _ in job.decisions for ranks in decision.absent]
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("submits_first", [True, False])
+def test_a_collective_goes_on_without_the_ranks_that_have_joined(size: int, submits_first: bool) -> None:
+    gone = sorted({0, size - 1, size // 2} - {1})
+    job = Job(size) if submits_first else joined_job(size, *gone)
+    job.submit_all(allreduce("a"), but=gone)
+    job.settle()
+    if submits_first:
+        assert job.agreed == []
+        for rank in gone:
+            job.submit(rank, join_request())
+            job.settle()
+    assert job.agreed == ["a"]
+    assert absent_ranks(job) == [tuple(gone)]
+    for _ in range(3):  # The request gets a number, and comes again.
+        job.submit_all(allreduce("a"), but=gone)
+        job.settle()
+    assert job.agreed == ["a"] * 4
+    assert absent_ranks(job) == [tuple(gone)] * 4
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_when_all_ranks_have_joined_all_get_the_last_and_begin_anew(size: int) -> None:
+    order = list(range(size))
+    random.Random(size).shuffle(order)
+    job = joined_job(size, *order[:-1])
+    assert not any(decision.last_joined for decision, _ in job.decisions)
+    job.submit(order[-1], join_request())
+    job.settle()
+    assert [decision.last_joined for decision, _ in job.decisions if decision.last_joined] == [(order[-1],)]
+    job.forget_messages()
+    job.submit_all(allreduce("a"), but=[0])
+    job.settle()
+    assert job.agreed == []
+    job.submit(0, allreduce("a"))
+    job.settle()
+    assert job.agreed == ["a"]
+    assert absent_ranks(job) == []
+
+
+def test_what_a_rank_has_submitted_before_it_joins_counts() -> None:
+    job = Job(3)
+    job.submit(1, allreduce("a"), join_request())
+    job.submit(2, join_request())
+    job.settle()
+    job.submit(0, allreduce("a"))
+    job.settle()
+    assert job.agreed == ["a"]
+    assert absent_ranks(job) == [(2,)]
+
+
+def test_the_collectives_before_the_last_join_come_before_it() -> None:
+    job = joined_job(3, 0)
+    job.submit(1, allreduce("a"), join_request())
+    job.submit(2, allreduce("a"), join_request())
+    job.settle()
+    assert job.agreed == ["a"]
+    last = [decision for decision, _ in job.decisions if decision.last_joined]
+    assert len(last) == 1
+    assert len(job.decisions) == 1 or job.decisions[-1][0] is last[0]
+
+
+def test_ranks_that_have_not_joined_may_disagree() -> None:
+    job = joined_job(4, 3)
+    job.submit(0, allreduce("a", 1))
+    job.submit_all(allreduce("a", 2), but=[0, 3])
+    job.settle()
+    assert [text for _, text in job.mismatches] == ["a: the ranks disagree on shape: (1,) on ranks [0]; (2,) on ranks "
+                                                    "[1, 2]."]
+    job.submit_all(allreduce("a", 2), but=[3])
+    job.settle()
+    assert job.agreed == ["a"]
+
+
+@pytest.mark.parametrize(("request_", "reason"), [
+    (allreduce("a", 4, kind=CollectiveType.REDUCESCATTER), "reducescatter .*rows for ranks [1] would be lost"),
+    (Request(CollectiveType.ALLTOALL, "a"), "alltoall .*rows for ranks [1] would be lost"),
+    (allreduce("a", kind=CollectiveType.BROADCAST, root_rank=1), "broadcast .*its root is one of them"),
+    (allreduce("a", reduce_op=ReduceOp.MAX, prescale=2.0), "allreduce .*Max with a prescale factor")])
+def test_what_has_no_result_without_a_rank_is_an_error(request_: Request, reason: str) -> None:
+    job = joined_job(20, 1)
+    job.submit_all(request_, but=[1])
+    job.settle()
+    (name, text), = job.mismatches
+    start, _, end = reason.partition(".*")
+    assert name == "a"
+    assert f"a: {start}is not supported with join() at this time: ranks [1] have joined" in text
+    assert end in text
+    assert job.agreed == []
+
+
+def test_a_rank_that_ends_while_others_wait_in_join_is_an_error() -> None:
+    job = joined_job(3, 1)
+    job.nodes[2].end(5)
+    job.settle()
+    reason, text = job.end()
+    assert reason is EndReason.RANK_ENDED
+    assert "join(): ranks [1] wait for ranks [2]" in text
+
+
+def test_a_join_stalls_only_if_the_other_ranks_do_nothing() -> None:
+    job = joined_job(3, 1)
+    for now in (50.0, 100.0):
+        job.now = now
+        job.submit_all(allreduce("a"), but=[1])
+        job.settle()
+        assert job.nodes[0].stall_report(now) is None
+    report = job.nodes[0].stall_report(170.0)
+    assert report is not None
+    assert "join(): ranks [1] have waited 70 s for ranks [0, 2], which wait for nothing" in report
+    job.settle(100.0 + ABORT_S + 1.0)
+    assert job.end()[0] is EndReason.STALL
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_joins_are_the_same_on_all_ranks(seed: int) -> None:
+    chooser = random.Random(seed)
+    size = chooser.choice([2, 3, 18, 40])
+    job = Job(size)
+    for _ in range(2):
+        steps = [chooser.randrange(6) for _ in range(size)]
+        left = [[*(allreduce(str(i)) for i in range(count)), join_request()] for count in steps]
+        while any(left) or any(job.mail):
+            rank = chooser.randrange(size)
+            if left[rank] and chooser.random() < 0.5:
+                job.submit(rank, left[rank].pop(0))
+            job.turn(rank, chooser.randrange(1, 4))
+        job.settle()
+        absent = {}
+        for decision, _ in job.decisions:
+            names = [item[1].name if isinstance(item, tuple) else job.nodes[0]._request_of(item, 0).name
+                     for item in decision.agreed]
+            absent.update(zip(names, decision.absent or [()] * len(names), strict=True))
+        assert absent == {str(i): tuple(rank for rank in range(size) if steps[rank] <= i) for i in range(max(steps))}
+        assert [len(decision.last_joined) for decision, _ in job.decisions if decision.last_joined] == [1]
+        job.forget_messages()
+    assert len(set(map(tuple, job.executed))) == 1

@@ -40,6 +40,7 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     Announcement(failure="a name of a file that is not UTF-8: \udcff"),
     Announcement(ids=(2**63 - 1,), recall=True),
     Announcement(blocked=0),
+    Announcement(joined=(7, 2)),
     Announcement(ids=(3,), requests=((PLAIN, (1, 2)),), blocked=2**40)])
 def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> None:
     copy = Announcement.from_bytes(message.to_bytes())
@@ -52,6 +53,8 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
     Decision(agreed=(0, (7, PLAIN), 3, (None, FULL))),
     Decision(errors=(("a", "the ranks disagree"),), ended=True),
     Decision((3,), opens_vote=True),
+    Decision((3, (None, PLAIN)), absent=((), (0, 5))),
+    Decision(last_joined=(0,)),
     *(Decision((1,), (), False, end, "why: ü") for end in EndReason)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
     copy = Decision.from_bytes(message.to_bytes())
@@ -146,9 +149,9 @@ WRONG: list[Any] = [None, True, -1, 2**63, 2**64 - 1, 1.5, "x", (), (0,), (-1,),
 
 
 @pytest.mark.parametrize("message", [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True,
-                                                  False, 5),
+                                                  False, 5, (3, 1)),
                                      Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, EndReason.STALL,
-                                              "why", True)])
+                                              "why", True, ((), (1,), (0, 2)), (4,))])
 def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(message: Announcement | Decision) -> None:
     data = message.to_bytes()
     fields = msgpack.unpackb(data[1:], use_list=False)

@@ -32,8 +32,9 @@ class Execution:
 
 
 _current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-# A weak reference to the engine, and the number of executions by the process set and name of the collective.
-_counted: tuple[Callable[[], object], dict[tuple[int, str], int]] = lambda: None, {}
+# A weak reference to the engine, and the number of executions by the process set, how often its ranks have joined, and
+# the name of the collective. Numbering restarts after a join(), before which some ranks have had fewer executions.
+_counted: tuple[Callable[[], object], dict[tuple[int, int, str], int]] = lambda: None, {}
 
 
 def current() -> Execution | None:
@@ -54,11 +55,12 @@ def scope(execution: Execution) -> Iterator[Execution]:
 def next_number(name: str, process_set: int = 0) -> int:
     """The number of a new execution of the collective of this name."""
     global _counted
-    engine = runtime.current().engine
+    current = runtime.current()
+    engine, joins = current.engine, current.registry.groups[process_set].joins
     if _counted[0]() is not engine:
         _counted = weakref.ref(engine), {}  # Numbering restarts with each engine, on all ranks.
     counts = _counted[1]
-    number = counts[process_set, name] = counts.get((process_set, name), -1) + 1
+    number = counts[process_set, joins, name] = counts.get((process_set, joins, name), -1) + 1
     return number
 
 

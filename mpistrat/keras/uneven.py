@@ -1,0 +1,59 @@
+"""JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ..api import ops as array_ops
+from ..tensorflow.gradients import GradientReducer
+from ..tensorflow.ops import broadcast_variables
+from .callbacks import LearningRateScheduleCallback
+
+
+class JoinEpochs(keras.callbacks.Callback):
+    """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
+
+    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank that was the
+    last to join has made all updates, so all ranks get its trainable weights and optimizer state then: before the
+    validation of the epoch, and before callbacks read or save the model.
+
+    Args:
+        reducer: That of the optimizer. Its local variables stay as they are.
+    """
+
+    def __init__(self, reducer: GradientReducer):
+        super().__init__()
+        self._reducer = reducer
+        self._has_joined = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._has_joined = False
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._join()  # Keras validates before the epoch ends for callbacks.
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._join()
+
+    def _join(self) -> None:
+        if self._has_joined:
+            return
+        self._has_joined = True
+        process_set = self._reducer.process_set
+        last = array_ops.join(process_set)
+        variables = [*self.model.trainable_variables, *self.model.optimizer.variables]
+        broadcast_variables([v for v in variables if not self._reducer.is_local(v)], last, process_set)
+
+
+def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:
+    """Let learning rates that change within an epoch follow the rank with most batches, so that ranks have the same.
+
+    Args:
+        callbacks: Those of fit, before they begin.
+        steps: Steps per epoch of each rank; None where Keras does not know them.
+    """
+    known = [count for count in steps if count is not None]
+    for callback in callbacks:
+        if isinstance(callback, LearningRateScheduleCallback) and not callback.steps_per_epoch and known:
+            callback.steps_per_epoch = max(known)

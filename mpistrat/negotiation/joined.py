@@ -1,0 +1,70 @@
+"""Ranks that have called join(): the collectives of the other ranks go on without tensors of theirs. Pure.
+
+A rank that has no more batches joins, and waits until all ranks have joined. Until then, a collective of the others is
+complete without it. Rank 0 decides that, and its decision names the ranks that are absent. These take part all the
+same, since the collectives of MPI and of shared memory are among all ranks: they give what does not change the result
+(engine/absent.py). An average divides by the number of ranks that have submitted a tensor.
+
+The ranks between rank 0 and a rank that has joined pass on every request at once, since none of theirs is complete.
+"""
+
+from collections.abc import Sequence
+
+from ..core.request import CollectiveType, ReduceOp, Request, join_request
+from ..core.topology import Topology
+from .pending import Pending
+from .tree import Node
+
+JOIN = join_request()
+
+
+class JoinedRanks:
+    """The ranks of a node's subtree that have joined since all ranks had joined.
+
+    Attributes:
+        ranks: In the order in which they have joined.
+        pending: They as those that have submitted a request, for reports; None if there are none.
+    """
+
+    def __init__(self, node: Node):
+        self._node = node
+        self._news: list[int] = []
+        self.ranks: list[int] = []
+        self.pending: Pending | None = None
+
+    def note(self, source: int, ranks: Sequence[int], now: float) -> None:
+        """Some ranks under `source`, which is this rank or a child, have joined."""
+        if self.pending is None:
+            self.pending = Pending(self._node, now)
+        self.pending.add(source, JOIN, set(ranks))
+        self.ranks += ranks
+        self._news += ranks
+
+    def take_news(self) -> tuple[int, ...]:
+        """The ranks that have joined since the last call."""
+        news, self._news = tuple(self._news), []
+        return news
+
+    def note_progress(self, now: float) -> None:
+        """Other ranks work, so the ranks that have joined do not wait in vain."""
+        if self.pending is not None:
+            self.pending.since = now
+
+    def clear(self) -> None:
+        """All ranks have joined."""
+        self._news, self.ranks, self.pending = [], [], None
+
+
+def problem_without(absent: Sequence[int], request: Request, topology: Topology) -> str:
+    """Why a collective has no result without the ranks that have joined; "" if it has one."""
+    ranks = f"ranks {topology.listed(absent)}"
+    if request.kind in (CollectiveType.ALLTOALL, CollectiveType.REDUCESCATTER):
+        reason = f"rows for {ranks} would be lost"
+    elif request.kind is CollectiveType.BROADCAST and request.root_rank in absent:
+        reason = "its root is one of them"
+    elif request.prescale != 1.0 and request.reduce_op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        reason = f"{request.reduce_op.name.capitalize()} with a prescale factor has no neutral element"
+    else:
+        return ""
+    return (f"{request.name}: {request.kind.value} is not supported with join() at this time: {ranks} have joined, and "
+            f"{reason}. Call it before the first rank joins, or after all ranks have joined.")
