@@ -114,7 +114,9 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
     values, = gather(f"{name}/values", [slices.values], process_set)
-    indices, submitted = gather_list([slices.indices, tf.ones([1], tf.int32)], f"{name}/indices", process_set)
+    with tf.device(slices.indices.device):
+        present = tf.ones([1], slices.indices.dtype)
+    indices, submitted = gather_list([slices.indices, present], f"{name}/indices", process_set)
     if op is Average:
         # Ranks that have joined submit nothing.
         counts_all = runtime.current().settings.join_average == "all"

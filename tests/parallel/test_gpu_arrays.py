@@ -208,6 +208,21 @@ def test_broadcast(library: Any, rank: int, size: int) -> None:
             np.testing.assert_array_equal(library.values(result), np.full((2, 3), root + 1, dtype))
 
 
+def test_collectives_go_on_without_a_rank_that_has_joined(library: Any, rank: int, size: int) -> None:
+    mpistrat.allreduce(library.array(np.ones(1)))  # All ranks choose the backend together.
+    for step in range(rank + 1):
+        active = [r for r in range(size) if r >= step]
+        reduced = [mpistrat.allreduce(library.array(np.full(5000, rank + 1, np.float32)), op=op, name=str(step))
+                   for op in (mpistrat.Average, mpistrat.Max)]
+        np.testing.assert_allclose(library.values(reduced[0]), np.mean(active) + 1, rtol=1e-6)
+        assert library.values(reduced[1]).tolist() == [size] * 5000
+        gathered = mpistrat.allgather(library.array(np.full((2, 3), rank, np.int16)))
+        assert library.values(gathered)[:, 0].tolist() == [r for r in active for _ in range(2)]
+        sent = mpistrat.broadcast(library.array(np.full(3, rank, np.float32)), size - 1)
+        assert library.values(sent).tolist() == [size - 1] * 3
+    assert mpistrat.join() == size - 1
+
+
 def test_cpu_and_gpu_tensors_of_one_step_each_go_their_way(library: Any, rank: int, size: int) -> None:
     total = size * (size - 1) // 2
     for step in range(5):
