@@ -12,7 +12,7 @@ from .pending import Pending
 
 _LISTED = 6  # how many names a message lists before it says how many more there are
 # What to write in a script whose ranks run different numbers of steps.
-_EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows"
+_EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows, or call hvd.join() after the last step"
 
 
 def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | None = None) -> str:

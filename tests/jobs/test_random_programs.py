@@ -20,6 +20,14 @@ def test_programs_of_arrays(ranks: int, options: list[str]) -> None:
 
 
 @needs_mpirun
+def test_programs_of_all_collectives_that_hypothesis_draws() -> None:
+    job = run_job(3, ["python", "tests/scripts/hypothesis_programs.py", "200"], limit_s=600)
+    assert job.code == 0, job.output
+    for rank in range(3):
+        assert f"rank {rank}: 200 programs are right" in job.output, job.output
+
+
+@needs_mpirun
 def test_gradients_of_programs_under_a_strategy() -> None:
     ranks = 3
     job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "5", "gradients"], limit_s=300)

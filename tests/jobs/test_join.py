@@ -1,0 +1,42 @@
+"""join() in jobs of their own: the example, and the average of Horovod."""
+
+import re
+
+import pytest
+
+from ..support.jobs import needs_mpirun, run_job
+
+SUM_AND_AVERAGES = """
+import numpy, mpistrat
+mpistrat.init()
+if mpistrat.rank() == 1:
+    total = mpistrat.allreduce(numpy.full(3, 8.0), op=mpistrat.Sum)
+    print(total, mpistrat.allreduce(numpy.full(3, 8.0)), flush=True)
+mpistrat.join()
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("average", "expected"), [
+    ("active", "[8. 8. 8.] [8. 8. 8.]"), ("all", "[8. 8. 8.] [4. 4. 4.]")])
+def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) -> None:
+    job = run_job(2, ["python", "-c", SUM_AND_AVERAGES], env={"MPISTRAT_JOIN_AVERAGE": average})
+    assert job.code == 0, job.output
+    assert expected in job.output
+
+
+@needs_mpirun
+def test_the_example_trains_on_all_rows() -> None:
+    job = run_job(2, ["python", "examples/join_digits.py"])
+    assert job.code == 0, job.output
+    losses = re.findall(r"epoch \d: steps of the ranks \[29, 28\], loss (.*)", job.output)
+    assert len(losses) == 3, job.output
+    assert float(losses[-1]) < float(losses[0])
+
+
+@needs_mpirun
+def test_a_rank_that_ends_instead_of_joining_ends_the_job() -> None:
+    script = "import sys, mpistrat; mpistrat.init(); mpistrat.join() if mpistrat.rank() == 0 else sys.exit()"
+    job = run_job(2, ["python", "-c", script])
+    assert job.code != 0
+    assert "join(): ranks [0] wait for ranks [1], which have already shut down" in job.output

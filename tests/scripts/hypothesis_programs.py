@@ -1,0 +1,331 @@
+"""Random programs of all collectives, drawn by hypothesis, against numpy: arrays, eager tensors and tf.function.
+
+A program is the same on all ranks, but for the order of calls where any order is right: asynchronous calls on arrays,
+and calls in a graph. Calls are for all ranks or for a process set; the sets overlap. In some programs each rank makes
+another number of steps and then joins, and in some a rank disagrees with the others.
+
+usage: hypothesis_programs.py PROGRAMS [SEED]
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import mpistrat
+import mpistrat.tensorflow as hvd
+
+HALVES = ("float16", "bfloat16")
+REDUCED = (*HALVES, "float32", "float64", "int8", "uint8", "int32", "int64")
+SENT = (*REDUCED, "bool", "int16")
+REDUCTIONS = ("allreduce", "grouped_allreduce")
+GATHERS = ("allgather", "grouped_allgather")
+SCATTERS = ("reducescatter", "grouped_reducescatter")
+KINDS = (*REDUCTIONS * 2, *GATHERS, *SCATTERS, "broadcast", "alltoall", "alltoall_splits", "adasum")
+JOINED_KINDS = (*REDUCTIONS * 2, *GATHERS, "broadcast")
+ASYNCHRONOUS = ("allreduce", "grouped_allreduce", "allgather", "reducescatter", "broadcast", "alltoall",
+                "alltoall_splits", "adasum")
+OPS = (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective. `arrays` are dtypes and shapes, without the rows of what is gathered; `members` its ranks."""
+
+    number: int
+    kind: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    op: Any
+    prescale: float
+    postscale: float
+    place: int  # of the process set in the list of sets
+    members: tuple[int, ...]
+    root: int
+    disagrees: bool = False  # The last member passes another shape.
+
+    @property
+    def name(self) -> str:
+        return f"call{self.number}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Calls that each rank makes `steps[rank]` times; then it joins, if the numbers differ."""
+
+    how: str  # arrays, eager or graph
+    calls: tuple[Call, ...]
+    orders: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]
+
+
+@st.composite
+def calls(draw: st.DrawFn, number: int, how: str, sets: Sequence[tuple[int, ...]], joins: bool,
+          steps: tuple[int, ...]) -> Call:
+    kind = draw(st.sampled_from([kind for kind in (JOINED_KINDS if joins else KINDS)
+                                 if how != "arrays" or kind in ASYNCHRONOUS]))
+    place = 0 if joins else draw(st.integers(0, len(sets) - 1))
+    members = sets[place]
+    reduces = kind in REDUCTIONS or kind in SCATTERS
+    dtypes = ("float32", "float64") if kind == "adasum" else REDUCED if reduces else SENT
+    op = draw(st.sampled_from(OPS if kind in REDUCTIONS else OPS[:2]))
+    scales = draw(st.sampled_from([(1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, 0.5)])) if reduces else (1.0, 1.0)
+    if joins and op not in OPS[:2]:
+        scales = (1.0, 1.0)
+    extents = st.integers(0, 5) | st.sampled_from([17, 300, 5000])
+    arrays = []
+    for _ in range(draw(st.integers(1, 4)) if kind.startswith("grouped") else 1):
+        shape = draw(st.lists(extents, max_size=1).map(tuple) | st.tuples(st.integers(0, 9), st.integers(1, 3)))
+        if kind in SCATTERS and not shape:
+            shape = (draw(st.integers(0, 7)),)
+        if kind not in (*REDUCTIONS, *SCATTERS, "broadcast", "adasum"):
+            shape = shape[1:]
+        arrays.append((draw(st.sampled_from(dtypes)), shape))
+    roots = [rank for rank in members if steps[rank] == max(steps)]
+    disagrees = not joins and how != "graph" and kind in ("allreduce", "broadcast") and draw(st.integers(0, 9)) == 0
+    return Call(number, kind, tuple(arrays), op, *scales, place, members, draw(st.sampled_from(roots)), disagrees)
+
+
+@st.composite
+def programs(draw: st.DrawFn, size: int, sets: Sequence[tuple[int, ...]]) -> Program:
+    how = draw(st.sampled_from(["arrays", "arrays", "eager", "graph"]))
+    joins = draw(st.integers(0, 3)) == 0
+    steps = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))) if joins else \
+        (draw(st.integers(1, 3)),) * size
+    count = draw(st.integers(1, 6))
+    drawn = tuple(draw(calls(i, how, sets, joins, steps)) for i in range(count))
+    same = draw(st.permutations(range(count)))
+    # Blocking calls have one order.
+    orders = tuple(tuple(same if how == "eager" else draw(st.permutations(range(count)))) for _ in range(size))
+    return Program(how, drawn, orders, steps)
+
+
+# -- values, and what numpy makes of them -----------------------------------------------------------------------------
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def splits_of(call: Call, step: int, rank: int) -> np.ndarray:
+    """How many rows a rank sends to each member."""
+    generator = np.random.default_rng([call.number, step, rank, 1])
+    if call.kind == "alltoall":
+        return np.full(len(call.members), generator.integers(0, 3), np.int32)
+    return generator.integers(0, 4, len(call.members)).astype(np.int32)
+
+
+def values_of(call: Call, step: int, rank: int) -> list[np.ndarray]:
+    """A rank's arrays: small whole numbers, so that sums are exact."""
+    made = []
+    for place, (dtype, shape) in enumerate(call.arrays):
+        generator = np.random.default_rng([call.number, step, place, rank])
+        if call.kind in GATHERS:
+            shape = (int(generator.integers(0, 4)), *shape)
+        elif call.kind.startswith("alltoall"):
+            shape = (int(splits_of(call, step, rank).sum()), *shape)
+        low = 0 if dtype in ("bool", "uint8") else -2
+        made.append(np.asarray(generator.integers(low, 2 if dtype == "bool" else 4, shape)).astype(dtype_of(dtype)))
+    return made
+
+
+def reduced(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
+    wide = [part.astype(np.float64) * call.prescale for part in parts]
+    fold = {hvd.Min: np.minimum, hvd.Max: np.maximum, hvd.Product: np.multiply}.get(call.op, np.add)
+    total = wide[0]
+    for part in wide[1:]:
+        total = fold(total, part)
+    result = total * call.postscale / (len(parts) if call.op == hvd.Average else 1)
+    if parts[0].dtype.kind in "iu":
+        # Whole numbers wrap around before they are scaled.
+        wrapped = np.asarray(total).astype(np.int64).astype(parts[0].dtype).astype(np.float64)
+        result = np.trunc(wrapped * call.postscale / (len(parts) if call.op == hvd.Average else 1))
+        return np.asarray(result).astype(np.int64).astype(parts[0].dtype)
+    return np.asarray(result).astype(parts[0].dtype)
+
+
+def adasum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The formula of Maleki et al., "Scaling Distributed Training with Adaptive Summation", by pairs of neighbours."""
+    wide = [part.astype(np.float64) for part in parts]
+    while len(wide) > 1:
+        pairs = [(wide[i], wide[i + 1]) for i in range(0, len(wide) - 1, 2)]
+        wide = [(1 - np.sum(a * b) / (2 * np.sum(a * a) or 1)) * a + (1 - np.sum(a * b) / (2 * np.sum(b * b) or 1)) * b
+                for a, b in pairs] + wide[2 * len(pairs):]
+    return np.asarray(wide[0]).astype(parts[0].dtype)
+
+
+def expected(call: Call, step: int, rank: int, ranks: Sequence[int]) -> list[np.ndarray]:
+    """The results on `rank`, if `ranks` take part."""
+    if call.kind == "broadcast":
+        return values_of(call, step, call.root)
+    of_ranks = [values_of(call, step, r) for r in ranks]
+    if call.kind in GATHERS:
+        return [np.concatenate(parts) for parts in zip(*of_ranks)]
+    mine = ranks.index(rank)
+    if call.kind.startswith("alltoall"):
+        pieces, received = [], []
+        for r, (array,) in zip(ranks, of_ranks, strict=True):
+            splits = splits_of(call, step, r)
+            start = int(splits[:mine].sum())
+            pieces.append(array[start:start + splits[mine]])
+            received.append(splits[mine])
+        data = np.concatenate(pieces)
+        return [data] if call.kind == "alltoall" else [data, np.array(received, np.int32)]
+    if call.kind == "adasum":
+        return [adasum(parts) for parts in zip(*of_ranks)]
+    whole = [reduced(call, parts) for parts in zip(*of_ranks)]
+    if call.kind not in SCATTERS:
+        return whole
+    results = []
+    for array in whole:
+        counts = [len(array) // len(ranks) + (r < len(array) % len(ranks)) for r in range(len(ranks))]
+        start = sum(counts[:mine])
+        results.append(array[start:start + counts[mine]])
+    return results
+
+
+def assert_equal(results: Sequence[Any], wanted: Sequence[np.ndarray], what: str) -> None:
+    assert len(results) == len(wanted), what
+    for result, array in zip(results, wanted, strict=True):
+        result = np.asarray(result.numpy() if isinstance(result, tf.Tensor) else result)
+        assert (result.dtype, result.shape) == (array.dtype, array.shape), \
+            f"{what}: {result.dtype}{result.shape}, not {array.dtype}{array.shape}"
+        if array.dtype.kind in "iub":
+            np.testing.assert_array_equal(result, array, err_msg=what)
+        else:
+            tolerance = 1e-2 if array.dtype.name in HALVES else 1e-5
+            np.testing.assert_allclose(result.astype(np.float64), array.astype(np.float64), rtol=tolerance, atol=1e-6,
+                                       err_msg=what)
+
+
+# -- the calls --------------------------------------------------------------------------------------------------------
+
+
+def call_of(module: Any, call: Call, arrays: list[Any], splits: Any, process_set: Any, suffix: str = "") -> Any:
+    """Make the call in the way of a module: mpistrat, with the suffix "_async" too, or mpistrat.tensorflow."""
+    options: dict[str, Any] = {"name": call.name, "process_set": process_set}
+    kind = {"adasum": "allreduce", "alltoall_splits": "alltoall"}.get(call.kind, call.kind)
+    function = getattr(module, kind + suffix)
+    if call.kind in (*REDUCTIONS, *SCATTERS):
+        options |= {"op": call.op, "prescale_factor": call.prescale, "postscale_factor": call.postscale}
+    elif call.kind == "adasum":
+        options |= {"op": hvd.Adasum}
+    elif call.kind == "broadcast":
+        options |= {"root_rank": call.root}
+    elif call.kind == "alltoall_splits":
+        options |= {"splits": splits}
+    return function(arrays if kind.startswith("grouped") else arrays[0], **options)
+
+
+def listed(call: Call, results: Any) -> list[Any]:
+    return list(results) if call.kind.startswith("grouped") or call.kind == "alltoall_splits" else [results]
+
+
+class Runner:
+    """Runs programs on one rank."""
+
+    def __init__(self, sets: Sequence[tuple[int, ...]]):
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self._sets = [hvd.global_process_set, *map(mpistrat.add_process_set, sets[1:])]
+        self.count = 0
+
+    def run(self, program: Program) -> None:
+        assert len(set(mpistrat.allgather_object(repr(program)))) == 1, "the ranks have drawn different programs"
+        own = [call for i in program.orders[self.rank] if self.rank in (call := program.calls[i]).members]
+        step_function = self._graph(own) if program.how == "graph" else None
+        for step in range(program.steps[self.rank]):
+            ranks = [r for r in range(self.size) if program.steps[r] > step]
+            arrays = {call: self._brought(call, step) for call in own}
+            run = {"arrays": self._asynchronously, "eager": self._eagerly}.get(program.how)
+            results = run(own, arrays, step) if run else self._in_graph(step_function, own, arrays, step)
+            for call, got in results:
+                assert_equal(got, expected(call, step, self.rank, [r for r in ranks if r in call.members]),
+                             f"step {step} of {call} in {program}")
+        if len(set(program.steps)) > 1:
+            last = int(hvd.join()) if program.how != "arrays" else mpistrat.join()
+            assert len(set(mpistrat.allgather_object(last))) == 1, program
+        self.count += 1
+
+    def _brought(self, call: Call, step: int) -> list[np.ndarray]:
+        arrays = values_of(call, step, self.rank)
+        if call.disagrees and self.rank == call.members[-1]:
+            arrays = [np.zeros((*array.shape, 2), array.dtype) for array in arrays]
+        return arrays
+
+    def _asynchronously(self, own: Sequence[Call], arrays: dict, step: int) -> list[tuple[Call, list[Any]]]:
+        pending = [(call, call_of(mpistrat, call, arrays[call], splits_of(call, step, self.rank),
+                                  self._sets[call.place], "_async")) for call in own]
+        return self._collected([(call, lambda handle=handle: handle.wait(120)) for call, handle in pending])
+
+    def _eagerly(self, own: Sequence[Call], arrays: dict, step: int) -> list[tuple[Call, list[Any]]]:
+        return self._collected([
+            (call, lambda call=call: call_of(hvd, call, [tf.constant(array) for array in arrays[call]],
+                                             splits_of(call, step, self.rank), self._sets[call.place]))
+            for call in own])
+
+    def _collected(self, calls_: Sequence[tuple[Call, Callable[[], Any]]]) -> list[tuple[Call, list[Any]]]:
+        done = []
+        for call, get in calls_:
+            if call.disagrees and len(call.members) > 1:
+                try:
+                    get()
+                except mpistrat.MismatchError as error:
+                    assert f"{call.name}: the ranks disagree on shape" in str(error), error
+                else:
+                    raise AssertionError(f"no error: {call}")
+            else:
+                done.append((replace(call, disagrees=False), listed(call, get())))
+        return done
+
+    def _graph(self, own: Sequence[Call]) -> Callable:
+        signature = [[tf.TensorSpec([None, *shape] if call.kind in GATHERS or call.kind.startswith("alltoall")
+                                    else shape, dtype) for dtype, shape in call.arrays] for call in own]
+        splits = [tf.TensorSpec([len(call.members)], tf.int32) for call in own]
+
+        @tf.function(input_signature=[signature, splits], autograph=False)
+        def step(arrays: list, splits: list) -> list:
+            return [call_of(hvd, call, brought, counts, self._sets[call.place])
+                    for call, brought, counts in zip(own, arrays, splits, strict=True)]
+        return step
+
+    def _in_graph(self, function: Any, own: Sequence[Call], arrays: dict, step: int) -> list[tuple[Call, list[Any]]]:
+        results = function([[tf.constant(array) for array in arrays[call]] for call in own],
+                           [tf.constant(splits_of(call, step, self.rank)) for call in own])
+        return [(call, listed(call, got)) for call, got in zip(own, results, strict=True)]
+
+
+def main() -> None:
+    """Run the programs."""
+    count, first = int(sys.argv[1]), int((sys.argv[2:] or ["0"])[0])
+    os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "20")
+    os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
+    hvd.init()
+    size = hvd.size()
+    sets = [tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]
+    runner = Runner(sets := list(dict.fromkeys(sets)))
+
+    @seed(first)
+    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))
+    @given(programs(size, sets))
+    def run(program: Program) -> None:
+        try:
+            runner.run(program)
+        except BaseException:  # At once: hypothesis would run the program again, on this rank alone.
+            print(f"rank {hvd.rank()}: {program}\n{traceback.format_exc()}", flush=True)
+            from mpi4py import MPI  # after init, which knows the threads that MPI starts
+            MPI.COMM_WORLD.Abort(1)
+
+    run()
+    print(f"rank {hvd.rank()}: {runner.count} programs are right", flush=True)
+
+
+if __name__ == "__main__":
+    main()
