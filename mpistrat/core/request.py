@@ -63,7 +63,7 @@ class Request:
     The ranks match requests by `name`. All other fields but the last three must be equal on all ranks.
 
     Attributes:
-        tensors: Dtype and shape of each of the caller's tensors.
+        tensors: Dtype and shape of each of the caller's tensors, in the order of the submitted arrays.
         device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
         layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
             concatenated or reordered; () for one array per tensor, in order.

@@ -5,6 +5,7 @@ negotiation/joined.py describes join().
 
 import math
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
@@ -27,8 +28,10 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
         return [np.empty((0, *tensor.shape[1:]), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
     sizes = [(math.prod(tensor.shape), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
     if request.layout:
-        # Concatenated tensors have one dtype.
-        sizes = [(sum(sizes[i][0] for i in places), sizes[places[0]][1]) for places in request.layout]
+        # `tensors` has those of the first array, then those of the next one. Concatenated tensors have one dtype.
+        remaining = iter(sizes)
+        arrays = [list(islice(remaining, len(places))) for places in request.layout]
+        sizes = [(sum(size for size, _ in parts), parts[0][1]) for parts in arrays]
     return [np.full(size, value(dtype), dtype) for size, dtype in sizes]
 
 

@@ -57,7 +57,7 @@ def test_adasum_gets_zeros() -> None:
 
 
 def test_concatenated_tensors_are_one_array() -> None:
-    tensors = (TensorSpec("float32", (2, 3)), TensorSpec("float64", (5,)), TensorSpec("float32", ()))
+    tensors = (TensorSpec("float64", (5,)), TensorSpec("float32", ()), TensorSpec("float32", (2, 3)))
     arrays = neutral_arrays(allreduce_request("a", tensors, Sum, layout=((1,), (2, 0))))
     assert [(array.size, array.dtype) for array in arrays] == [(5, np.float64), (7, np.float32)]
 
