@@ -21,6 +21,7 @@ from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
 from ._private import agree_on_finite, serialise_as
 from .fit import wrap_fit
+from .old_optimizers import advice
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -190,7 +191,7 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
     if is_distributed(optimizer):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
     if op not in (Average, Sum):
