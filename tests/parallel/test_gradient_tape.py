@@ -128,6 +128,14 @@ def test_the_gradient_of_a_vector_takes_output_gradients(rank: int, size: int) -
     assert gradient.numpy().tolist() == [3.0 * size, 15.0 * size * (size + 1)]
 
 
+def test_horovods_argument_for_names_is_taken(rank: int, size: int) -> None:
+    variable = tf.Variable([2.0])
+    with tf.GradientTape() as tape:
+        loss = variable * variable * (rank + 1)
+    gradient, = hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, [variable], use_generic_names=True)
+    assert gradient.numpy().tolist() == [2.0 * size * (size + 1)]
+
+
 def test_a_persistent_tape_may_be_asked_again(rank: int, size: int) -> None:
     first, second = tf.Variable(2.0), tf.Variable(5.0)
     with tf.GradientTape(persistent=True) as tape:

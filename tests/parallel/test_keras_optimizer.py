@@ -244,6 +244,23 @@ def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size:
     assert_equal_on_all_ranks(got)
 
 
+@both_ways
+def test_an_infinite_gradient_is_gone_after_the_update(way: Callable, rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    variables = new_variables()
+    optimizer.build(variables)
+    step = way(lambda *values: optimizer.apply(values, variables))
+    for _ in range(2):
+        step(*[tf.fill(shape, np.float32(np.inf)) for shape in SHAPES])
+    for variable, start in zip(variables, new_variables()):
+        assert not np.any(np.isfinite(variable.numpy()))
+        variable.assign(start)
+    for passed in range(2):
+        step(*map(tf.constant, gradients_of(rank, passed)))
+    for variable, start, *means in zip(variables, new_variables(), mean_gradients(size, 0), mean_gradients(size, 1)):
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - sum(means), rtol=1e-5, atol=1e-5)
+
+
 class WithoutClipping(keras.optimizers.SGD):
     """As of a Keras that clips gradients by a method of another name."""
 

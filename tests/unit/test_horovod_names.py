@@ -168,6 +168,20 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
+def test_one_rank_scales_in_an_allreduce_and_leaves_gradients_as_they_are() -> None:
+    for op in (hvd.Sum, hvd.Average):
+        assert float(hvd.allreduce(2.0, op=op, prescale_factor=3.0, postscale_factor=5.0)) == 30.0
+    variable = keras.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), gradient_predivide_factor=3.0)
+    optimizer.apply([tf.constant([0.1])], [variable])
+    assert variable.numpy().tolist() == [np.float32(1.0) - np.float32(0.1)]
+    with tf.GradientTape() as tape:
+        loss = variable.value * 0.1
+    tape = hvd.DistributedGradientTape(tape, gradient_predivide_factor=3.0, compression=hvd.Compression.fp16)
+    assert tape.gradient(loss, variable.value).numpy().tolist() == [np.float32(0.1)]
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_state_returns_to_its_last_commit() -> None:
     state = ObjectState(epoch=0, history=[1])
     state.epoch = 1
