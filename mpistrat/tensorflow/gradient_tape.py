@@ -92,8 +92,8 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
     """As DistributedGradientTape, but the gradients of some layers are not averaged: each rank trains its own.
 
     Args:
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
-            groups, process_set, scale_local_gradients: As for DistributedGradientTape.
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients: Likewise.
         local_layers: A Keras layer or a list of layers, which have their weights.
 
     Raises:
