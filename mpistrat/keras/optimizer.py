@@ -113,7 +113,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True, average_statistics: bool = True) -> Optimizer:
+                         scale_local_gradients: bool = True, average_statistics: bool = True,
+                         use_locking: bool = False) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -141,6 +142,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
             BatchNormalization to their mean over the ranks. False: each rank keeps its own, as in Horovod.
+        use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.

@@ -128,6 +128,8 @@ def slopes(case: Case, values: list[Any], process_set: hvd.ProcessSet) -> list[n
             for number, shape in enumerate(case.shapes(place, n))]
 
 
+@pytest.mark.horovod("allreduce-gradient", "grouped-allreduce-gradient", "allgather-gradient",
+                     "broadcast-gradient", "reducescatter-gradient", "alltoall-gradient")
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_the_slope_of_the_sum_of_losses(name: str, process_set: hvd.ProcessSet) -> None:
     case = CASES[name]

@@ -50,6 +50,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield seen
 
 
+@pytest.mark.horovod("names-graph", "ignore-name-scope")
 def test_in_a_graph_the_name_is_that_of_the_tensor(names: list[str]) -> None:
     @in_graph
     def step(x: Any) -> Any:
@@ -61,6 +62,7 @@ def test_in_a_graph_the_name_is_that_of_the_tensor(names: list[str]) -> None:
     assert names == ["outer/allreduce_outer_grad_of_x_0", "outer/my_own_0", "broadcast_outer_grad_of_x_0"]
 
 
+@pytest.mark.horovod("names-eager")
 def test_an_eager_collective_has_the_name_of_its_operation(names: list[str]) -> None:
     for name, collective in COLLECTIVES.items():
         collective(tf.ones([mpistrat.size()]), hvd.global_process_set)
@@ -70,17 +72,30 @@ def test_an_eager_collective_has_the_name_of_its_operation(names: list[str]) -> 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("not-initialized")
 @each_collective
 def test_before_init_a_collective_is_a_failed_precondition(collective: str, size: int) -> None:
+    x, variable = tf.ones([size]), tf.Variable(tf.ones([size]))
+
+    def step() -> Any:
+        if collective.startswith("broadcast_"):
+            return hvd.broadcast_([variable], 0)
+        return COLLECTIVES[collective](x, hvd.global_process_set)
+
+    traced, untraced = in_graph(step), in_graph(step)
+    traced()
     mpistrat.shutdown()
     try:
-        for _ in range(2):
+        for call in (step, step, untraced):
             with pytest.raises(tf.errors.FailedPreconditionError, match=r"has not been initialized; use hvd\.init"):
-                COLLECTIVES[collective](tf.ones([size]), hvd.global_process_set)
+                call()
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"has not been initialized; use hvd\.init"):
+            traced()
     finally:
         mpistrat.init()
 
 
+@pytest.mark.horovod("not-initialized")
 def test_before_init_a_query_is_a_value_error() -> None:
     mpistrat.shutdown()
     try:
@@ -92,6 +107,7 @@ def test_before_init_a_query_is_a_value_error() -> None:
         mpistrat.init()
 
 
+@pytest.mark.horovod("after-shutdown")
 @each_collective
 def test_when_a_rank_has_shut_down_the_collectives_of_others_are_unknown_errors(collective: str, rank: int,
                                                                                 size: int) -> None:
@@ -108,6 +124,7 @@ def test_when_a_rank_has_shut_down_the_collectives_of_others_are_unknown_errors(
         mpistrat.init()
 
 
+@pytest.mark.horovod("not-a-member")
 @each_collective
 def test_a_set_without_this_rank_is_an_invalid_argument(collective: str, rank: int, size: int) -> None:
     process_set = hvd.add_process_set([0])
@@ -118,6 +135,7 @@ def test_a_set_without_this_rank_is_an_invalid_argument(collective: str, rank: i
     hvd.remove_process_set(process_set)
 
 
+@pytest.mark.horovod("unknown-set")
 @each_collective
 def test_a_set_that_is_not_registered_is_an_invalid_argument(collective: str, size: int) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="does not exist or has not been registered"):
@@ -164,6 +182,7 @@ ORDER: list[tuple[str, Callable, Callable]] = [
 ]
 
 
+@pytest.mark.horovod("mismatch", "mismatch-order")
 @pytest.mark.parametrize("number", range(len(ORDER)))
 def test_of_several_differences_the_first_in_the_order_is_told_on_every_rank(number: int, rank: int,
                                                                              size: int) -> None:
@@ -174,6 +193,7 @@ def test_of_several_differences_the_first_in_the_order_is_told_on_every_rank(num
     assert texts == texts[:1] * size
 
 
+@pytest.mark.horovod("no-scalars")
 @pytest.mark.parametrize("collective", ["allgather", "grouped_allgather", "alltoall", "reducescatter",
                                         "grouped_reducescatter"])
 def test_a_scalar_is_an_invalid_argument(collective: str) -> None:
@@ -184,6 +204,7 @@ def test_a_scalar_is_an_invalid_argument(collective: str) -> None:
         in_graph(lambda: COLLECTIVES[collective](tf.constant(1.0), hvd.global_process_set))()
 
 
+@pytest.mark.horovod("alltoall-errors")
 def test_rows_or_splits_that_do_not_fit_an_alltoall_are_invalid_arguments(size: int) -> None:
     for call, text in ((lambda: hvd.alltoall(tf.ones([size + 1])), "not an even multiple|an even multiple"),
                        (lambda: hvd.alltoall(tf.ones([size]), [1] * (size + 1)), "one integer for each of the"),
@@ -199,6 +220,7 @@ SENT = [tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64, tf.float16, 
         tf.uint32, tf.uint64, tf.bfloat16, tf.complex64]
 
 
+@pytest.mark.horovod("dtypes-gather", "dtypes-in-place")
 @pytest.mark.parametrize("dtype", SENT, ids=lambda dtype: dtype.name)
 def test_alltoall_grouped_gathers_and_broadcasts_in_place_of_every_dtype(dtype: Any, rank: int, size: int) -> None:
     own = tf.cast([rank, 1], dtype)
@@ -213,6 +235,7 @@ def test_alltoall_grouped_gathers_and_broadcasts_in_place_of_every_dtype(dtype: 
     np.testing.assert_array_equal(variable, tf.cast([size - 1, 1], dtype))
 
 
+@pytest.mark.horovod("no-elements")
 def test_every_collective_takes_tensors_without_elements(size: int) -> None:
     for name, collective in COLLECTIVES.items():
         if not name.startswith("broadcast_"):
@@ -228,6 +251,7 @@ def with_a_float32_gradient(x: Any) -> Any:
     return tf.identity(x), lambda upstream: tf.cast(upstream, tf.float32)
 
 
+@pytest.mark.horovod("dtype-of-gradients")
 @pytest.mark.parametrize("collective", [name for name in COLLECTIVES if not name.startswith("broadcast_")])
 def test_gradients_of_another_dtype_pass_through(collective: str, rank: int, size: int) -> None:
     x = tf.ones([size], tf.float64)
@@ -243,6 +267,7 @@ def test_gradients_of_another_dtype_pass_through(collective: str, rank: int, siz
 # -- init with process sets -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("init-again")
 def test_a_repeated_init_registers_process_sets(rank: int, size: int) -> None:
     process_set = hvd.ProcessSet([0])
     for _ in range(2):
@@ -251,6 +276,7 @@ def test_a_repeated_init_registers_process_sets(rank: int, size: int) -> None:
     assert hvd.remove_process_set(process_set)
 
 
+@pytest.mark.horovod("init-equal-sets")
 def test_equal_process_sets_are_an_error_of_init_and_the_job_is_initialised(size: int) -> None:
     mpistrat.shutdown()
     with pytest.raises(ValueError, match=r"registered already|twice"):

@@ -21,6 +21,7 @@ def eagerly(step: Callable) -> Callable:
     return step
 
 
+@pytest.mark.horovod("groups")
 @pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize("groups", [None, 1, 2, 50, "lists"], ids=str)
 def test_groups_change_no_result(way: Callable, groups: Any, rank: int, size: int) -> None:
@@ -68,6 +69,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield seen
 
 
+@pytest.mark.horovod("groups", "num-groups")
 @pytest.mark.parametrize("arguments, counts", [({}, [5]), ({"groups": 2}, [3, 2]), ({"num_groups": 5}, [1] * 5),
                                                ({"groups": "lists"}, [2, 1, 2])], ids=str)
 def test_each_group_is_one_collective(arguments: dict, counts: list[int], reduced: list[int], rank: int,
@@ -87,6 +89,7 @@ def test_each_group_is_one_collective(arguments: dict, counts: list[int], reduce
     assert reduced == counts
 
 
+@pytest.mark.horovod("partial-optimizer")
 @pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize("scale", [True, False])
 def test_local_variables_and_backward_passes(way: Callable, scale: bool, rank: int, size: int) -> None:
@@ -103,6 +106,7 @@ def test_local_variables_and_backward_passes(way: Callable, scale: bool, rank: i
     np.testing.assert_allclose(shared.numpy(), [[-3.0 * (size + 1) / 2]], rtol=1e-6)
 
 
+@pytest.mark.horovod("partial-optimizer")
 def test_each_rank_trains_its_own_local_layer(rank: int, size: int) -> None:
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -116,6 +120,7 @@ def test_each_rank_trains_its_own_local_layer(rank: int, size: int) -> None:
     assert len(set(map(tuple, mpistrat.allgather_object(own)))) == size
 
 
+@pytest.mark.horovod("partial-tape")
 def test_a_tape_leaves_local_layers_alone(rank: int, size: int) -> None:
     layer, shared = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"), tf.Variable([[1.0]])
     layer.build((None, 1))
@@ -127,6 +132,7 @@ def test_a_tape_leaves_local_layers_alone(rank: int, size: int) -> None:
     assert of_shared.numpy().tolist() == [[size * (size + 1) / 2]]
 
 
+@pytest.mark.horovod("partial-optimizer")
 @pytest.mark.parametrize("wrong", [3, ["dense"], keras.layers.Dense(2)], ids=["number", "name", "not built"])
 def test_what_is_no_layer_with_weights_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match="local_layers"):

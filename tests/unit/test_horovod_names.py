@@ -84,6 +84,7 @@ def test_an_import_of_a_name_that_is_not_there_is_an_import_error() -> None:
 # -- names that are there ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("built")
 @pytest.mark.parametrize("module", DOORS)
 def test_every_door_says_what_is_built(module: str) -> None:
     found = importlib.import_module(module)
@@ -95,23 +96,32 @@ def test_every_door_says_what_is_built(module: str) -> None:
         assert found.cuda_built()
 
 
+@pytest.mark.horovod("op-numbers")
+def test_the_operations_have_horovods_numbers() -> None:
+    assert [int(op) for op in (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.horovod("gpu-available")
 def test_gpu_available_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     available = mpistrat.gpu_available("tensorflow", verbose=True)
     assert capsys.readouterr().out.startswith("gpu_available: ") is not available
 
 
+@pytest.mark.horovod("sessions")
 @pytest.mark.parametrize("name", ["broadcast_global_variables", "BroadcastGlobalVariablesHook"])
 def test_the_names_of_sessions_name_what_takes_their_place(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"broadcast_variables\(.*BroadcastGlobalVariablesCallback"):
         getattr(hvd, name)(0)
 
 
+@pytest.mark.horovod("keras-global-variables")
 @pytest.mark.parametrize("door", [mpistrat.keras, mpistrat.tensorflow.keras])
 def test_the_keras_doors_have_it_too(door: Any) -> None:
     with pytest.raises(RuntimeError, match=r"broadcast_variables\("):
         door.broadcast_global_variables(0)
 
 
+@pytest.mark.horovod("query-ops")
 def test_queries_before_init() -> None:
     if mpistrat.is_initialized():
         mpistrat.shutdown()
@@ -138,6 +148,7 @@ def model_of_one_weight() -> keras.Model:
     return model
 
 
+@pytest.mark.horovod("best-model")
 def test_best_model_checkpoint_writes_to_the_file_that_it_gets_later(tmp_path: Path) -> None:
     checkpoint = BestModelCheckpoint(monitor="loss", save_weights_only=True)
     assert checkpoint.filepath is None and checkpoint.save_best_only
@@ -167,6 +178,7 @@ def alone() -> Iterator[None]:
     mpistrat.shutdown()
 
 
+@pytest.mark.horovod("one-rank")
 @pytest.mark.usefixtures("alone")
 def test_one_rank_scales_in_an_allreduce_and_leaves_gradients_as_they_are() -> None:
     for op in (hvd.Sum, hvd.Average):
@@ -181,6 +193,7 @@ def test_one_rank_scales_in_an_allreduce_and_leaves_gradients_as_they_are() -> N
     assert tape.gradient(loss, variable.value).numpy().tolist() == [np.float32(0.1)]
 
 
+@pytest.mark.horovod("elastic-state")
 @pytest.mark.usefixtures("alone")
 def test_a_state_returns_to_its_last_commit() -> None:
     state = ObjectState(epoch=0, history=[1])
@@ -198,6 +211,7 @@ def test_a_state_returns_to_its_last_commit() -> None:
     assert state.epoch == 2
 
 
+@pytest.mark.horovod("elastic-state")
 @pytest.mark.usefixtures("alone")
 def test_variables_return_to_the_last_commit_too() -> None:
     model = model_of_one_weight()
@@ -212,6 +226,7 @@ def test_variables_return_to_the_last_commit_too() -> None:
         assert np.array_equal(variable.numpy(), value)
 
 
+@pytest.mark.horovod("elastic-run")
 @pytest.mark.usefixtures("alone")
 def test_run_synchronises_and_restores() -> None:
     variable = tf.Variable([1.0])
@@ -236,6 +251,7 @@ def test_run_synchronises_and_restores() -> None:
     assert seen == [0, 5]
 
 
+@pytest.mark.horovod("elastic-state")
 @pytest.mark.usefixtures("alone")
 def test_reset_callbacks_are_called_by_on_reset() -> None:
     state, called = ObjectState(), []
@@ -246,6 +262,7 @@ def test_reset_callbacks_are_called_by_on_reset() -> None:
     assert called == [1, 2]
 
 
+@pytest.mark.horovod("elastic-callbacks")
 @pytest.mark.usefixtures("alone")
 def test_callbacks_keep_the_state_up_to_date() -> None:
     elastic = mpistrat.tensorflow.keras.elastic
@@ -265,6 +282,7 @@ def test_callbacks_keep_the_state_up_to_date() -> None:
     assert state.epoch == 6
 
 
+@pytest.mark.horovod("elastic-state-errors")
 def test_states_of_nothing_are_errors() -> None:
     with pytest.raises(ValueError, match=r"TensorFlowState\(\[\*model\.variables"):
         hvd.elastic.TensorFlowState()

@@ -68,6 +68,7 @@ def rate_of(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
+@pytest.mark.horovod("optimizer-variables")
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.old)
 def test_the_old_line_does_what_the_table_says_and_the_new_one_works(row: Row, script: dict[str, Any]) -> None:
     error = re.match(r"(\w+Error)", row.outcome)
@@ -111,12 +112,14 @@ def optimizer_of_keras_2() -> Any:
     return type("Adam", (base,), {"__module__": "script"})()  # A user's own subclass, in the user's module.
 
 
+@pytest.mark.horovod("optimizer-old")
 @pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras"])
 def test_an_optimizer_of_keras_2_is_refused_with_what_to_write(door: str) -> None:
     with pytest.raises(ValueError, match=OF_KERAS_2):
         importlib.import_module(door).DistributedOptimizer(optimizer_of_keras_2())
 
 
+@pytest.mark.horovod("optimizer-old")
 def test_an_optimizer_of_tensorflow_1_is_refused_with_what_to_write() -> None:
     import mpistrat.tensorflow as hvd
     with pytest.raises(ValueError, match=r"AdamOptimizer object at .*, which is an optimizer of TensorFlow 1: take one "
@@ -124,6 +127,7 @@ def test_an_optimizer_of_tensorflow_1_is_refused_with_what_to_write() -> None:
         hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer(0.1))
 
 
+@pytest.mark.horovod("optimizer-old")
 def test_an_optimizer_of_tensorflow_1_works_with_the_tape() -> None:
     import mpistrat.tensorflow as hvd
     hvd.init()
@@ -144,6 +148,7 @@ hvd.DistributedOptimizer(tf.keras.optimizers.Adam())
 """
 
 
+@pytest.mark.horovod("optimizer-old")
 def test_a_process_whose_tf_keras_is_keras_2_is_told_so(tmp_path: Path) -> None:
     package = tmp_path / "tf_keras" / "api" / "_v2" / "keras"  # Where TensorFlow looks for it.
     package.mkdir(parents=True)
