@@ -138,6 +138,7 @@ def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) ->
         np.testing.assert_allclose(value, start.numpy() - size * mean, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.horovod("optimizer-methods")
 def test_apply_gradients_takes_pairs(rank: int, size: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     variables = new_variables()
@@ -146,6 +147,7 @@ def test_apply_gradients_takes_pairs(rank: int, size: int) -> None:
         np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.horovod("optimizer-methods")
 def test_a_built_optimizer_needs_no_variables_to_apply(rank: int, size: int) -> None:
     optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
     optimizer.build(variables)
@@ -597,6 +599,7 @@ def test_double_wrapping_is_refused(make: Callable) -> None:
 @pytest.mark.parametrize("what, arguments, text", [
     ("Keras", {"optimizer": "adam"}, "takes a Keras 3 optimizer, for example .* Received: 'adam'"),
     ("op", {"op": mpistrat.Max}, "op currently only supports Average and Sum. Received: MAX"),
+    ("Adasum", {"op": mpistrat.Adasum}, "op currently only supports Average and Sum. Received: ADASUM"),
     ("passes", {"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1. Received: 0"),
     ("predivide and sum", {"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "not supported with op != Average"),
     ("predivide", {"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive. Received: -1"),

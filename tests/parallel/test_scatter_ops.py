@@ -257,6 +257,16 @@ def test_adasum_is_the_papers_formula_per_tensor(dtype: object, rtol: float, ran
     assert all(other == digests[0] for other in digests)
 
 
+@pytest.mark.horovod("adasum-sets")
+def test_adasum_in_a_process_set_is_that_of_its_ranks(rank: int, size: int) -> None:
+    process_set = mpistrat.add_process_set(range(1, size))
+    if process_set.included():
+        parts = [np.random.default_rng(r).normal(size=7) for r in process_set.ranks]
+        result = hvd.allreduce(tf.constant(parts[process_set.rank()]), op=hvd.Adasum, process_set=process_set)
+        np.testing.assert_allclose(result, adasum_of(parts), rtol=1e-12)
+    mpistrat.remove_process_set(process_set)
+
+
 def test_equal_gradients_are_averaged_and_orthogonal_ones_added(rank: int, size: int) -> None:
     same = mpistrat.allreduce(np.array([3.0, 4.0]), op=mpistrat.Adasum)
     np.testing.assert_allclose(same, [3.0, 4.0])
