@@ -21,6 +21,7 @@ from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
 from ._private import agree_on_finite, serialise_as
 from .fit import wrap_fit
+from .old_optimizers import advice
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -114,7 +115,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True,
-                         uneven: str = "error") -> Optimizer:
+                         uneven: str = "error", use_locking: bool = False) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -146,6 +147,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             knows the numbers. "join": ranks without batches wait at the end of each epoch, gradients are averaged over
             the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
             rank has accumulated for an update that it does not make are dropped. The same on all ranks.
+        use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
@@ -199,7 +201,7 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
     if is_distributed(optimizer):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
     if op not in (Average, Sum):

@@ -26,9 +26,9 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
     start with its own.
 
     Args:
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-            backward_passes_per_step, average_aggregated_gradients, groups, process_set, scale_local_gradients, uneven:
-            As for DistributedOptimizer.
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
+        groups, process_set, scale_local_gradients, uneven: Likewise.
         local_layers: A Keras layer or a list of layers, which have their weights.
 
     Raises:

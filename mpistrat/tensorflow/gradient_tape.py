@@ -26,8 +26,12 @@ class _DistributedGradientTape(tf.GradientTape):
 
     @without_autograph
     def gradient(self, target: object, sources: Structure, output_gradients: object = None,
-                 unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE) -> Structure:
-        """As tf.GradientTape.gradient, averaged over the ranks. Collective. `sources` may be nested."""
+                 unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+                 use_generic_names: bool = False) -> Structure:
+        """As tf.GradientTape.gradient, averaged over the ranks. Collective. `sources` may be nested.
+
+        `use_generic_names` is accepted for compatibility with Horovod: the names on the wire are always numbers.
+        """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         # For tf.nest, None and tf.IndexedSlices are leaves.
         flat = self._mpistrat_reducer.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
@@ -88,8 +92,8 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
     """As DistributedGradientTape, but the gradients of some layers are not averaged: each rank trains its own.
 
     Args:
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
-            groups, process_set, scale_local_gradients: As for DistributedGradientTape.
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients: Likewise.
         local_layers: A Keras layer or a list of layers, which have their weights.
 
     Raises:

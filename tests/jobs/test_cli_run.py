@@ -26,6 +26,7 @@ def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60
     return run_limited([*BARE, *words], env=env, limit_s=limit_s)
 
 
+@pytest.mark.horovod("horovodrun")
 @pytest.mark.quick
 @needs_mpirun
 def test_every_rank_runs_the_command() -> None:
@@ -103,6 +104,7 @@ def test_more_ranks_than_slots() -> None:
     assert job.code == 0 and "rank 2." in job.output, job.output
 
 
+@pytest.mark.horovod("horovodrun")
 @pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("line", ["localhost slots=2", "localhost:2"])
@@ -166,6 +168,7 @@ def test_wrong_input_ends_with_code_2() -> None:
     assert job.output == "mpistrat run: argument -np: 0 is not a number of ranks; write for example: -np 2\n"
 
 
+@pytest.mark.horovod("check-build")
 @pytest.mark.quick
 def test_check_says_what_is_here() -> None:
     job = mpistrat("check")

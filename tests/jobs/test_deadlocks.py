@@ -43,6 +43,7 @@ def cases_of(job: Finished, rank: int) -> dict[str, tuple[str, float]]:
             for case, result, seconds in zip(lines[::3], lines[1::3], lines[2::3], strict=True)}
 
 
+@pytest.mark.horovod("names-differ")
 @pytest.mark.parametrize(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)],
                          ids=["arrays", "tensorflow"])
 def test_all_ranks_that_wait_for_each_other_fail_soon_and_no_others(kind: str, expected: dict[str, str]) -> None:

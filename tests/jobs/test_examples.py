@@ -122,6 +122,7 @@ def test_only_the_chief_writes_a_checkpoint(example: str, ranks: int, trained: C
     assert written == [True] + [False] * (ranks - 1)
 
 
+@pytest.mark.horovod("optimizer-class")
 @needs_mpirun
 @each_example
 def test_the_checkpoint_has_the_weights_of_the_last_line_and_loads_without_mpistrat(

@@ -141,6 +141,7 @@ def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str,
     assert "ranks [0] wait for ranks [1], which have already shut down " in line, job.output
 
 
+@pytest.mark.horovod("atexit")
 @pytest.mark.quick
 def test_a_script_may_end_without_shutdown() -> None:
     job = run(3, "no_shutdown.py")
@@ -183,6 +184,7 @@ def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.horovod("names-differ")
 @pytest.mark.parametrize(("ranks", "present"), [(2, "[0]"), (3, "[0, 2]")])
 def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_fails_on_every_rank(
         ranks: int, present: str) -> None:
@@ -265,6 +267,7 @@ def test_init_takes_a_list_of_ranks() -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.horovod("init-comm")
 @pytest.mark.quick
 def test_init_takes_a_communicator_and_leaves_it_alone() -> None:
     job = run(3, "subset.py", "communicator")
@@ -320,6 +323,7 @@ def test_settings_that_differ_are_an_error_on_every_rank_that_names_values_and_r
                                    "7 on ranks [1]."), job.output
 
 
+@pytest.mark.horovod("mpirun")
 def test_horovod_variables_are_warned_about_once() -> None:
     job = run(3, "init_only.py", env={"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "1"})
     assert [job.of_rank(rank) for rank in range(3)] == [["returned 3.0"]] * 3, job.output
@@ -368,6 +372,7 @@ def test_a_thread_level_that_is_too_low_is_an_error_that_says_what_to_write(leve
         assert "Set mpi4py.rc.thread_level = 'multiple'" in line, job.output
 
 
+@pytest.mark.horovod("thread-level")
 def test_thread_level_serialized_suffices() -> None:
     job = run(2, "thread_level.py", "serialized")
     assert [job.of_rank(rank) for rank in range(2)] == [["returned 2.0"]] * 2, job.output

@@ -14,6 +14,7 @@ from ..support.jobs import ROOT, job_environment, needs_mpirun, processes_of, ru
 SCRIPT = [sys.executable, "tests/scripts/run_function.py"]
 
 
+@pytest.mark.horovod("run")
 @pytest.mark.quick
 @needs_mpirun
 def test_results_come_in_the_order_of_ranks_and_an_exception_comes_home() -> None:

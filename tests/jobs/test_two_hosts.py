@@ -47,6 +47,7 @@ PLACES = {
 }
 
 
+@pytest.mark.horovod("ranks")
 @pytest.mark.parametrize("placement", PLACES)
 def test_every_rank_sees_the_topology(hosts: Hosts, placement: str) -> None:
     ranks_per_host, map_by, host_of, local, cross = PLACES[placement]

@@ -80,6 +80,7 @@ def test_average_is_the_default(dtype: np.dtype, rank: int, size: int) -> None:
     np.testing.assert_allclose(wide, np.arange(1, 8) + (size - 1) / 2, rtol=tolerance)
 
 
+@pytest.mark.horovod("average-of-integers")
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_average_of_integers_is_truncated_toward_zero(dtype: np.dtype, rank: int, size: int) -> None:
     sign = -1 if dtype.kind == "i" else 1
@@ -90,6 +91,7 @@ def test_average_of_integers_is_truncated_toward_zero(dtype: np.dtype, rank: int
     assert result.tolist() == [sign * (total // size) for total in sums]
 
 
+@pytest.mark.horovod("average-of-integers")
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
 def test_average_of_large_integers_is_exact(dtype: str, rank: int, size: int) -> None:
     # 2**53 + 1 has no float64, so this is wrong when the division is made in floating point.
@@ -120,6 +122,7 @@ def test_complex_values_are_multiplied_as_such(rank: int, size: int) -> None:
     assert mpistrat.allreduce(np.array([1j]), op=mpistrat.Product).tolist() == [1j**size]
 
 
+@pytest.mark.horovod("sums-of-integers")
 def test_integers_wrap_around(size: int) -> None:
     assert mpistrat.allreduce(np.array([200], np.uint8), op=mpistrat.Sum).tolist() == [200 * size % 256]
     product = mpistrat.allreduce(np.array([7], np.uint8), op=mpistrat.Product)
@@ -128,6 +131,7 @@ def test_integers_wrap_around(size: int) -> None:
     assert least.tolist() == [-2**31 if size % 2 else 0]
 
 
+@pytest.mark.horovod("sums-of-halves")
 @pytest.mark.parametrize("dtype, big", [(np.dtype("float16"), 2048.0), (BFLOAT16, 256.0)], ids=str)
 def test_halves_are_summed_in_float32(dtype: np.dtype, big: float, rank: int, size: int) -> None:
     # Above `big` only every second whole number is a half, so adding ones to it one by one would go nowhere.
@@ -141,6 +145,7 @@ def test_the_deprecated_average_argument(average: bool, expected: str, rank: int
     assert result.tolist() == [size * (size - 1) / 2 / (size if expected == "average" else 1)]
 
 
+@pytest.mark.horovod("op-numbers")
 def test_an_operation_may_be_given_as_horovods_number(rank: int, size: int) -> None:
     assert mpistrat.allreduce(np.array([rank]), op=4).tolist() == [size - 1]
 
@@ -451,6 +456,7 @@ def test_an_object_of_another_rank_is_not_looked_at(rank: int) -> None:
     assert mpistrat.broadcast_object("fine" if rank == 0 else unpicklable) == "fine"
 
 
+@pytest.mark.horovod("barrier")
 def test_nobody_passes_a_barrier_before_all_have_come(rank: int, size: int, shared_dir: str) -> None:
     for step in range(3):
         with open(os.path.join(shared_dir, f"{step}-{rank}"), "w"):
@@ -658,6 +664,7 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str, str, str]] = {
 }
 
 
+@pytest.mark.horovod("mismatch-kinds")
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_a_disagreement_names_values_and_ranks_on_every_rank(what: str, rank: int, size: int) -> None:
     of_last, of_others, aspect, last_value, other_value = DISAGREEMENTS[what]

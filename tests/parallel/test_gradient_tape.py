@@ -36,6 +36,7 @@ def quadratic(way: Callable, scale: Any, variables: Any, loss: Callable | None =
     return way(step)(tf.constant(scale, tf.nest.flatten(variables)[0].dtype))
 
 
+@pytest.mark.horovod("tape")
 @both_ways
 def test_gradients_are_averaged(way: Callable, rank: int, size: int) -> None:
     variables = [tf.Variable([[1.0, 2.0]]), tf.Variable(3.0)]
@@ -52,6 +53,7 @@ def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) ->
     assert gradient.numpy().tolist() == [total, 2 * total]
 
 
+@pytest.mark.horovod("predivide")
 @both_ways
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0, 8.0])
 def test_a_predivide_factor_does_not_change_the_average(way: Callable, factor: float, rank: int, size: int) -> None:
@@ -59,6 +61,7 @@ def test_a_predivide_factor_does_not_change_the_average(way: Callable, factor: f
     np.testing.assert_allclose(gradient, [(size + 1) / 2, size + 1], rtol=1e-6)
 
 
+@pytest.mark.horovod("predivide")
 def test_a_predivide_factor_divides_before_the_sum(size: int) -> None:
     # In float16 the sum would overflow.
     variable = tf.Variable([60000.0], dtype=tf.float16)
@@ -74,6 +77,7 @@ def test_gradients_keep_their_dtype(way: Callable, dtype: Any, rank: int, size: 
     assert float(gradient[0]) == pytest.approx((size + 1) / 2, rel=1e-2)
 
 
+@pytest.mark.horovod("tape-nested")
 @both_ways
 def test_sources_may_be_nested(way: Callable, rank: int, size: int) -> None:
     sources = {"a": tf.Variable(1.0), "b": [tf.Variable([2.0]), (tf.Variable([3.0, 3.0]),)]}
@@ -85,12 +89,14 @@ def test_sources_may_be_nested(way: Callable, rank: int, size: int) -> None:
     assert gradients["b"][1][0].numpy().tolist() == [3 * total] * 2
 
 
+@pytest.mark.horovod("tape-nested")
 @both_ways
 def test_a_single_source_gives_a_single_gradient(way: Callable, rank: int, size: int) -> None:
     gradient = quadratic(way, rank + 1.0, tf.Variable([2.0]), op=hvd.Sum)
     assert gradient.numpy().tolist() == [size * (size + 1)]
 
 
+@pytest.mark.horovod("none", "tape-unconnected")
 @both_ways
 def test_a_source_without_a_gradient_gives_none(way: Callable, rank: int, size: int) -> None:
     used, unused, also = tf.Variable(2.0), tf.Variable(3.0), tf.Variable(4.0)
@@ -119,6 +125,7 @@ def test_no_gradient_at_all(way: Callable, size: int) -> None:
     assert way(step)() == [None]
 
 
+@pytest.mark.horovod("tape-arguments")
 def test_the_gradient_of_a_vector_takes_output_gradients(rank: int, size: int) -> None:
     variable = tf.Variable([1.0, 2.0])
     with tf.GradientTape() as tape:
@@ -128,6 +135,16 @@ def test_the_gradient_of_a_vector_takes_output_gradients(rank: int, size: int) -
     assert gradient.numpy().tolist() == [3.0 * size, 15.0 * size * (size + 1)]
 
 
+@pytest.mark.horovod("tape-arguments")
+def test_horovods_argument_for_names_is_taken(rank: int, size: int) -> None:
+    variable = tf.Variable([2.0])
+    with tf.GradientTape() as tape:
+        loss = variable * variable * (rank + 1)
+    gradient, = hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, [variable], use_generic_names=True)
+    assert gradient.numpy().tolist() == [2.0 * size * (size + 1)]
+
+
+@pytest.mark.horovod("tape")
 def test_a_persistent_tape_may_be_asked_again(rank: int, size: int) -> None:
     first, second = tf.Variable(2.0), tf.Variable(5.0)
     with tf.GradientTape(persistent=True) as tape:
@@ -148,6 +165,7 @@ def test_a_tape_that_is_not_persistent_may_not(size: int) -> None:
         tape.gradient(loss, variable)
 
 
+@pytest.mark.horovod("tape")
 def test_a_tape_may_be_wrapped_before_it_records(rank: int, size: int) -> None:
     variable = tf.Variable(3.0)
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
@@ -218,6 +236,7 @@ def test_sparse_gradients_stay_sparse(way: Callable, op: str, rank: int, size: i
     assert dense.numpy().tolist() == [6 * size / divisor]
 
 
+@pytest.mark.horovod("sparse-as-dense")
 @both_ways
 def test_sparse_gradients_are_made_dense_on_request(way: Callable, rank: int, size: int) -> None:
     table, dense = lookup(way, rank, sparse_as_dense=True)
@@ -237,6 +256,7 @@ def test_sparse_gradients_may_have_other_numbers_of_rows_on_every_rank(rank: int
 # -- local sources ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("local-gradients", "tape-local")
 @both_ways
 @pytest.mark.parametrize("scale", [True, False])
 def test_the_gradient_of_a_local_source_stays_on_its_rank(way: Callable, scale: bool, rank: int, size: int) -> None:
@@ -357,6 +377,7 @@ def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size
 
 
+@pytest.mark.horovod("predivide", "groups")
 @pytest.mark.parametrize("arguments, text", [
     ({"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "gradient_predivide_factor not supported with op"),
     ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be positive"),

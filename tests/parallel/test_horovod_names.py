@@ -21,6 +21,7 @@ def queried(number: int) -> list[tf.Tensor]:
             hvd.process_set_included_op(number), hvd.process_set_included_op(77)]
 
 
+@pytest.mark.horovod("query-ops", "add-set")
 def test_queries_are_answered_when_the_graph_runs(rank: int, size: int) -> None:
     process_set = hvd.add_process_set([size - 1])
     number = process_set.process_set_id
@@ -38,6 +39,7 @@ def test_queries_are_answered_when_the_graph_runs(rank: int, size: int) -> None:
     hvd.remove_process_set(process_set)
 
 
+@pytest.mark.horovod("unknown-set")
 def test_the_size_of_an_unknown_set_is_an_error() -> None:
     with pytest.raises(InvalidRequestError, match="no process set with the number 77 is registered"):
         hvd.size_op(77)
@@ -45,6 +47,7 @@ def test_the_size_of_an_unknown_set_is_an_error() -> None:
         tf.function(lambda: hvd.size_op(77))()
 
 
+@pytest.mark.horovod("broadcast-object", "broadcast-object-fn", "allgather-object")
 @pytest.mark.parametrize("door", [hvd, mpistrat.keras])
 def test_objects_with_a_session(rank: int, size: int, door: object) -> None:
     assert door.broadcast_object({"root": rank}, 1, None, "named") == {"root": 1}
@@ -53,6 +56,7 @@ def test_objects_with_a_session(rank: int, size: int, door: object) -> None:
     assert hvd.broadcast_object_fn(1, None, "named")({"root": rank}) == {"root": 1}
 
 
+@pytest.mark.horovod("keras-collectives")
 def test_reducescatter_of_keras(rank: int, size: int) -> None:
     rows = np.arange(2.0 * size).reshape(size, 2)
     assert mpistrat.keras.reducescatter(rows).numpy().tolist() == [rows[rank].tolist()]
@@ -62,6 +66,7 @@ def test_reducescatter_of_keras(rank: int, size: int) -> None:
 # -- elastic states ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("elastic-state")
 def test_sync_takes_the_state_of_rank_0(rank: int) -> None:
     variable = tf.Variable([float(rank), 1.0])
     state = hvd.elastic.TensorFlowState([variable], epoch=rank, history=[rank] * (rank + 1))
@@ -85,6 +90,7 @@ def test_a_state_that_only_rank_0_has_in_full_reaches_all(rank: int) -> None:
     assert state.best == 0.5
 
 
+@pytest.mark.horovod("elastic-run")
 def test_a_model_is_trained_from_the_state_of_rank_0(rank: int, size: int) -> None:
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -113,6 +119,7 @@ def test_a_model_is_trained_from_the_state_of_rank_0(rank: int, size: int) -> No
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("best-model")
 @pytest.mark.parametrize("is_strategy", [False, True])
 def test_one_rank_writes_the_best_model(rank: int, is_strategy: bool, shared_dir: str) -> None:
     path = Path(shared_dir, "best.keras")

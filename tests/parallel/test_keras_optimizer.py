@@ -112,6 +112,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.horovod("optimizer")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_does_with_the_ranks_gradients_what_one_process_does_with_their_average(name: str, rank: int,
                                                                                    size: int) -> None:
@@ -123,11 +124,13 @@ def test_so_it_does_in_a_graph(name: str, rank: int, size: int) -> None:
     assert_like_one_process(OPTIMIZERS[name], rank, size, in_graph)
 
 
+@pytest.mark.horovod("predivide")
 @pytest.mark.parametrize("factor", [0.5, 4.0])
 def test_a_predivide_factor_does_not_change_the_average(factor: float, rank: int, size: int) -> None:
     assert_like_one_process(OPTIMIZERS["sgd"], rank, size, gradient_predivide_factor=factor)
 
 
+@pytest.mark.horovod("optimizer-op")
 @both_ways
 def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) -> None:
     got = steps_with(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum), [gradients_of(rank, 0)], way)
@@ -135,6 +138,7 @@ def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) ->
         np.testing.assert_allclose(value, start.numpy() - size * mean, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.horovod("optimizer-methods")
 def test_apply_gradients_takes_pairs(rank: int, size: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     variables = new_variables()
@@ -143,6 +147,7 @@ def test_apply_gradients_takes_pairs(rank: int, size: int) -> None:
         np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.horovod("optimizer-methods")
 def test_a_built_optimizer_needs_no_variables_to_apply(rank: int, size: int) -> None:
     optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
     optimizer.build(variables)
@@ -168,6 +173,7 @@ def test_two_optimizers_are_told_apart(rank: int, size: int) -> None:
     assert (a.numpy().tolist(), b.numpy().tolist()) == ([-1.0], [-(size + 1) / 2] * 2)
 
 
+@pytest.mark.horovod("none")
 @both_ways
 def test_a_gradient_that_is_none_is_left_out(way: Callable, rank: int, size: int) -> None:
     optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
@@ -181,6 +187,7 @@ def test_a_gradient_that_is_none_is_left_out(way: Callable, rank: int, size: int
         np.testing.assert_allclose(variable.numpy(), start.numpy() - change, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.horovod("backward-passes-none")
 def test_none_and_accumulation(rank: int, size: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2))
     variables = new_variables()
@@ -201,6 +208,7 @@ def test_compression_sets_the_dtype_on_the_wire(rank: int, size: int, reduced: l
         np.testing.assert_allclose(value, start.numpy() - mean, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.horovod("optimizer-local", "local-gradients")
 @both_ways
 def test_local_variables_are_not_averaged(way: Callable, rank: int, size: int) -> None:
     optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
@@ -231,6 +239,7 @@ def test_accumulated_gradients_are_reduced_at_updates_only(way: Callable, rank: 
     assert counts == [0, 0, 1, 1, 1, 2, 2]
 
 
+@pytest.mark.horovod("backward-passes")
 @both_ways
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
 def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size: int, reduced: list[Entry]) -> None:
@@ -242,6 +251,24 @@ def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size:
     for value, start, *passes in zip(got, new_variables(), *means):
         np.testing.assert_allclose(value, start.numpy() - sum(passes) / (2 if average else 1), rtol=1e-5, atol=1e-5)
     assert_equal_on_all_ranks(got)
+
+
+@pytest.mark.horovod("backward-passes-infinity")
+@both_ways
+def test_an_infinite_gradient_is_gone_after_the_update(way: Callable, rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    variables = new_variables()
+    optimizer.build(variables)
+    step = way(lambda *values: optimizer.apply(values, variables))
+    for _ in range(2):
+        step(*[tf.fill(shape, np.float32(np.inf)) for shape in SHAPES])
+    for variable, start in zip(variables, new_variables()):
+        assert not np.any(np.isfinite(variable.numpy()))
+        variable.assign(start)
+    for passed in range(2):
+        step(*map(tf.constant, gradients_of(rank, passed)))
+    for variable, start, *means in zip(variables, new_variables(), mean_gradients(size, 0), mean_gradients(size, 1)):
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - sum(means), rtol=1e-5, atol=1e-5)
 
 
 class WithoutClipping(keras.optimizers.SGD):
@@ -335,6 +362,7 @@ def train_embedding(optimizer: Any, batches: Sequence[tuple[np.ndarray, ...]], w
     return model.get_weights()
 
 
+@pytest.mark.horovod("backward-passes-slices")
 @both_ways
 @pytest.mark.parametrize("make", [
     lambda: keras.optimizers.SGD(0.5), lambda: keras.optimizers.Adam(0.1),
@@ -347,6 +375,7 @@ def test_an_embedding_learns_as_in_one_process(way: Callable, make: Callable, ra
     assert_equal_on_all_ranks(got)
 
 
+@pytest.mark.horovod("sparse-as-dense")
 def test_sparse_gradients_are_made_dense_on_request(rank: int, size: int, reduced: list[Entry]) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), sparse_as_dense=True)
     got = train_embedding(optimizer, [embedding_batch(rank, 0)], eagerly)
@@ -432,6 +461,7 @@ def test_mixed_precision_with_an_overflow_on_one_rank(rank: int, size: int) -> N
 # -- being a Keras optimizer ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("optimizer-class")
 def test_it_is_of_a_subclass_of_the_same_name() -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
     assert isinstance(optimizer, keras.optimizers.Adam)
@@ -492,6 +522,7 @@ def trained_model(rank: int, optimizer: Any) -> Any:
     return model
 
 
+@pytest.mark.horovod("optimizer-class")
 def test_a_saved_model_loads_without_mpistrat(rank: int, shared_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained_model(rank, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
     path = os.path.join(shared_dir, f"model{rank}.keras")
@@ -542,6 +573,7 @@ def test_wrapping_does_not_tie_the_two_optimizers_together(rank: int, size: int)
     assert all(not np.any(momentum.numpy()) for momentum in original.momentums)
 
 
+@pytest.mark.horovod("optimizer")
 def test_it_is_found_in_every_place_where_horovod_has_it() -> None:
     import mpistrat.tensorflow
     import mpistrat.tensorflow.keras
@@ -563,9 +595,11 @@ def test_double_wrapping_is_refused(make: Callable) -> None:
         hvd.DistributedOptimizer(optimizer)
 
 
+@pytest.mark.horovod("optimizer-op", "predivide", "backward-passes")
 @pytest.mark.parametrize("what, arguments, text", [
     ("Keras", {"optimizer": "adam"}, "takes a Keras 3 optimizer, for example .* Received: 'adam'"),
     ("op", {"op": mpistrat.Max}, "op currently only supports Average and Sum. Received: MAX"),
+    ("Adasum", {"op": mpistrat.Adasum}, "op currently only supports Average and Sum. Received: ADASUM"),
     ("passes", {"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1. Received: 0"),
     ("predivide and sum", {"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "not supported with op != Average"),
     ("predivide", {"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive. Received: -1"),

@@ -133,6 +133,7 @@ def test_on_a_machine_with_a_gpu_the_default_of_compile_trains(rank: int, size: 
 # -- BroadcastGlobalVariablesCallback ---------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("broadcast-callback")
 def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, size: int) -> None:
     root, watch = size - 1, Watch()
     model = new_model("input", seed=rank)
@@ -147,6 +148,7 @@ def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, si
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
+@pytest.mark.horovod("broadcast-callback")
 @pytest.mark.parametrize("kind", ["no input", "subclassed"])
 def test_a_model_that_is_built_by_its_first_batch_is_equal_after_it(kind: str, rank: int, size: int) -> None:
     watch = Watch()
@@ -158,6 +160,7 @@ def test_a_model_that_is_built_by_its_first_batch_is_equal_after_it(kind: str, r
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
+@pytest.mark.horovod("broadcast-callback")
 def test_the_optimizers_state_is_the_roots_too(rank: int, size: int) -> None:
     # As after loading a checkpoint that only the root has.
     model, watch = new_model("input", seed=rank), Watch()
@@ -200,6 +203,7 @@ def test_a_normalization_that_each_rank_has_adapted_computes_with_the_roots_stat
     assert_equal_on_all_ranks([model.predict(x, verbose=0), normalization(x)])
 
 
+@pytest.mark.horovod("broadcast-callback-local")
 def test_local_variables_stay_as_they_are(rank: int, size: int) -> None:
     model = new_model("input", seed=0)
     given, registered = model.layers[0].bias, model.layers[1].bias
@@ -228,6 +232,7 @@ class Keep(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
+@pytest.mark.horovod("metric-average")
 def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int) -> None:
     own, shown = Keep(), Keep()
     x, y = global_data(size)
@@ -277,6 +282,7 @@ class Driver:
         return self
 
 
+@pytest.mark.horovod("lr-warmup")
 def test_the_learning_rate_warms_up_to_its_full_value(rank: int, size: int) -> None:
     driver = Driver(hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2), keras.optimizers.SGD(0.8)).run(3)
     done = np.arange(1, 2 * STEPS + 1) / STEPS / 2  # The part of the warm-up that each batch completes.
@@ -292,6 +298,7 @@ def test_the_chief_alone_says_that_the_warm_up_is_done(rank: int, capsys: pytest
     assert printed == ("\nEpoch 2: the learning-rate warm-up is done, at 0.8.\n" if rank == 0 else "")
 
 
+@pytest.mark.horovod("lr-schedule")
 def test_a_staircase_schedule_changes_the_rate_at_epochs() -> None:
     callback = hvd.callbacks.LearningRateScheduleCallback(0.4, multiplier=0.5, start_epoch=1, end_epoch=3)
     driver = Driver(callback, keras.optimizers.SGD(0.1)).run(4)
@@ -299,12 +306,14 @@ def test_a_staircase_schedule_changes_the_rate_at_epochs() -> None:
     np.testing.assert_allclose(driver.rates[STEPS:], np.repeat([0.4, 0.2, 0.2], STEPS), rtol=1e-6)
 
 
+@pytest.mark.horovod("lr-schedule")
 def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
     callback = hvd.callbacks.LearningRateScheduleCallback(0.4, multiplier=lambda epoch: 1 + epoch, staircase=False)
     driver = Driver(callback, keras.optimizers.SGD(0.1)).run(2)
     np.testing.assert_allclose(driver.rates, 0.4 * (1 + np.arange(2 * STEPS) / STEPS), rtol=1e-6)
 
 
+@pytest.mark.horovod("lr-momentum")
 def test_the_momentum_is_corrected_for_the_batch_of_the_change() -> None:
     optimizer = keras.optimizers.SGD(0.1, momentum=0.8)
     momentum = optimizer.momentum = keras.Variable(0.8, trainable=False)
@@ -326,6 +335,7 @@ def test_a_schedule_reaches_the_compiled_step(rank: int, size: int) -> None:
     assert all(np.array_equal(first, second) for first, second in zip(*weights))
 
 
+@pytest.mark.horovod("lr-errors")
 def test_a_schedule_needs_a_rate_and_the_number_of_steps() -> None:
     with pytest.raises(ValueError, match="initial_lr is required"):
         hvd.callbacks.LearningRateScheduleCallback(None, multiplier=0.1)
@@ -338,6 +348,7 @@ def test_a_schedule_needs_a_rate_and_the_number_of_steps() -> None:
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("load-model")
 def test_a_loaded_model_goes_on_where_it_was_saved(rank: int, size: int, shared_dir: str) -> None:
     model = new_model("input", seed=4)
     fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), rank, size, epochs=1)
@@ -361,6 +372,7 @@ class MyAdam(keras.optimizers.Adam):
     """Keras does not know this one."""
 
 
+@pytest.mark.horovod("load-model")
 def test_load_model_takes_the_users_optimizers(rank: int, shared_dir: str) -> None:
     model = new_model("input", seed=4)
     model.compile(MyAdam(0.01), loss="mse")
@@ -376,6 +388,7 @@ def test_load_model_takes_a_model_without_an_optimizer(rank: int, shared_dir: st
     assert getattr(hvd.load_model(path), "optimizer", None) is None
 
 
+@pytest.mark.horovod("keras-collectives")
 def test_the_short_forms_of_the_collectives(rank: int, size: int) -> None:
     assert float(hvd.allreduce(rank + 1.0, op=hvd.Sum)) == size * (size + 1) / 2
     assert float(hvd.allreduce(rank + 1.0, name="named", average=True)) == (size + 1) / 2

@@ -1,6 +1,6 @@
 """Groups of gradients, and layers whose gradients each rank keeps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -12,6 +12,8 @@ import mpistrat
 import mpistrat.keras as hvd_keras
 import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError
+from mpistrat.core.handle import Entry
+from mpistrat.engine.queue import TensorQueue
 from mpistrat.tensorflow.gradient_groups import GradientGroups
 
 
@@ -19,6 +21,7 @@ def eagerly(step: Callable) -> Callable:
     return step
 
 
+@pytest.mark.horovod("groups")
 @pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize("groups", [None, 1, 2, 50, "lists"], ids=str)
 def test_groups_change_no_result(way: Callable, groups: Any, rank: int, size: int) -> None:
@@ -51,6 +54,59 @@ def test_gradients_are_divided_into_groups() -> None:
     assert GradientGroups([[c]]).divide([]) == []
 
 
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many gradients each collective of this rank has."""
+    seen: list[int] = []
+    put = TensorQueue.put
+
+    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
+        if entry.request.name.startswith(("optimizer", "tape")):
+            seen.append(len(entry.request.tensors))
+        return put(self, entry, is_driver)
+
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    yield seen
+
+
+@pytest.mark.horovod("groups", "num-groups")
+@pytest.mark.parametrize("arguments, counts", [({}, [5]), ({"groups": 2}, [3, 2]), ({"num_groups": 5}, [1] * 5),
+                                               ({"groups": "lists"}, [2, 1, 2])], ids=str)
+def test_each_group_is_one_collective(arguments: dict, counts: list[int], reduced: list[int], rank: int,
+                                      size: int) -> None:
+    variables = [keras.Variable(np.zeros(i + 1)) for i in range(5)]
+    if arguments.get("groups") == "lists":
+        arguments = {"groups": [[variables[4], variables[0]], [variables[2]]]}
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), **arguments)
+    optimizer.apply([tf.fill(v.shape, rank + 1.0) for v in variables], variables)
+    for variable in variables:
+        np.testing.assert_allclose(variable.numpy(), np.full(variable.shape, -(size + 1) / 2))
+    assert reduced == counts
+    reduced.clear()
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(variable.value) for variable in variables])
+    hvd.DistributedGradientTape(tape, **arguments).gradient(loss, variables)
+    assert reduced == counts
+
+
+@pytest.mark.horovod("partial-optimizer")
+@pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
+@pytest.mark.parametrize("scale", [True, False])
+def test_local_variables_and_backward_passes(way: Callable, scale: bool, rank: int, size: int) -> None:
+    local, shared = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"), keras.Variable([[0.0]])
+    local.build((None, 1))
+    optimizer = hvd_keras.PartialDistributedOptimizer(
+        keras.optimizers.SGD(1.0), backward_passes_per_step=2, local_layers=local, scale_local_gradients=scale)
+    variables = [local.kernel, shared]
+    optimizer.build(variables)
+    step = way(lambda gradient: optimizer.apply([gradient, gradient], variables))
+    for passed in range(2):
+        step(tf.constant([[(1.0 + passed) * (rank + 1)]]))
+    np.testing.assert_allclose(local.kernel.numpy(), [[-3.0 * (rank + 1) / (size if scale else 1)]], rtol=1e-6)
+    np.testing.assert_allclose(shared.numpy(), [[-3.0 * (size + 1) / 2]], rtol=1e-6)
+
+
+@pytest.mark.horovod("partial-optimizer")
 def test_each_rank_trains_its_own_local_layer(rank: int, size: int) -> None:
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -64,6 +120,7 @@ def test_each_rank_trains_its_own_local_layer(rank: int, size: int) -> None:
     assert len(set(map(tuple, mpistrat.allgather_object(own)))) == size
 
 
+@pytest.mark.horovod("partial-tape")
 def test_a_tape_leaves_local_layers_alone(rank: int, size: int) -> None:
     layer, shared = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"), tf.Variable([[1.0]])
     layer.build((None, 1))
@@ -75,6 +132,7 @@ def test_a_tape_leaves_local_layers_alone(rank: int, size: int) -> None:
     assert of_shared.numpy().tolist() == [[size * (size + 1) / 2]]
 
 
+@pytest.mark.horovod("partial-optimizer")
 @pytest.mark.parametrize("wrong", [3, ["dense"], keras.layers.Dense(2)], ids=["number", "name", "not built"])
 def test_what_is_no_layer_with_weights_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match="local_layers"):

@@ -80,6 +80,7 @@ def test_threads_use_sets_at_the_same_time(rank: int, size: int, two_sets: tuple
             assert results[place] == [sum(each.ranks)] * 30
 
 
+@pytest.mark.horovod("broadcast")
 @pytest.mark.parametrize("graph", [False, True])
 def test_tensors_and_gradients_in_a_set(rank: int, size: int, two_sets: tuple, graph: bool) -> None:
     for process_set in two_sets:
@@ -133,6 +134,7 @@ def test_ranks_outside_are_refused(rank: int, size: int, two_sets: tuple) -> Non
             hvd.allgather(tf.ones(1), process_set=process_set)
 
 
+@pytest.mark.horovod("broadcast-root")
 def test_a_mismatch_in_a_set_names_ranks_of_the_job(rank: int, size: int, two_sets: tuple) -> None:
     _, last = two_sets
     if last.included() and last.size() > 1:
@@ -144,6 +146,7 @@ def test_a_mismatch_in_a_set_names_ranks_of_the_job(rank: int, size: int, two_se
             mpistrat.broadcast(np.ones(1), 0, process_set=last)
 
 
+@pytest.mark.horovod("process-set", "add-set", "remove-set")
 def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: int) -> None:
     for wrong, text in (([], "at least one rank"), ([size], "at least one rank"), (range(size), "registered already"),
                         ([rank], "disagree"), ([0] if rank else [1], "disagree")):
@@ -168,6 +171,7 @@ def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
 
 
+@pytest.mark.horovod("add-set-comm")
 def test_a_communicator_makes_a_set_on_each_side(rank: int, size: int) -> None:
     from mpi4py import MPI
     halves = MPI.COMM_WORLD.Split(rank % 2)
@@ -178,6 +182,7 @@ def test_a_communicator_makes_a_set_on_each_side(rank: int, size: int) -> None:
     halves.Free()
 
 
+@pytest.mark.horovod("init-sets", "process-set")
 def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> None:
     mpistrat.shutdown()
     process_set = mpistrat.ProcessSet([size - 1])
@@ -194,6 +199,7 @@ def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> 
     assert mpistrat.global_process_set.ranks == list(range(size))
 
 
+@pytest.mark.horovod("one-rank")
 def test_optimizers_tapes_and_callbacks_take_a_set(rank: int, size: int, two_sets: tuple) -> None:
     import keras
 

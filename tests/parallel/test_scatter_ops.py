@@ -36,6 +36,7 @@ def own_rows(total: np.ndarray, rank: int, size: int) -> np.ndarray:
 # -- reduce-scatter -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("dtypes-reducescatter", "reducescatter")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("shape", [(1,), (5, 3), (12,), (0, 2), (70_001, 2)], ids=str)
 def test_each_rank_gets_its_rows_of_the_sum(dtype: object, shape: tuple, rank: int, size: int) -> None:
@@ -45,6 +46,7 @@ def test_each_rank_gets_its_rows_of_the_sum(dtype: object, shape: tuple, rank: i
     np.testing.assert_array_equal(result, own_rows(total, rank, size))
 
 
+@pytest.mark.horovod("reducescatter")
 def test_factors_and_averages_are_those_of_allreduce(rank: int, size: int) -> None:
     values = np.random.default_rng(rank).normal(size=(9, 4)).astype(np.float32)
     for op in (mpistrat.Sum, mpistrat.Average):
@@ -53,6 +55,20 @@ def test_factors_and_averages_are_those_of_allreduce(rank: int, size: int) -> No
         np.testing.assert_allclose(rows, own_rows(whole, rank, size), rtol=1e-6)
 
 
+@pytest.mark.horovod("reducescatter-prescale")
+def test_factors_apply_above_the_fusion_threshold(rank: int, size: int, restart: Callable,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MPISTRAT_FUSION_THRESHOLD", "1024")
+        restart()
+        values = of_rank(rank, (5000, 2))
+        rows = mpistrat.reducescatter(values, op=mpistrat.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    restart()
+    total = np.sum([of_rank(r, (5000, 2)) for r in range(size)], 0)
+    np.testing.assert_array_equal(rows, 2 * own_rows(total, rank, size))
+
+
+@pytest.mark.horovod("grouped-reducescatter")
 def test_groups_may_have_several_dtypes(rank: int, size: int) -> None:
     results = mpistrat.grouped_reducescatter([of_rank(rank, (4,)), of_rank(rank, (5, 2), "int64")], op=mpistrat.Sum)
     for result, shape, dtype in zip(results, ((4,), (5, 2)), ("float32", "int64")):
@@ -61,6 +77,7 @@ def test_groups_may_have_several_dtypes(rank: int, size: int) -> None:
     assert mpistrat.grouped_reducescatter([]) == []
 
 
+@pytest.mark.horovod("reducescatter", "reducescatter-gradient")
 @each_way
 def test_tensors_are_scattered_and_have_gradients(way: Callable, rank: int, size: int) -> None:
     value = tf.Variable(of_rank(rank, (5, 2)))
@@ -82,6 +99,7 @@ def test_tensors_are_scattered_and_have_gradients(way: Callable, rank: int, size
     np.testing.assert_array_equal(of_mean, np.stack([weights, weights], 1))
 
 
+@pytest.mark.horovod("static-shapes")
 def test_static_shapes_leave_the_rows_open(size: int) -> None:
     @tf.function
     def step(x: tf.Tensor) -> tf.Tensor:
@@ -110,6 +128,7 @@ def received_by(rank: int, size: int, columns: int, dtype: object) -> tuple[np.n
     return np.concatenate(blocks), [len(block) for block in blocks]
 
 
+@pytest.mark.horovod("alltoall-splits")
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "complex64", *DTYPES], ids=lambda d: np.dtype(d).name)
 def test_rows_go_to_the_ranks_of_the_splits(dtype: object, rank: int, size: int) -> None:
     splits = splits_of(rank, size)
@@ -120,6 +139,7 @@ def test_rows_go_to_the_ranks_of_the_splits(dtype: object, rank: int, size: int)
     assert received.tolist() == counts
 
 
+@pytest.mark.horovod("alltoall")
 def test_without_splits_all_ranks_get_as_many_rows(rank: int, size: int) -> None:
     rows = mpistrat.alltoall(np.arange(2 * size) + 100 * rank)
     assert rows.tolist() == [100 * sender + 2 * rank + i for sender in range(size) for i in range(2)]
@@ -137,6 +157,7 @@ def test_large_parts_go_in_pieces(rank: int, size: int, monkeypatch: pytest.Monk
                                   mine * size + 10**6 * sum(range(size)))
 
 
+@pytest.mark.horovod("alltoall-splits", "alltoall-gradient")
 @each_way
 def test_tensors_are_exchanged_and_have_gradients(way: Callable, rank: int, size: int) -> None:
     splits = splits_of(rank, size)
@@ -155,6 +176,7 @@ def test_tensors_are_exchanged_and_have_gradients(way: Callable, rank: int, size
     np.testing.assert_array_equal(gradient, np.stack([[*receivers, 0.0]] * 2, 1))
 
 
+@pytest.mark.horovod("alltoall-errors")
 @each_way
 def test_wrong_splits_are_errors_on_all_ranks(way: Callable, rank: int, size: int, restart: Callable) -> None:
     for wrong, text in (([-1] + [0] * (size - 1), "rank 0 are negative"), ([9] * size, "more than the 2 rows")):
@@ -176,6 +198,7 @@ def test_ranks_that_disagree_get_an_error_that_names_them(rank: int) -> None:
 # -- grouped all-gather, broadcast_ ------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("grouped-allgather")
 @each_way
 def test_gathers_in_groups(way: Callable, rank: int, size: int) -> None:
     first, second = tf.Variable(of_rank(rank, (rank + 1, 2))), tf.Variable(of_rank(rank, (2,)))
@@ -194,6 +217,7 @@ def test_gathers_in_groups(way: Callable, rank: int, size: int) -> None:
     assert hvd.grouped_allgather([]) == []
 
 
+@pytest.mark.horovod("broadcast-in-place")
 @each_way
 def test_variables_are_assigned_in_place(way: Callable, rank: int, size: int) -> None:
     variables = [tf.Variable(of_rank(rank, (3,))), tf.Variable(rank)]
@@ -217,6 +241,7 @@ def adasum_of(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0]
 
 
+@pytest.mark.horovod("dtypes-adasum", "adasum", "adasum-ranks")
 @pytest.mark.parametrize("dtype, rtol", [("float64", 1e-12), ("float32", 1e-5), ("float16", 1e-2),
                                          (ml_dtypes.bfloat16, 1e-1)], ids=["f64", "f32", "f16", "bf16"])
 def test_adasum_is_the_papers_formula_per_tensor(dtype: object, rtol: float, rank: int, size: int) -> None:
@@ -232,6 +257,16 @@ def test_adasum_is_the_papers_formula_per_tensor(dtype: object, rtol: float, ran
     assert all(other == digests[0] for other in digests)
 
 
+@pytest.mark.horovod("adasum-sets")
+def test_adasum_in_a_process_set_is_that_of_its_ranks(rank: int, size: int) -> None:
+    process_set = mpistrat.add_process_set(range(1, size))
+    if process_set.included():
+        parts = [np.random.default_rng(r).normal(size=7) for r in process_set.ranks]
+        result = hvd.allreduce(tf.constant(parts[process_set.rank()]), op=hvd.Adasum, process_set=process_set)
+        np.testing.assert_allclose(result, adasum_of(parts), rtol=1e-12)
+    mpistrat.remove_process_set(process_set)
+
+
 def test_equal_gradients_are_averaged_and_orthogonal_ones_added(rank: int, size: int) -> None:
     same = mpistrat.allreduce(np.array([3.0, 4.0]), op=mpistrat.Adasum)
     np.testing.assert_allclose(same, [3.0, 4.0])
@@ -241,6 +276,7 @@ def test_equal_gradients_are_averaged_and_orthogonal_ones_added(rank: int, size:
     np.testing.assert_allclose(zeros, [1.0, 1.0])
 
 
+@pytest.mark.horovod("adasum")
 @each_way
 def test_adasum_of_many_small_tensors_is_per_tensor(way: Callable, rank: int, size: int) -> None:
     values = [of_rank(rank, (3,)) * (i + 1) for i in range(5)]
@@ -251,10 +287,12 @@ def test_adasum_of_many_small_tensors_is_per_tensor(way: Callable, rank: int, si
         np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
+@pytest.mark.horovod("reducescatter-op")
 def test_scalars_and_wrong_operations_are_refused() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="does not support scalar inputs"):
         hvd.reducescatter(1.0)
-    with pytest.raises(InvalidRequestError, match="reducescatter supports Average and Sum"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="reducescatter supports Average and Sum") as raised:
         hvd.reducescatter(tf.ones([2]), op=hvd.Min)
+    assert isinstance(raised.value, InvalidRequestError)
     with pytest.raises(tf.errors.InvalidArgumentError, match="does not take"):
         hvd.alltoall(tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0])))

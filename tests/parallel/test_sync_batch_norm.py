@@ -32,6 +32,7 @@ def outcome(layer: keras.layers.Layer, x: np.ndarray, weights: np.ndarray, mask:
     return found | {"mean": layer.moving_mean.numpy(), "variance": layer.moving_variance.numpy()}
 
 
+@pytest.mark.horovod("sync-batch-norm")
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("shape, axis", [((3,), -1), ((4, 5, 3), -1), ((3, 4, 5), 1)])
 def test_values_and_gradients_are_those_of_one_process(shape: tuple, axis: int, graph: bool, rank: int,
@@ -70,6 +71,7 @@ def test_half_precision_is_computed_in_float32(rank: int, size: int) -> None:
     np.testing.assert_allclose(found["variance"], together.var(0), rtol=1e-2)
 
 
+@pytest.mark.horovod("sync-batch-norm")
 def test_ranks_of_a_process_set_count_together(rank: int, size: int) -> None:
     process_set = mpistrat.add_process_set(range(1, size))
     layer = hvd.SyncBatchNormalization(momentum=0.0, process_set=process_set)
@@ -79,6 +81,7 @@ def test_ranks_of_a_process_set_count_together(rank: int, size: int) -> None:
     assert mpistrat.remove_process_set(process_set)
 
 
+@pytest.mark.horovod("sync-batch-norm")
 def test_a_model_trains_and_loads_as_batch_normalization(rank: int, size: int, shared_dir: str) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), hvd.SyncBatchNormalization(),
@@ -103,6 +106,7 @@ def test_inference_does_not_communicate(rank: int) -> None:
         assert layer(np.ones((1, 2), "float32"), training=False).shape == (1, 2)
 
 
+@pytest.mark.horovod("sync-batch-norm-fused")
 @pytest.mark.parametrize("arguments", [{"fused": True}, {"fused": None}, {"renorm": True}, {"synchronized": True},
                                        {"process_set": [0]}], ids=str)
 def test_what_is_not_supported_is_refused(arguments: dict) -> None:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mpistrat
 
 
+@pytest.mark.horovod("ranks")
 def test_rank_and_size_are_those_of_mpi(rank: int, size: int) -> None:
     assert (rank, size) == (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
 
@@ -17,6 +18,7 @@ def test_every_rank_is_there_once(rank: int, size: int) -> None:
     assert mpistrat.allgather_object(rank) == list(range(size))
 
 
+@pytest.mark.horovod("ranks")
 def test_all_ranks_are_on_one_host(rank: int, size: int) -> None:
     assert (mpistrat.local_rank(), mpistrat.local_size()) == (rank, size)
     assert (mpistrat.cross_rank(), mpistrat.cross_size()) == (0, 1)
@@ -51,6 +53,7 @@ def test_cluster_spec_is_the_content_of_tf_config(rank: int, size: int) -> None:
     assert spec["task"] == ({"type": "chief", "index": 0} if rank == 0 else {"type": "worker", "index": rank - 1})
 
 
+@pytest.mark.horovod("built")
 def test_what_the_run_is_made_of() -> None:
     assert mpistrat.mpi_enabled() is True
     assert mpistrat.mpi_built() is True
@@ -59,6 +62,7 @@ def test_what_the_run_is_made_of() -> None:
     assert isinstance(mpistrat.nccl_built(), int)
 
 
+@pytest.mark.horovod("ranks")
 @pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"])
 def test_every_door_sees_the_same_topology(door: str) -> None:
     pytest.importorskip("tensorflow")
@@ -68,6 +72,7 @@ def test_every_door_sees_the_same_topology(door: str) -> None:
         assert getattr(module, getter)() == getattr(mpistrat, getter)(), getter
 
 
+@pytest.mark.horovod("global-set")
 @pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras"])
 def test_the_global_process_set_is_all_ranks(door: str, rank: int, size: int) -> None:
     pytest.importorskip("tensorflow")
@@ -76,12 +81,14 @@ def test_the_global_process_set_is_all_ranks(door: str, rank: int, size: int) ->
         (list(range(size)), size, rank, True)
 
 
+@pytest.mark.horovod("init-again")
 def test_a_second_init_does_nothing(rank: int, size: int) -> None:
     mpistrat.init()
     mpistrat.init(comm=[0])
     assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
 
 
+@pytest.mark.horovod("shutdown")
 def test_after_shutdown_init_may_be_called_again(rank: int, size: int) -> None:
     mpistrat.shutdown()
     mpistrat.shutdown()
@@ -95,6 +102,7 @@ def test_after_shutdown_init_may_be_called_again(rank: int, size: int) -> None:
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum).tolist() == [size]
 
 
+@pytest.mark.horovod("init-comm")
 def test_init_takes_a_communicator(rank: int, size: int) -> None:
     # The ranks in reverse order.
     reverse = MPI.COMM_WORLD.Split(0, -rank)
@@ -110,6 +118,7 @@ def test_init_takes_a_communicator(rank: int, size: int) -> None:
     assert mpistrat.rank() == rank
 
 
+@pytest.mark.horovod("init-comm")
 def test_init_takes_a_list_of_ranks(rank: int, size: int) -> None:
     # Two jobs side by side: rank 0 alone, and all others.
     own = [0] if rank == 0 else list(range(1, size))

@@ -361,6 +361,7 @@ def test_check_ends_a_command_that_takes_too_long() -> None:
 
 # -- options of horovodrun --------------------------------------------------------------------------------------------
 
+@pytest.mark.horovod("horovodrun-settings")
 @pytest.mark.parametrize("words, variable", [
     ("--fusion-threshold-mb 64", "MPISTRAT_FUSION_THRESHOLD=67108864"),
     ("--fusion-threshold-mb=0.5", "MPISTRAT_FUSION_THRESHOLD=524288"),
@@ -381,6 +382,7 @@ def test_an_option_of_horovodrun_becomes_a_variable_that_is_forwarded(fake, caps
     assert line.endswith(" true")
 
 
+@pytest.mark.horovod("horovodrun-network")
 @pytest.mark.parametrize("version, words, variables", [
     ("mpirun (Open MPI) 5.0.11", "-p 2222 -i my.key", {
         "PRTE_MCA_plm_ssh_args": "-p 2222 -i my.key", "OMPI_MCA_plm_rsh_args": "-p 2222 -i my.key"}),
@@ -392,12 +394,14 @@ def test_options_for_the_network_become_variables_of_mpirun(fake, capsys, versio
     assert {f"{name}={value}" for name, value in variables.items()} <= set(found)
 
 
+@pytest.mark.horovod("horovodrun-network")
 def test_mpi_args_are_options_of_mpirun(fake, capsys):
     line = dry_run(capsys, "--mpirun", fake(), "-np", "2", "--mpi-args=--tag-output --mca a 'b c'", "--mpi",
                    "--start-timeout", "60", "true")
     assert line.endswith("--tag-output --mca a 'b c' true")
 
 
+@pytest.mark.horovod("horovodrun-refused")
 @pytest.mark.parametrize("words, text", [
     ("--gloo", "--gloo is an option of horovodrun that mpistrat run does not have: the ranks use MPI. Leave it out."),
     ("--min-np 2", "the number of ranks is fixed"), ("--timeline-filename x", "there is no timeline"),
@@ -415,6 +419,7 @@ def test_a_port_of_ssh_needs_open_mpi(fake, capsys):
     assert "~/.ssh/config" in capsys.readouterr().err
 
 
+@pytest.mark.horovod("check-build")
 def test_check_build_is_check(monkeypatch, capsys):
     monkeypatch.setattr("mpistrat.cli.check.main", lambda argv: print("checked", argv) or 0)
     assert main(["run", "-cb"]) == main(["run", "--check-build"]) == 0

@@ -383,6 +383,7 @@ def test_when_nothing_happens_nothing_is_sent() -> None:
 A = allreduce("a", 3)
 
 
+@pytest.mark.horovod("mismatch-kinds")
 @pytest.mark.parametrize(("odd", "text"), [
     ({"kind": CollectiveType.BROADCAST}, "kind of collective: allreduce on ranks [0, 1]; broadcast on ranks [2]"),
     ({"tensors": A.tensors * 2}, "number of tensors: 1 on ranks [0, 1]; 2 on ranks [2]"),

@@ -146,6 +146,7 @@ def test_a_log_level_is_one_of_the_logging_module(text: str, level: int) -> None
     assert read(LOG_LEVEL=text).logging_level == level
 
 
+@pytest.mark.horovod("mpirun")
 def test_a_horovod_name_with_a_twin_is_told_the_twin() -> None:
     assert horovod_warning({"HOROVOD_FUSION_THRESHOLD": "1", "PATH": ""}) == [
         "HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."]

@@ -82,6 +82,7 @@ def test_an_import_of_a_name_that_is_not_there_is_an_import_error() -> None:
 # -- names that are there ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("built")
 @pytest.mark.parametrize("module", DOORS)
 def test_every_door_says_what_is_built(module: str) -> None:
     found = importlib.import_module(module)
@@ -93,23 +94,32 @@ def test_every_door_says_what_is_built(module: str) -> None:
         assert found.cuda_built()
 
 
+@pytest.mark.horovod("op-numbers")
+def test_the_operations_have_horovods_numbers() -> None:
+    assert [int(op) for op in (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.horovod("gpu-available")
 def test_gpu_available_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     available = mpistrat.gpu_available("tensorflow", verbose=True)
     assert capsys.readouterr().out.startswith("gpu_available: ") is not available
 
 
+@pytest.mark.horovod("sessions")
 @pytest.mark.parametrize("name", ["broadcast_global_variables", "BroadcastGlobalVariablesHook"])
 def test_the_names_of_sessions_name_what_takes_their_place(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"broadcast_variables\(.*BroadcastGlobalVariablesCallback"):
         getattr(hvd, name)(0)
 
 
+@pytest.mark.horovod("keras-global-variables")
 @pytest.mark.parametrize("door", [mpistrat.keras, mpistrat.tensorflow.keras])
 def test_the_keras_doors_have_it_too(door: Any) -> None:
     with pytest.raises(RuntimeError, match=r"broadcast_variables\("):
         door.broadcast_global_variables(0)
 
 
+@pytest.mark.horovod("query-ops")
 def test_queries_before_init() -> None:
     if mpistrat.is_initialized():
         mpistrat.shutdown()
@@ -136,6 +146,7 @@ def model_of_one_weight() -> keras.Model:
     return model
 
 
+@pytest.mark.horovod("best-model")
 def test_best_model_checkpoint_writes_to_the_file_that_it_gets_later(tmp_path: Path) -> None:
     checkpoint = BestModelCheckpoint(monitor="loss", save_weights_only=True)
     assert checkpoint.filepath is None and checkpoint.save_best_only
@@ -165,6 +176,22 @@ def alone() -> Iterator[None]:
     mpistrat.shutdown()
 
 
+@pytest.mark.horovod("one-rank")
+@pytest.mark.usefixtures("alone")
+def test_one_rank_scales_in_an_allreduce_and_leaves_gradients_as_they_are() -> None:
+    for op in (hvd.Sum, hvd.Average):
+        assert float(hvd.allreduce(2.0, op=op, prescale_factor=3.0, postscale_factor=5.0)) == 30.0
+    variable = keras.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), gradient_predivide_factor=3.0)
+    optimizer.apply([tf.constant([0.1])], [variable])
+    assert variable.numpy().tolist() == [np.float32(1.0) - np.float32(0.1)]
+    with tf.GradientTape() as tape:
+        loss = variable.value * 0.1
+    tape = hvd.DistributedGradientTape(tape, gradient_predivide_factor=3.0, compression=hvd.Compression.fp16)
+    assert tape.gradient(loss, variable.value).numpy().tolist() == [np.float32(0.1)]
+
+
+@pytest.mark.horovod("elastic-state")
 @pytest.mark.usefixtures("alone")
 def test_a_state_returns_to_its_last_commit() -> None:
     state = ObjectState(epoch=0, history=[1])
@@ -182,6 +209,7 @@ def test_a_state_returns_to_its_last_commit() -> None:
     assert state.epoch == 2
 
 
+@pytest.mark.horovod("elastic-state")
 @pytest.mark.usefixtures("alone")
 def test_variables_return_to_the_last_commit_too() -> None:
     model = model_of_one_weight()
@@ -196,6 +224,7 @@ def test_variables_return_to_the_last_commit_too() -> None:
         assert np.array_equal(variable.numpy(), value)
 
 
+@pytest.mark.horovod("elastic-run")
 @pytest.mark.usefixtures("alone")
 def test_run_synchronises_and_restores() -> None:
     variable = tf.Variable([1.0])
@@ -220,6 +249,7 @@ def test_run_synchronises_and_restores() -> None:
     assert seen == [0, 5]
 
 
+@pytest.mark.horovod("elastic-state")
 @pytest.mark.usefixtures("alone")
 def test_reset_callbacks_are_called_by_on_reset() -> None:
     state, called = ObjectState(), []
@@ -230,6 +260,7 @@ def test_reset_callbacks_are_called_by_on_reset() -> None:
     assert called == [1, 2]
 
 
+@pytest.mark.horovod("elastic-callbacks")
 @pytest.mark.usefixtures("alone")
 def test_callbacks_keep_the_state_up_to_date() -> None:
     elastic = mpistrat.tensorflow.keras.elastic
@@ -249,6 +280,7 @@ def test_callbacks_keep_the_state_up_to_date() -> None:
     assert state.epoch == 6
 
 
+@pytest.mark.horovod("elastic-state-errors")
 def test_states_of_nothing_are_errors() -> None:
     with pytest.raises(ValueError, match=r"TensorFlowState\(\[\*model\.variables"):
         hvd.elastic.TensorFlowState()

@@ -121,6 +121,7 @@ def test_variables_go_to_all_hosts() -> None:
                            "-x PYTHONPATH=/b python train.py")
 
 
+@pytest.mark.horovod("horovodrun")
 @pytest.mark.parametrize("mpirun, expected", [(OMPI, "-H node1:4,node2:1"), (MPICH, "-hosts node1:4,node2:1")])
 def test_host_list(mpirun, expected) -> None:
     assert expected in words(compose(Job(2, TRAIN, parse_list("node1:4,node2")), mpirun, LAPTOP, {}))

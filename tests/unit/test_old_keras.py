@@ -1,8 +1,12 @@
-"""The table of docs/horovod.md with what Keras 3 asks of an old script: both lines of each row are run."""
+"""Old Keras: the table of docs/horovod.md, of which both lines of each row are run, and the optimizers of Keras 2."""
 
 import contextlib
+import importlib
 import itertools
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +68,7 @@ def rate_of(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
+@pytest.mark.horovod("optimizer-variables")
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.old)
 def test_the_old_line_does_what_the_table_says_and_the_new_one_works(row: Row, script: dict[str, Any]) -> None:
     error = re.match(r"(\w+Error)", row.outcome)
@@ -92,3 +97,66 @@ def test_the_table_has_rows_for_what_horovods_examples_use() -> None:
     for word in ("experimental_run_tf_function", "variables()", "ConfigProto", "set_session", "lr=", "fit_generator",
                  ".h5", ".ref()", "legacy"):
         assert word in old
+
+
+# -- optimizers of Keras 2 and of TensorFlow 1 ------------------------------------------------------------------------
+
+OF_KERAS_2 = (r"takes a Keras 3 optimizer, for example keras.optimizers.Adam\(1e-3\)\. Received: .*, which is an "
+              r"optimizer of Keras 2: unset TF_USE_LEGACY_KERAS and take the optimizer and the model from "
+              r"`import keras`, or average its gradients with mpistrat.tensorflow.DistributedGradientTape\.$")
+
+
+def optimizer_of_keras_2() -> Any:
+    """Stands in for one of tf_keras, which the tests do not install."""
+    base = type("Optimizer", (), {"__module__": "tf_keras.src.optimizers.optimizer"})
+    return type("Adam", (base,), {"__module__": "script"})()  # A user's own subclass, in the user's module.
+
+
+@pytest.mark.horovod("optimizer-old")
+@pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras"])
+def test_an_optimizer_of_keras_2_is_refused_with_what_to_write(door: str) -> None:
+    with pytest.raises(ValueError, match=OF_KERAS_2):
+        importlib.import_module(door).DistributedOptimizer(optimizer_of_keras_2())
+
+
+@pytest.mark.horovod("optimizer-old")
+def test_an_optimizer_of_tensorflow_1_is_refused_with_what_to_write() -> None:
+    import mpistrat.tensorflow as hvd
+    with pytest.raises(ValueError, match=r"AdamOptimizer object at .*, which is an optimizer of TensorFlow 1: take one "
+                                         r"of keras\.optimizers for a Keras model, or average its gradients with "):
+        hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer(0.1))
+
+
+@pytest.mark.horovod("optimizer-old")
+def test_an_optimizer_of_tensorflow_1_works_with_the_tape() -> None:
+    import mpistrat.tensorflow as hvd
+    hvd.init()
+    variable = tf.Variable([2.0])
+    with tf.GradientTape() as tape:
+        loss = variable * 3.0
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, [variable])
+    tf.compat.v1.train.GradientDescentOptimizer(0.5).apply_gradients(zip(gradients, [variable]))
+    assert variable.numpy().tolist() == [0.5]
+
+
+IN_A_PROCESS = """
+import keras, tensorflow as tf, mpistrat.tensorflow as hvd
+hvd.init()
+hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+print("Keras 3 works")
+hvd.DistributedOptimizer(tf.keras.optimizers.Adam())
+"""
+
+
+@pytest.mark.horovod("optimizer-old")
+def test_a_process_whose_tf_keras_is_keras_2_is_told_so(tmp_path: Path) -> None:
+    package = tmp_path / "tf_keras" / "api" / "_v2" / "keras"  # Where TensorFlow looks for it.
+    package.mkdir(parents=True)
+    for directory in (package, *list(package.parents)[:3]):
+        (directory / "__init__.py").touch()
+    (package / "optimizers.py").write_text("class Adam: pass")
+    (package / "__init__.py").write_text("from . import optimizers")
+    done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path), "TF_USE_LEGACY_KERAS": "1"})
+    assert done.stdout == "Keras 3 works\n"
+    assert re.search(OF_KERAS_2, done.stderr.strip().splitlines()[-1])

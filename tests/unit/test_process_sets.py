@@ -29,6 +29,7 @@ def test_the_topology_of_a_set_knows_the_ranks_of_the_job() -> None:
     assert job.listed([0, 2]) == "[0, 2]"
 
 
+@pytest.mark.horovod("process-set")
 def test_a_set_that_is_not_registered_has_no_size() -> None:
     mpistrat.shutdown()
     process_set = mpistrat.ProcessSet([2, 0])

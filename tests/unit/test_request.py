@@ -56,6 +56,7 @@ def test_an_unknown_op_is_an_error_that_lists_the_known_ones(op: object) -> None
         resolve_op(op, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.horovod("dtypes-adasum", "adasum-gpu")
 @pytest.mark.parametrize("dtype, device, text", [
     ("int32", "cpu", "Adasum is for floating-point tensors"), ("complex64", "cpu", "Adasum is for floating-point"),
     ("float32", "gpu", "Adasum is computed on the CPU")])

@@ -13,6 +13,7 @@ from mpistrat.cli.function import Outcome, file_of
 from mpistrat.core.errors import LaunchError, RunError
 
 
+@pytest.mark.horovod("run-refused")
 @pytest.mark.parametrize(("arguments", "text"), [
     ({"np": 0}, "np must be a number of ranks, at least 1. Received: 0"),
     ({"np": True}, "at least 1"), ({"num_proc": "2"}, "at least 1"),
@@ -51,6 +52,7 @@ def test_a_function_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.Monke
         mpistrat.run(lambda: None)
 
 
+@pytest.mark.horovod("run")
 def test_harmless_arguments_of_horovod_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(function, "run_function", lambda *arguments: called.append(arguments))

@@ -44,6 +44,7 @@ def compiled(*arguments: Any, model: Any = None, **options: Any) -> bool:
     return bool(model.jit_compile)
 
 
+@pytest.mark.horovod("xla")
 def test_auto_is_off_with_a_distributed_optimizer_only() -> None:
     assert compiled(keras.optimizers.SGD(0.1), "mse")
     assert not compiled(sgd(), "mse")
