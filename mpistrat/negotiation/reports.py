@@ -27,12 +27,15 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
     def in_job(rank: int) -> int:
         return rank if topology is None else topology.job_ranks[rank]
 
-    aspects: list[tuple[str, Callable[[Request], Any]]] = [
-        ("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
-    for i in range(min(len(r.tensors) for r in by_request)):
+    def of_tensor(i: int) -> str:
         label = f" ({first.labels[i]})" if i < len(first.labels) else ""
-        which = f" of tensor {i}{label}" if len(first.tensors) > 1 else label
-        aspects += [(f"dtype{which}", partial(_dtype, i)), (f"shape{which}", partial(_shape, i))]
+        return f" of tensor {i}{label}" if len(first.tensors) > 1 else label
+
+    count = min(len(r.tensors) for r in by_request)
+    aspects: list[tuple[str, Callable[[Request], Any]]] = [
+        (f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in range(count)]
+    aspects += [("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
+    aspects += [(f"shape{of_tensor(i)}", partial(_shape, i)) for i in range(count)]
     aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
                 ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
                 ("root rank", lambda r: in_job(r.root_rank)),

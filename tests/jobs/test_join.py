@@ -17,6 +17,7 @@ mpistrat.join()
 
 
 @needs_mpirun
+@pytest.mark.horovod("join")
 @pytest.mark.parametrize(("average", "expected"), [
     ("active", "[8. 8. 8.] [8. 8. 8.]"), ("all", "[8. 8. 8.] [4. 4. 4.]")])
 def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) -> None:

@@ -149,9 +149,9 @@ def one_row(dtype: Any = tf.float32, columns: int = 2) -> Any:
 # What the last rank and all other ranks do, and the first difference that is told. Each also differs in all aspects
 # that are told later.
 ORDER: list[tuple[str, Callable, Callable]] = [
-    ("kind of collective", lambda: hvd.allgather(one_row(tf.float64, 3), name="odd"),
+    ("dtype", lambda: hvd.allgather(one_row(tf.float64, 3), name="odd"),
      lambda: hvd.allreduce(one_row(), name="odd")),
-    ("dtype", lambda: hvd.allreduce(one_row(tf.float64, 3), op=hvd.Min, prescale_factor=2.0, name="odd"),
+    ("kind of collective", lambda: hvd.allgather(one_row(columns=3), name="odd"),
      lambda: hvd.allreduce(one_row(), name="odd")),
     ("shape", lambda: hvd.allreduce(one_row(columns=3), op=hvd.Min, prescale_factor=2.0, name="odd"),
      lambda: hvd.allreduce(one_row(), name="odd")),

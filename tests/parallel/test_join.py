@@ -28,6 +28,7 @@ def everywhere(value: Any) -> list[Any]:
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("join", "join-min-max")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "uint8"])
 def test_reductions_are_those_of_the_ranks_that_have_not_joined(dtype: str, rank: int, size: int) -> None:
     for step in range(rank + 1):
@@ -43,6 +44,7 @@ def test_reductions_are_those_of_the_ranks_that_have_not_joined(dtype: str, rank
     assert mpistrat.allreduce(np.ones(1, dtype), op=mpistrat.Sum).tolist() == [size]
 
 
+@pytest.mark.horovod("join-others")
 def test_the_other_collectives(rank: int, size: int) -> None:
     for step in range(rank + 1):
         active = active_in(step, size)
@@ -68,6 +70,7 @@ def test_adasum_of_the_others(rank: int, size: int) -> None:
     assert last != 0 or size == 1
 
 
+@pytest.mark.horovod("join-others")
 @pytest.mark.parametrize("call", [
     lambda: mpistrat.alltoall(np.zeros(12)), lambda: mpistrat.reducescatter(np.zeros(12)),
     lambda: mpistrat.broadcast(np.zeros(1), 0), lambda: mpistrat.allreduce(1.0, op=mpistrat.Max, prescale_factor=2.0)],
@@ -151,6 +154,7 @@ def test_process_sets_cannot_change_meanwhile(rank: int, size: int) -> None:
 # -- TensorFlow -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("join")
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_tensors_of_a_loop(in_graph: bool, rank: int, size: int) -> None:
     def step(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -438,8 +438,10 @@ def test_the_first_dimension_of_an_allgather_is_any() -> None:
         "g: the ranks disagree on shape: (any, 2) on ranks [0]; (any, 3) on ranks [1]."
 
 
-def test_the_kind_is_what_counts_most_in_a_mismatch() -> None:
+def test_the_dtype_and_then_the_kind_are_told_first_of_a_mismatch() -> None:
     other = dataclasses.replace(A, kind=CollectiveType.ALLGATHER, tensors=(TensorSpec("int8", (-1,)),), prescale=3.0)
+    assert "dtype" in describe_mismatch({A: {0}, other: {1}})
+    other = dataclasses.replace(other, tensors=(TensorSpec(A.tensors[0].dtype, (-1,)),))
     assert "kind of collective" in describe_mismatch({A: {0}, other: {1}})
 
 
