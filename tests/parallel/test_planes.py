@@ -133,7 +133,7 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         np.testing.assert_array_equal(results[1], results[2])
 
 
-def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
+def test_what_is_large_goes_over_mpi_in_pieces(rank: int, size: int,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     plane = MpiData(MPI.COMM_WORLD.Dup())
     monkeypatch.setattr(mpi, "MPI_PIECE_BYTES", 1000)
@@ -146,6 +146,12 @@ def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
     array = values(rank, 3001)
     plane.broadcast(array, size - 1)
     np.testing.assert_array_equal(array, values(size - 1, 3001))
+    source, target = np.arange(1003 * size) + 10**6 * rank, np.empty(1003 * size, np.int64)
+    own = np.arange(1003 * rank, 1003 * (rank + 1))
+    plane.alltoall(source, target, [1003] * size, [1003] * size, 1003)
+    np.testing.assert_array_equal(target, np.concatenate([own + 10**6 * sender for sender in range(size)]))
+    plane.reducescatter(source, target[:1003], [1003] * size, Reduction(ReduceOp.SUM))
+    np.testing.assert_array_equal(target[:1003], own * size + 10**6 * sum(range(size)))
     plane.close()
 
 
@@ -222,7 +228,7 @@ def test_every_plane_exchanges_the_same(planes: dict[str, DataPlane], rank: int,
                                    for source, start, count in zip(sources, starts, table[:, rank])])
         for name, plane in planes.items():
             target = np.empty(int(table[:, rank].sum()), dtype)
-            plane.alltoall(sources[rank], target, table[rank].tolist(), table[:, rank].tolist())
+            plane.alltoall(sources[rank], target, table[rank].tolist(), table[:, rank].tolist(), int(table.max()))
             assert target.tobytes() == expected.tobytes(), (name, table)
 
 
@@ -243,7 +249,7 @@ CALLS = {
     "small all-reduce": lambda plane, size: plane.allreduce([np.ones(3)], [np.ones(3)], Reduction(ReduceOp.SUM)),
     "all-reduce": lambda plane, size: plane.allreduce([np.ones(LARGE)], [np.ones(LARGE)], Reduction(ReduceOp.SUM)),
     "allgather": lambda plane, size: plane.allgather(np.ones(5), np.ones(5 * size), [5] * size),
-    "all-to-all": lambda plane, size: plane.alltoall(np.ones(size), np.ones(size), [1] * size, [1] * size),
+    "all-to-all": lambda plane, size: plane.alltoall(np.ones(size), np.ones(size), [1] * size, [1] * size, 1),
     "reduce-scatter": lambda plane, size: plane.reducescatter(np.ones(size), np.ones(1), [1] * size,
                                                               Reduction(ReduceOp.SUM)),
     "broadcast": lambda plane, size: plane.broadcast(np.ones(5), size - 1),

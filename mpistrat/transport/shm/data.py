@@ -5,7 +5,6 @@ Used by the engine's thread.
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from .reduce_scatter import ReduceScatter
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .two_shot import TwoShotData
 
-T = TypeVar("T")
 _BYTE = np.dtype(np.uint8)
 
 
@@ -38,8 +36,6 @@ class SharedMemoryData(TwoShotData):
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
         super().__init__(memory, chunk, others)
         self._memories = self._views_of(_BYTE).parts
-        # The first bytes of each rank's memory: in an all-to-all, the bytes of the largest part that the rank sends.
-        self._largest = [part[:8].view(np.int64) for part in self._memories]
         self._memory_bytes = self._memories[0].nbytes  # of one rank
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
@@ -65,32 +61,28 @@ class SharedMemoryData(TwoShotData):
         work.reduce(k)
         self._memory.post(work.first + k, CONSUMED, READY, UNPACKED)
 
-    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
-        index, itemsize, data, result = self._index, source.itemsize, source.view(_BYTE), target.view(_BYTE)
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        index, itemsize, room = self._index, source.itemsize, self._memory_bytes // self._count // ALIGNMENT * ALIGNMENT
+        if largest * itemsize > room:
+            self._others.alltoall(source, target, sent, received, largest)
+            return
+        data, result = source.view(_BYTE), target.view(_BYTE)
         to, from_ = _parts(sent, itemsize), _parts(received, itemsize)
         others = [rank for rank in range(self._count) if rank != index]
-        step = (self._memory_bytes - ALIGNMENT) // self._count // ALIGNMENT * ALIGNMENT
-        places = [slice(ALIGNMENT + rank * step, ALIGNMENT + (rank + 1) * step) for rank in range(self._count)]
-        largest = max([to[rank].stop - to[rank].start for rank in others], default=0)
 
         def write() -> None:
-            self._largest[index][0] = largest
-            if largest <= step:
-                for rank in others:
-                    part = data[to[rank]]
-                    self._memories[index][places[rank]][:part.size] = part
+            for rank in others:
+                part = data[to[rank]]
+                self._memories[index][rank * room:rank * room + part.size] = part
 
-        def read() -> bool:
-            if max([int(bytes_[0]) for bytes_ in self._largest]) > step:
-                return False
+        def read() -> None:
             result[from_[index]] = data[to[index]]
             for rank in others:
                 part = result[from_[rank]]
-                part[...] = self._memories[rank][places[index]][:part.size]
-            return True
+                part[...] = self._memories[rank][index * room:index * room + part.size]
 
-        if not self._in_one_chunk(write, read):
-            self._others.alltoall(source, target, sent, received)
+        self._in_one_chunk(write, read)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         if max(counts) * source.itemsize > self._memory_bytes:
@@ -108,17 +100,16 @@ class SharedMemoryData(TwoShotData):
 
         self._in_one_chunk(write, read)
 
-    def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], T]) -> T:
-        """Return `read()`, which reads what `write` has written on each rank. They may use all memory of the ranks."""
+    def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
+        """Call `write`, and when it has returned on all ranks, `read`. They may use all memory of the ranks."""
         memory, number = self._memory, self._chunks + 1
         memory.await_all(CONSUMED, max(self._free_at))
         write()
         memory.post(number, PACKED)
         memory.await_all(PACKED, number)
-        result = read()
+        read()
         memory.post(number, CONSUMED, READY, UNPACKED)
         self._count_one_shot()
-        return result
 
 
 def _parts(counts: Sequence[int], itemsize: int) -> list[slice]:

@@ -259,8 +259,9 @@ class TwoShotData(DataPlane):
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         self._others.allgather(source, target, counts)
 
-    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
-        self._others.alltoall(source, target, sent, received)
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        self._others.alltoall(source, target, sent, received, largest)
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
                       reduction: Reduction) -> None:
