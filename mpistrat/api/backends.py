@@ -114,8 +114,8 @@ def backends_over(comm: Any, topology: Topology, settings: Settings) -> Backends
 def _build_for_one_host(job: _Job) -> _Parts | None:
     """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
+    from ..transport.shm.data import SharedMemoryData
     from ..transport.shm.ring import ShmRing, ring_bytes
-    from ..transport.shm.two_shot import SharedMemoryData
     local_ranks, chunk = job.topology.local_ranks, SharedMemoryData.chunk_bytes
     edges = edges_among(local_ranks)
     regions = Regions(plane=SharedMemoryData.memory_bytes(len(local_ranks), chunk), channel=ring_bytes(edges))

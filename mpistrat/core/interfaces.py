@@ -70,10 +70,12 @@ class DataPlane(ABC):
         """Concatenate the ranks' `source` in `target`. Rank r has `counts[r]` elements."""
 
     @abstractmethod
-    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
         """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from it.
 
-        `target` gets the received elements in the order of the ranks.
+        `target` gets the received elements in the order of the ranks. `largest` is the most elements that any rank
+        sends to any rank.
         """
 
     @abstractmethod

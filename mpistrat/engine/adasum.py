@@ -49,7 +49,7 @@ def _slice_of_each_rank(data: DataPlane, rank: int, size: int, source: np.ndarra
     """The slices that this rank owns, of the tensors of all ranks; half precision as float32."""
     counts = _counts(source.size, size)
     parts = np.empty((size, counts[rank]), source.dtype)
-    data.alltoall(source.reshape(-1), parts.reshape(-1), counts, [counts[rank]] * size)
+    data.alltoall(source.reshape(-1), parts.reshape(-1), counts, [counts[rank]] * size, max(counts))
     wide = parts.astype(np.float32) if is_half(parts.dtype) else parts
     scaled_copy(wide, prescale, wide)
     return list(wide)

@@ -221,7 +221,7 @@ class Executor:
         row_size = int(np.prod(array.shape[1:], dtype=np.int64))
         result = self._pool.take((int(received.sum()), *array.shape[1:]), array.dtype)
         self._data.alltoall(array.reshape(-1), result.reshape(-1), [int(rows) * row_size for rows in splits],
-                            [int(rows) * row_size for rows in received])
+                            [int(rows) * row_size for rows in received], int(table[:, 1:].max()) * row_size)
         return [result, received.astype(splits.dtype)]
 
     def _reducescatter(self, entry: Entry) -> list[np.ndarray]:

@@ -76,7 +76,8 @@ class ThreadData(DataPlane):
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         np.concatenate(self._exchange(source), out=target)
 
-    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
         table = self._exchange(np.array(sent, np.int64))
         before = [int(row[:self._rank].sum()) for row in table]
         parts = [part[first:first + count] for part, first, count in zip(self._exchange(source), before, received)]

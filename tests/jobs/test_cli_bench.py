@@ -15,16 +15,17 @@ pytestmark = needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_table_a_picture_and_a_file(ranks: int, tmp_path: Path) -> None:
     picture, points = tmp_path / "figure.png", tmp_path / "points.json"
-    job = run_job(ranks, ["python", "-m", "mpistrat", "bench", "1KB", "64KB", "400x1KB", "--repeats", "3",
-                          "--plot", str(picture), "--json", str(points)])
+    job = run_job(ranks, ["python", "-m", "mpistrat", "bench", "1KB", "64KB", "400x1KB", "reducescatter-64KB",
+                          "alltoall-64KB", "--repeats", "3", "--plot", str(picture), "--json", str(points)])
     assert job.code == 0, job.output
     assert f"{ranks} ranks on 1 host, shared_memory" in job.output
     assert [line.split()[:3] for line in job.output.splitlines() if "KB " in line] == [
-        ["1KB", "1", "1,024"], ["64KB", "1", "65,536"], ["400x1KB", "400", "409,600"]], job.output
+        ["1KB", "1", "1,024"], ["64KB", "1", "65,536"], ["400x1KB", "400", "409,600"],
+        ["reducescatter-64KB", "1", "65,536"], ["alltoall-64KB", "1", "65,536"]], job.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in job.output  # Open MPI gives ranks a pty, but mpirun's output is a file here.
     assert [(p["case"], p["ranks"]) for p in json.loads(points.read_text())] == [
-        (case, ranks) for case in ("1KB", "64KB", "400x1KB")]
+        (case, ranks) for case in ("1KB", "64KB", "400x1KB", "reducescatter-64KB", "alltoall-64KB")]
 
 
 def test_training_with_and_without_averaging() -> None:
@@ -37,6 +38,7 @@ def test_training_with_and_without_averaging() -> None:
 
 @pytest.mark.quick
 def test_one_rank_without_mpirun_has_nothing_to_compare_with() -> None:
-    job = run_limited([sys.executable, "-m", "mpistrat", "bench", "1KB", "--repeats", "3"])
+    job = run_limited([sys.executable, "-m", "mpistrat", "bench", "1KB", "reducescatter-1KB", "alltoall-1KB",
+                       "--repeats", "3"])
     assert job.code == 0, job.output
-    assert job.output.splitlines()[-1].split()[5] == "-", job.output
+    assert [line.split()[5] for line in job.output.splitlines()[-3:]] == ["-"] * 3, job.output

@@ -1,19 +1,25 @@
-"""All-reduces between hosts, with each rank of this session as a host of its own.
+"""Collectives between hosts, with each rank of this session as a host of its own, and in shared memory, against MPI.
 
-Hosts of several ranks are in tests/jobs/test_two_hosts.py, and the ranks of one host in tests/unit/test_two_shot.py.
+Hosts of several ranks are in tests/jobs/test_two_hosts.py, and the ranks of one host in tests/unit/test_two_shot.py and
+tests/unit/test_shared_memory_data.py, too.
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpistrat.api.backends import backends_over
 from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.errors import StallError
 from mpistrat.core.interfaces import DataPlane, Outcome
 from mpistrat.core.request import ReduceOp
+from mpistrat.core.rows import rows_of_ranks
+from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import MPI_CHUNK_BYTES
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
@@ -127,7 +133,7 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         np.testing.assert_array_equal(results[1], results[2])
 
 
-def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
+def test_what_is_large_goes_over_mpi_in_pieces(rank: int, size: int,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     plane = MpiData(MPI.COMM_WORLD.Dup())
     monkeypatch.setattr(mpi, "MPI_PIECE_BYTES", 1000)
@@ -140,7 +146,100 @@ def test_what_is_large_is_gathered_and_broadcast_in_pieces(rank: int, size: int,
     array = values(rank, 3001)
     plane.broadcast(array, size - 1)
     np.testing.assert_array_equal(array, values(size - 1, 3001))
+    source, target = np.arange(1003 * size) + 10**6 * rank, np.empty(1003 * size, np.int64)
+    own = np.arange(1003 * rank, 1003 * (rank + 1))
+    plane.alltoall(source, target, [1003] * size, [1003] * size, 1003)
+    np.testing.assert_array_equal(target, np.concatenate([own + 10**6 * sender for sender in range(size)]))
+    plane.reducescatter(source, target[:1003], [1003] * size, Reduction(ReduceOp.SUM))
+    np.testing.assert_array_equal(target[:1003], own * size + 10**6 * sum(range(size)))
     plane.close()
+
+
+# -- reduce-scatters and all-to-alls, in shared memory and over MPI ----------------------------------------------------
+
+SCATTERED = ["float32", "float64", "float16", "bfloat16", "int32", "uint8"]
+
+
+@pytest.fixture(scope="module")
+def planes() -> Iterator[dict[str, DataPlane]]:
+    """The plane of ranks of one host, that of ranks of two hosts, and that over MPI alone."""
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    host_of = {"one host": ("here",) * size, "two hosts": ("here",) * (size - size // 2) + ("there",) * (size // 2)}
+    backends = {name: backends_over(MPI.COMM_WORLD, Topology(rank, hosts), Settings())
+                for name, hosts in host_of.items()}
+    over_mpi = MpiData(MPI.COMM_WORLD.Dup())
+    yield {"mpi": over_mpi, **{name: one.data for name, one in backends.items()}}
+    for one in backends.values():
+        one.close()
+    over_mpi.close()
+
+
+def random_sizes(seed: int, count: int) -> Iterator[tuple[int, np.random.Generator]]:
+    """Numbers of elements of all magnitudes up to 4 million, the same on all ranks, and a generator for the rest."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        yield int(2 ** random.uniform(-1, 22)), random
+
+
+def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: dict[str, DataPlane],
+                                                                       size: int) -> None:
+    if size > 1:
+        assert planes["one host"].name == "shared_memory"
+        assert planes["two hosts"].name == ("hierarchical" if size > 2 else "mpi")
+
+
+@pytest.mark.parametrize("dtype", SCATTERED)
+def test_every_plane_scatters_the_same_bits(planes: dict[str, DataPlane], rank: int, size: int, dtype: str) -> None:
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for elements, random in random_sizes(SCATTERED.index(dtype), 25):
+        counts = rows_of_ranks(elements, size)
+        if random.random() < 0.5:
+            bounds = [0, *sorted(random.integers(0, elements + 1, size - 1).tolist()), elements]
+            counts = [stop - start for start, stop in itertools.pairwise(bounds)]
+        op = [ReduceOp.SUM, ReduceOp.MAX][int(random.integers(2))]
+        reduction = Reduction(op, *[(1.0, Scale()), (0.5, Scale()), (1.0, Scale(3.0, size))][int(random.integers(3))])
+        inputs = [np.abs(10 * values(r, elements)).astype(kind) for r in range(size)]
+        source = inputs[rank]
+        parts = {}
+        for name, plane in planes.items():
+            parts[name] = np.empty(counts[rank], kind)
+            plane.reducescatter(source, parts[name], counts, reduction)
+            assert parts[name].tobytes() == parts["mpi"].tobytes(), (name, elements, counts, op)
+        whole, start = np.empty_like(source), sum(counts[:rank])
+        planes["one host"].allreduce([source], [whole], reduction)
+        assert whole[start:start + counts[rank]].tobytes() == parts["mpi"].tobytes(), (elements, counts, op)
+        expected = [array[start:start + counts[rank]].astype(np.float64) for array in inputs]
+        if op is ReduceOp.MAX and reduction.prescale == 1.0 and reduction.scale.is_identity:
+            np.testing.assert_array_equal(parts["mpi"], np.max(expected, axis=0).astype(kind))
+        elif dtype in ("float32", "float64"):
+            total = np.sum(expected, axis=0) if op is ReduceOp.SUM else np.max(expected, axis=0)
+            factor = reduction.prescale * reduction.scale.factor / reduction.scale.divisor
+            np.testing.assert_allclose(parts["mpi"], total * factor, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "complex128"])
+def test_every_plane_exchanges_the_same(planes: dict[str, DataPlane], rank: int, size: int, dtype: str) -> None:
+    for elements, random in random_sizes(7, 40):
+        # Rows of senders, columns of receivers; some parts are empty.
+        table = random.integers(0, elements // size // 2 + 2, (size, size)) * (random.random((size, size)) < 0.8)
+        sources = [values(sender, int(row.sum()) + 3).astype(dtype) for sender, row in enumerate(table)]
+        starts = table[:, :rank].sum(axis=1)
+        expected = np.concatenate([source[start:start + count]
+                                   for source, start, count in zip(sources, starts, table[:, rank])])
+        for name, plane in planes.items():
+            target = np.empty(int(table[:, rank].sum()), dtype)
+            plane.alltoall(sources[rank], target, table[rank].tolist(), table[:, rank].tolist(), int(table.max()))
+            assert target.tobytes() == expected.tobytes(), (name, table)
+
+
+def test_every_plane_gathers_the_same(planes: dict[str, DataPlane], rank: int, size: int) -> None:
+    for elements, random in random_sizes(8, 40):
+        counts = (random.integers(0, elements // size + 2, size) * (random.random(size) < 0.8)).tolist()
+        expected = np.concatenate([values(r, count) for r, count in enumerate(counts)])
+        for name, plane in planes.items():
+            target = np.empty(sum(counts), np.float32)
+            plane.allgather(values(rank, counts[rank]), target, counts)
+            assert target.tobytes() == expected.tobytes(), (name, counts)
 
 
 # -- waits have an end ------------------------------------------------------------------------------------------------
@@ -150,6 +249,9 @@ CALLS = {
     "small all-reduce": lambda plane, size: plane.allreduce([np.ones(3)], [np.ones(3)], Reduction(ReduceOp.SUM)),
     "all-reduce": lambda plane, size: plane.allreduce([np.ones(LARGE)], [np.ones(LARGE)], Reduction(ReduceOp.SUM)),
     "allgather": lambda plane, size: plane.allgather(np.ones(5), np.ones(5 * size), [5] * size),
+    "all-to-all": lambda plane, size: plane.alltoall(np.ones(size), np.ones(size), [1] * size, [1] * size, 1),
+    "reduce-scatter": lambda plane, size: plane.reducescatter(np.ones(size), np.ones(1), [1] * size,
+                                                              Reduction(ReduceOp.SUM)),
     "broadcast": lambda plane, size: plane.broadcast(np.ones(5), size - 1),
 }
 

@@ -4,9 +4,9 @@ import os
 from collections.abc import Sequence
 
 from mpistrat.core.interfaces import DataPlane
+from mpistrat.transport.shm.data import SharedMemoryData
 from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
-from mpistrat.transport.shm.two_shot import SharedMemoryData
 from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel
 
 
@@ -43,6 +43,6 @@ def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[Hos
 
 def shared_memory_planes(ranks: list[int], chunk: int, others: list[DataPlane],
                          limit_s: float) -> list[SharedMemoryData]:
-    """The data plane of each of `ranks`, all those of a host; what is not an all-reduce is served by `others`."""
+    """The data plane of each of `ranks`, all those of a host; what it passes on is served by `others`."""
     memories = host_memories(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
     return [SharedMemoryData(memory, chunk, other) for memory, other in zip(memories, others, strict=True)]

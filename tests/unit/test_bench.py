@@ -13,7 +13,7 @@ import pytest
 
 from mpistrat.api import processes
 from mpistrat.cli.bench import command, output
-from mpistrat.cli.bench.cases import CASES, bytes_of
+from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
 from mpistrat.cli.bench.plot import binary_text, decimal_text, plot
 from mpistrat.cli.bench.report import Table, as_json
@@ -23,8 +23,8 @@ from mpistrat.core.install import pip_extra
 
 def point(**changes: object) -> Point:
     """A point of round figures."""
-    values: dict = {"case": "1GB", "tensors": 1, "nbytes": 10**9, "ranks": 4, "allreduce_s": 0.5,
-                    "mpi_allreduce_s": 1.0, "memcpy_s": 0.125, **changes}
+    values: dict = {"case": "1GB", "operation": "allreduce", "tensors": 1, "nbytes": 10**9, "ranks": 4,
+                    "mpistrat_s": 0.5, "mpi_s": 1.0, "memcpy_s": 0.125, **changes}
     return Point(**values)
 
 
@@ -32,38 +32,41 @@ def point(**changes: object) -> Point:
     ("1KB", 1, 256), ("64MB", 1, 2**24), ("400x1KB", 400, 102_400), ("resnet50", 161, 25_557_032),
     ("bert", 199, 109_482_240)])
 def test_the_cases_have_the_networks_numbers_of_parameters(name: str, tensors: int, parameters: int) -> None:
-    assert len(CASES[name]) == tensors
-    assert bytes_of(CASES[name]) == 4 * parameters
+    assert len(CASES[name].shapes) == tensors
+    assert CASES[name].nbytes == 4 * parameters
 
 
 def test_the_names_of_single_arrays_say_their_size() -> None:
     units = {"KB": 2**10, "MB": 2**20}
-    single = [name for name, shapes in CASES.items() if len(shapes) == 1]
-    assert single == ["1KB", "64KB", "1MB", "16MB", "64MB"]
-    assert all(bytes_of(CASES[name]) == int(name[:-2]) * units[name[-2:]] for name in single)
+    for operation in OPERATIONS:
+        single = [name for name, case in CASES.items() if len(case.shapes) == 1 and case.operation == operation]
+        sizes = [name.removeprefix(f"{operation}-") for name in single]
+        assert sizes == ["1KB", "64KB", "1MB", "16MB", "64MB"]
+        assert [CASES[name].nbytes for name in single] == [int(size[:-2]) * units[size[-2:]] for size in sizes]
 
 
 @pytest.mark.parametrize(("ranks", "gigabytes_per_second"), [(1, 0), (2, 2), (4, 3), (1000, 3.996)])
 def test_bus_bandwidth_is_what_each_link_carries(ranks: int, gigabytes_per_second: float) -> None:
     assert math.isclose(point(ranks=ranks).bus_bytes_per_s, gigabytes_per_second * 1e9)
+    assert math.isclose(point(ranks=ranks, operation="alltoall").bus_bytes_per_s, gigabytes_per_second * 0.5e9)
 
 
 def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
-    table = Table({"1GB": [(2**28,)], "small": [(1,)]})
+    table = Table({"1GB": Case([(2**28,)]), "small": Case([(1,)])})
     above, titles = table.header().splitlines()
-    rows = [table.row(point()), table.row(point(case="small", nbytes=4, allreduce_s=1e-4, mpi_allreduce_s=None))]
+    rows = [table.row(point()), table.row(point(case="small", nbytes=4, mpistrat_s=1e-4, mpi_s=None))]
     assert len({len(line) for line in (above, titles, *rows)}) == 1
     assert above.strip() == "times as long as"
-    assert titles.split() == ["case", "tensors", "bytes", "ms", "bus", "GB/s", "MPI_Allreduce", "memcpy"]
+    assert titles.split() == ["case", "tensors", "bytes", "ms", "bus", "GB/s", "MPI", "memcpy"]
     assert rows[0].split() == ["1GB", "1", "1,000,000,000", "500.000", "3.00", "0.50", "4.00"]
     assert rows[1].split() == ["small", "1", "4", "0.100", "0.00", "-", "0.00"]
 
 
 def test_the_file_says_the_same_as_the_table() -> None:
     written = as_json(point())
-    assert (written["allreduce_s"], written["mpi_allreduce_s"], written["memcpy_s"]) == (0.5, 1.0, 0.125)
-    assert (written["times_as_long_as_mpi_allreduce"], written["times_as_long_as_memcpy"]) == (0.5, 4.0)
-    assert as_json(point(mpi_allreduce_s=None))["times_as_long_as_mpi_allreduce"] is None
+    assert (written["mpistrat_s"], written["mpi_s"], written["memcpy_s"]) == (0.5, 1.0, 0.125)
+    assert (written["times_as_long_as_mpi"], written["times_as_long_as_memcpy"]) == (0.5, 4.0)
+    assert as_json(point(mpi_s=None))["times_as_long_as_mpi"] is None
 
 
 def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> None:
@@ -82,9 +85,9 @@ def figures(*points: Point, path: Path) -> Any:
 
 
 def test_the_plot_joins_single_tensors_only_and_names_the_limits(tmp_path: Path) -> None:
-    cases = [point(case="1KB", nbytes=2**10, allreduce_s=1e-4, mpi_allreduce_s=5e-5, memcpy_s=1e-6),
-             point(case="16MB", nbytes=2**24, allreduce_s=8e-3, mpi_allreduce_s=1e-2, memcpy_s=3e-3),
-             point(case="resnet50", tensors=161, nbytes=102_228_128, allreduce_s=5e-2, mpi_allreduce_s=7e-2,
+    cases = [point(case="1KB", nbytes=2**10, mpistrat_s=1e-4, mpi_s=5e-5, memcpy_s=1e-6),
+             point(case="16MB", nbytes=2**24, mpistrat_s=8e-3, mpi_s=1e-2, memcpy_s=3e-3),
+             point(case="resnet50", tensors=161, nbytes=102_228_128, mpistrat_s=5e-2, mpi_s=7e-2,
                    memcpy_s=2e-2)]
     figure = figures(*cases, path=tmp_path / "plot.png")
     rates, ratios = figure.axes
@@ -102,7 +105,7 @@ def test_the_plot_joins_single_tensors_only_and_names_the_limits(tmp_path: Path)
 
 
 def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
-    figure = figures(point(ranks=1, mpi_allreduce_s=None), path=tmp_path / "plot.svg")
+    figure = figures(point(ranks=1, mpi_s=None), path=tmp_path / "plot.svg")
     axes, = figure.axes
     assert axes.get_xlabel() == "bytes on each rank"
     assert len(axes.lines) == 2
@@ -120,7 +123,7 @@ def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.M
 
     def measured(name: str, *rest: object) -> Point:
         printed.append(capsys.readouterr().out)
-        return point(case=name, ranks=1, mpi_allreduce_s=None)
+        return point(case=name, ranks=1, mpi_s=None)
 
     monkeypatch.setattr("mpistrat.cli.bench.measure.measure", measured)
     assert command.main(["1KB", "64KB"]) == 0
@@ -194,9 +197,17 @@ def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch: 
         command.main(["--plot", "figure.png"])
 
 
+def test_a_plot_needs_an_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object())
+    with pytest.raises(MpistratError, match="there is none among the cases"):
+        command.main(["alltoall-1KB", "--plot", "figure.png"])
+
+
 def test_a_prediction_reaches_to_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = tmp_path / "points.json"
-    points.write_text(json.dumps([{"nbytes": n, "allreduce_s": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]))
+    points.write_text(json.dumps(
+        [{"operation": "allreduce", "nbytes": n, "mpistrat_s": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]
+        + [{"operation": "alltoall", "nbytes": 1e6, "mpistrat_s": 1.0, "tensors": 1}]))
     assert command.main(["--predict", str(points), "--step-ms", "100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fitted: 100 us + bytes / 4.00 GB/s in a host")

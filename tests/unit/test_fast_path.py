@@ -20,7 +20,7 @@ from mpistrat.engine.engine import Engine
 from mpistrat.negotiation.fast_path import FastPath
 from mpistrat.transport.local import ThreadControl, ThreadGroup
 from mpistrat.transport.shm.agreement import SharedMemoryAgreement
-from mpistrat.transport.shm.two_shot import SharedMemoryData
+from mpistrat.transport.shm.data import SharedMemoryData
 
 from ..support.engines import make_engine
 from ..support.shared_memory_of_threads import shared_memory_planes

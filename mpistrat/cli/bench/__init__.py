@@ -1,4 +1,4 @@
-"""`mpistrat bench`: measure all-reduces, or synthetic training, on the ranks of a job."""
+"""`mpistrat bench`: measure collectives, or synthetic training, on the ranks of a job."""
 
 from .command import main
 

@@ -1,6 +1,7 @@
 """The cases of `mpistrat bench`: single arrays, many small arrays, and the gradients of ResNet-50 and BERT-base."""
 
 import math
+from dataclasses import dataclass
 
 Shapes = list[tuple[int, ...]]
 
@@ -32,11 +33,33 @@ def bert_base() -> Shapes:
     return [*shapes, (width, width), vector]
 
 
-CASES: dict[str, Shapes] = {
-    "1KB": [(256,)], "64KB": [(2**14,)], "1MB": [(2**18,)], "16MB": [(2**22,)], "64MB": [(2**24,)],
-    "400x1KB": [(256,)] * 400, "resnet50": resnet50(), "bert": bert_base()}
+# By mpistrat's name: MPI's name of the same operation.
+OPERATIONS = {"allreduce": "MPI_Allreduce", "reducescatter": "MPI_Reduce_scatter", "alltoall": "MPI_Alltoallv"}
 
 
-def bytes_of(shapes: Shapes) -> int:
-    """Return the total bytes of float32 tensors with these shapes."""
-    return 4 * sum(math.prod(shape) for shape in shapes)
+@dataclass(frozen=True)
+class Case:
+    """A collective on float32 arrays.
+
+    Attributes:
+        shapes: The shapes on each rank: of one array, or for an all-reduce of a group.
+        operation: A key of OPERATIONS.
+    """
+
+    shapes: Shapes
+    operation: str = "allreduce"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays of one rank."""
+        return 4 * sum(math.prod(shape) for shape in self.shapes)
+
+
+_SINGLE: dict[str, Shapes] = {
+    "1KB": [(256,)], "64KB": [(2**14,)], "1MB": [(2**18,)], "16MB": [(2**22,)], "64MB": [(2**24,)]}
+
+CASES = {
+    **{name: Case(shapes) for name, shapes in _SINGLE.items()},
+    "400x1KB": Case([(256,)] * 400), "resnet50": Case(resnet50()), "bert": Case(bert_base()),
+    **{f"{operation}-{name}": Case(shapes, operation) for operation in ("reducescatter", "alltoall")
+       for name, shapes in _SINGLE.items()}}

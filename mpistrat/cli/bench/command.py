@@ -1,4 +1,4 @@
-"""`mpistrat bench`: measure all-reduces, compared with MPI_Allreduce and memcpy, and their cost in training."""
+"""`mpistrat bench`: measure collectives, compared with MPI's own and with memcpy, and their cost in training."""
 
 import argparse
 import json
@@ -8,15 +8,17 @@ from typing import Any
 from ...core.errors import LaunchError
 from ..arguments import Parser
 from ..text import counted
-from .cases import CASES, bytes_of
+from .cases import CASES
 from .cost_model import Machine, allreduce_s, efficiency, fit
 
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
-For each case it prints: the median time of a grouped all-reduce of float32 arrays (each time is that of the slowest
-rank); the bandwidth that this requires of each rank's link (2 (n-1)/n of the bytes over the time); and how many times
-as long it takes as one MPI_Allreduce, and as one memcpy, of the same number of bytes in the same run.
+For each case it prints: the median time of the collective on float32 arrays (each time is that of the slowest rank);
+the bandwidth that this requires of each rank's link (2 (n-1)/n of the bytes over the time in an all-reduce, (n-1)/n in
+the others); and how many times as long it takes as MPI's own collective (MPI_Allreduce, MPI_Reduce_scatter,
+MPI_Alltoallv), and as one memcpy, on the same number of bytes in the same run. A case without the name of a collective
+is a grouped all-reduce.
 """
 _MODELS = ("resnet50", "mlp")
 
@@ -27,6 +29,8 @@ def main(argv: list[str]) -> int:
     if options.plot:
         from .plot import require_matplotlib
         require_matplotlib()
+        if all(CASES[name].operation != "allreduce" for name in options.cases):
+            raise LaunchError("--plot draws all-reduces, and there is none among the cases.")
     if options.predict:
         return _predict(options)
     import mpistrat
@@ -34,12 +38,12 @@ def main(argv: list[str]) -> int:
     if options.train:
         _train(options)
     else:
-        _reduce(options)
+        _measure(options)
     mpistrat.shutdown()
     return 0
 
 
-def _reduce(options: argparse.Namespace) -> None:
+def _measure(options: argparse.Namespace) -> None:
     import mpistrat
 
     from ...api import runtime
@@ -53,11 +57,12 @@ def _reduce(options: argparse.Namespace) -> None:
     cases = {name: CASES[name] for name in options.cases}
     where = f"{counted(mpistrat.size(), 'rank')} on {counted(len(mpistrat.hosts()), 'host')}"
     points = []
-    with output(len(cases) * len(measurements(comm)), is_chief=mpistrat.rank() == 0) as out:
+    steps = sum(len(measurements(case, comm)) for case in cases.values())
+    with output(steps, is_chief=mpistrat.rank() == 0) as out:
         table = Table(cases)
         out.line(f"{where}, {runtime.current().data_name}\n{table.header()}")
-        for name, shapes in cases.items():
-            points.append(measure(name, shapes, comm, options.repeats, out.begin))
+        for name, case in cases.items():
+            points.append(measure(name, case, comm, options.repeats, out.begin))
             out.line(table.row(points[-1]))
     if comm is not None:
         comm.Free()
@@ -68,21 +73,22 @@ def _reduce(options: argparse.Namespace) -> None:
             json.dump([as_json(point) for point in points], file, indent=1)
     if options.plot:
         from .plot import plot
-        plot(points, options.plot, f"All-reduce of float32, {where}")
+        allreduces = [point for point in points if point.operation == "allreduce"]
+        plot(allreduces, options.plot, f"All-reduce of float32, {where}")
 
 
 def _predict(options: argparse.Namespace) -> int:
     """Print the efficiency that the cost model predicts, fitted to the points in a file. Local."""
     try:
         with open(options.predict, encoding="utf-8") as file:
-            points = [(point["nbytes"], point["allreduce_s"]) for point in json.load(file)
-                      if point["tensors"] == 1]
+            points = [(point["nbytes"], point["mpistrat_s"]) for point in json.load(file)
+                      if point["operation"] == "allreduce" and point["tensors"] == 1]
         latency_s, bandwidth = fit(points)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(f"--predict {options.predict}: not the points of a job of several ranks: {error}") from error
     machine = Machine(latency_s, bandwidth, options.wire_latency_us * 1e-6, options.wire_gbit * 1e9 / 8,
                       options.ranks_per_host)
-    nbytes, step_s = bytes_of(CASES["resnet50"]), options.step_ms * 1e-3
+    nbytes, step_s = CASES["resnet50"].nbytes, options.step_ms * 1e-3
     print(f"fitted: {1e6 * latency_s:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s in a host; model for ResNet-50's "
           f"gradients ({nbytes / 1e6:.0f} MB), a step of {options.step_ms:g} ms, {options.ranks_per_host} ranks per "
           f"host, {options.wire_gbit:g} Gbit/s and {options.wire_latency_us:g} us between hosts, nothing overlapped")
@@ -108,13 +114,14 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="mpistrat bench", description="Measure all-reduces, or training, on the ranks of this job.",
+    parser = Parser(prog="mpistrat bench", description="Measure collectives, or training, on the ranks of this job.",
                     epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
                         help=f"among {', '.join(CASES)}; default: all")
     parser.add_argument("--repeats", type=_count, metavar="N", help="repetitions of each case; default: by its size")
     parser.add_argument("--json", metavar="FILE", help="write the points to a file")
-    parser.add_argument("--plot", metavar="FILE", help="draw bytes against bytes per second (.png, .svg, .pdf)")
+    parser.add_argument("--plot", metavar="FILE",
+                        help="draw bytes of the all-reduces against bytes per second (.png, .svg, .pdf)")
     parser.add_argument("--predict", metavar="FILE",
                         help="print the efficiency that a model fitted to a file of --json predicts for more ranks")
     parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS", help="for --predict (300)")

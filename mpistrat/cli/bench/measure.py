@@ -1,4 +1,4 @@
-"""The measurements of `mpistrat bench`: mpistrat's all-reduce, MPI_Allreduce and memcpy of the same bytes."""
+"""The measurements of `mpistrat bench`: a collective of mpistrat, MPI's own, and memcpy of the same bytes."""
 
 import statistics
 import time
@@ -10,7 +10,8 @@ import numpy as np
 
 import mpistrat
 
-from .cases import Shapes, bytes_of
+from ...core.rows import rows_of_ranks
+from .cases import OPERATIONS, Case
 
 _TOTAL_BYTES = 1.5e9  # of all repetitions of a case together
 _LEAST, _MOST = 5, 200
@@ -23,40 +24,43 @@ class Point:
 
     Attributes:
         case: Its name.
-        tensors: Number of arrays in the group.
-        nbytes: Bytes on each rank.
+        operation: The collective, a key of cases.OPERATIONS.
+        tensors: Number of arrays: of the group in an all-reduce, else 1.
+        nbytes: Bytes on each rank, before the collective.
         ranks: Number of ranks.
-        allreduce_s: Of mpistrat's grouped all-reduce.
-        mpi_allreduce_s: Of one MPI_Allreduce of the same number of bytes; None with one rank.
+        mpistrat_s: Of mpistrat's collective, grouped in an all-reduce.
+        mpi_s: Of MPI's own collective on the same number of bytes; None with one rank.
         memcpy_s: Of one memcpy of the same number of bytes, on all ranks at the same time.
     """
 
     case: str
+    operation: str
     tensors: int
     nbytes: int
     ranks: int
-    allreduce_s: float
-    mpi_allreduce_s: float | None
+    mpistrat_s: float
+    mpi_s: float | None
     memcpy_s: float
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """Bytes per second that each rank must send and receive: 2 (n-1)/n of its bytes over the time.
+        """Bytes per second that each rank must send and receive: (n-1)/n of its bytes over the time, or twice that.
 
-        This is the definition of NVIDIA's nccl-tests (doc/PERFORMANCE.md). It makes results for any number of ranks
-        comparable with the bandwidth of the hardware.
+        An all-reduce takes twice as many bytes as the others. This is the definition of NVIDIA's nccl-tests
+        (doc/PERFORMANCE.md). It makes results for any number of ranks comparable with the bandwidth of the hardware.
         """
-        return 2 * (self.ranks - 1) / self.ranks * self.nbytes / self.allreduce_s
+        passes = 2 if self.operation == "allreduce" else 1
+        return passes * (self.ranks - 1) / self.ranks * self.nbytes / self.mpistrat_s
 
     @property
-    def times_as_long_as_mpi_allreduce(self) -> float | None:
-        """The time over that of one MPI_Allreduce: below 1 mpistrat is faster. None with one rank."""
-        return None if self.mpi_allreduce_s is None else self.allreduce_s / self.mpi_allreduce_s
+    def times_as_long_as_mpi(self) -> float | None:
+        """The time over that of MPI's own collective: below 1 mpistrat is faster. None with one rank."""
+        return None if self.mpi_s is None else self.mpistrat_s / self.mpi_s
 
     @property
     def times_as_long_as_memcpy(self) -> float:
         """The time over that of one memcpy."""
-        return self.allreduce_s / self.memcpy_s
+        return self.mpistrat_s / self.memcpy_s
 
 
 def repeats_for(nbytes: int) -> int:
@@ -64,35 +68,44 @@ def repeats_for(nbytes: int) -> int:
     return int(min(max(_TOTAL_BYTES / max(nbytes, 1), _LEAST), _MOST))
 
 
-def measurements(comm: Any) -> tuple[str, ...]:
-    """Return what `measure` measures of each case, in this order."""
-    return ("mpistrat", "memcpy") if comm is None else ("mpistrat", "MPI_Allreduce", "memcpy")
+def measurements(case: Case, comm: Any) -> tuple[str, ...]:
+    """Return what `measure` measures of a case, in this order."""
+    return ("mpistrat", "memcpy") if comm is None else ("mpistrat", OPERATIONS[case.operation], "memcpy")
 
 
-def measure(case: str, shapes: Shapes, comm: Any, repeats: int | None = None,
+def measure(name: str, case: Case, comm: Any, repeats: int | None = None,
             begin: Callable[[str], None] = lambda what: None) -> Point:
     """Measure one case. Collective.
 
     Args:
-        case: Its name.
-        shapes: Shapes of the float32 arrays of the group.
-        comm: An mpi4py communicator of all ranks, for MPI_Allreduce only; None with one rank.
+        name: Its name.
+        case: The case.
+        comm: An mpi4py communicator of all ranks, for MPI's own collective only; None with one rank.
         repeats: Number of repetitions; the default depends on the bytes.
         begin: Called before each of `measurements`, with its name and that of the case. Nothing is measured meanwhile.
     """
-    nbytes, size = bytes_of(shapes), mpistrat.size()
-    arrays = [np.full(shape, mpistrat.rank(), np.float32) for shape in shapes]
+    nbytes, size, rank = case.nbytes, mpistrat.size(), mpistrat.rank()
+    arrays = [np.full(shape, rank, np.float32) for shape in case.shapes]
     # Not zeros: the kernel maps all pages of those to one page, which stays in the cache.
     flat, result = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
+    counts = rows_of_ranks(flat.size, size)
+    splits, received = np.array(counts, np.int32), np.empty(counts[rank] * size, np.float32)
+    wire = f"bench.{name}"
     actions: dict[str, Callable[[], object]] = {
-        "mpistrat": lambda: mpistrat.grouped_allreduce(arrays, name=f"bench.{case}", op=mpistrat.Sum),
+        "allreduce": lambda: mpistrat.grouped_allreduce(arrays, name=wire, op=mpistrat.Sum),
+        "reducescatter": lambda: mpistrat.reducescatter(arrays[0], name=wire, op=mpistrat.Sum),
+        "alltoall": lambda: mpistrat.alltoall(arrays[0], splits, name=wire),
         "MPI_Allreduce": lambda: comm.Allreduce(flat, result),
+        "MPI_Reduce_scatter": lambda: comm.Reduce_scatter(flat, result[:counts[rank]], counts),
+        "MPI_Alltoallv": lambda: comm.Alltoallv([flat, counts], [received, [counts[rank]] * size]),
         "memcpy": lambda: np.copyto(result, flat)}
+    actions["mpistrat"] = actions[case.operation]
     seconds = {}
-    for what in measurements(comm):
-        begin(f"{case}: {what}")
+    for what in measurements(case, comm):
+        begin(f"{name}: {what}")
         seconds[what] = _median(actions[what], repeats or repeats_for(nbytes))
-    return Point(case, len(shapes), nbytes, size, seconds["mpistrat"], seconds.get("MPI_Allreduce"), seconds["memcpy"])
+    return Point(name, case.operation, len(case.shapes), nbytes, size, seconds["mpistrat"],
+                 seconds.get(OPERATIONS[case.operation]), seconds["memcpy"])
 
 
 def _median(action: Callable[[], object], count: int) -> float:

@@ -23,7 +23,7 @@ def require_matplotlib() -> None:
 
 
 def plot(points: Sequence[Point], path: str, title: str) -> None:
-    """Draw the points to a file.
+    """Draw points of all-reduces to a file.
 
     The upper part has bytes per second, with MPI_Allreduce and memcpy as limits. The lower part, with more than one
     rank, has the time as a multiple of MPI_Allreduce's. A curve joins the single tensors of different sizes. The groups
@@ -38,7 +38,7 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
     points = sorted(points, key=lambda point: point.nbytes)
-    has_ratios = all(point.mpi_allreduce_s is not None for point in points)
+    has_ratios = all(point.mpi_s is not None for point in points)
     figure, rows = pyplot.subplots(2 if has_ratios else 1, 1, sharex=True, squeeze=False, layout="constrained",
                                    figsize=(8, 6 if has_ratios else 4.2),
                                    height_ratios=(2.4, 1) if has_ratios else (1,))
@@ -57,8 +57,8 @@ def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
     sizes = [point.nbytes for point in points]
     copied = [point.nbytes / point.memcpy_s for point in points]
     axes.plot(sizes, copied, "^:", label="limit: memcpy of as many bytes", **_LIMITS)
-    own = [point.nbytes / point.allreduce_s for point in points]
-    by_mpi = [point.nbytes / point.mpi_allreduce_s for point in points if point.mpi_allreduce_s is not None]
+    own = [point.nbytes / point.mpistrat_s for point in points]
+    by_mpi = [point.nbytes / point.mpi_s for point in points if point.mpi_s is not None]
     if len(by_mpi) == len(points):
         axes.plot(sizes, by_mpi, "s--", label="limit: MPI_Allreduce of as many bytes", **_LIMITS)
     _draw_own(axes, points, own, names=True)
@@ -73,7 +73,7 @@ def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
 
 def _draw_ratios(axes: "Axes", points: Sequence[Point]) -> None:
     """The time of mpistrat over that of MPI_Allreduce."""
-    ratios = [point.times_as_long_as_mpi_allreduce or math.nan for point in points]
+    ratios = [point.times_as_long_as_mpi or math.nan for point in points]
     axes.axhline(1.0, linestyle="--", color=_LIMITS["color"], linewidth=_LIMITS["linewidth"])
     _draw_own(axes, points, ratios, names=False)
     axes.set_yscale("log", base=2)

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .cases import Shapes, bytes_of
+from .cases import Case
 from .measure import Point
 
 # Wide enough for any case and the times of slow machines, because a row is printed before the next is measured.
-_TITLES = {"ms": 10, "bus GB/s": 8, "MPI_Allreduce": 13, "memcpy": 8}
+_TITLES = {"ms": 10, "bus GB/s": 8, "MPI": 8, "memcpy": 8}
 _GROUP = "times as long as"  # above the last two columns
 
 
@@ -19,10 +19,10 @@ class Table:
         cases: The cases that will have a row.
     """
 
-    def __init__(self, cases: Mapping[str, Shapes]):
+    def __init__(self, cases: Mapping[str, Case]):
         names = ["case", *cases]
-        counts = ["tensors", *(str(len(shapes)) for shapes in cases.values())]
-        sizes = ["bytes", *(f"{bytes_of(shapes):,}" for shapes in cases.values())]
+        counts = ["tensors", *(str(len(case.shapes)) for case in cases.values())]
+        sizes = ["bytes", *(f"{case.nbytes:,}" for case in cases.values())]
         self._widths = [*(max(map(len, column)) for column in (names, counts, sizes)), *_TITLES.values()]
 
     def header(self) -> str:
@@ -32,9 +32,9 @@ class Table:
 
     def row(self, point: Point) -> str:
         """Return the line of one case."""
-        ratio = point.times_as_long_as_mpi_allreduce
+        ratio = point.times_as_long_as_mpi
         return self._line([
-            point.case, str(point.tensors), f"{point.nbytes:,}", f"{1e3 * point.allreduce_s:.3f}",
+            point.case, str(point.tensors), f"{point.nbytes:,}", f"{1e3 * point.mpistrat_s:.3f}",
             f"{point.bus_bytes_per_s / 1e9:.2f}", "-" if ratio is None else f"{ratio:.2f}",
             f"{point.times_as_long_as_memcpy:.2f}"])
 
@@ -46,5 +46,5 @@ class Table:
 def as_json(point: Point) -> dict[str, Any]:
     """Return a point with its figures, in seconds, bytes and bytes per second, for a file of --json."""
     return {**dataclasses.asdict(point), "bus_bytes_per_s": point.bus_bytes_per_s,
-            "times_as_long_as_mpi_allreduce": point.times_as_long_as_mpi_allreduce,
+            "times_as_long_as_mpi": point.times_as_long_as_mpi,
             "times_as_long_as_memcpy": point.times_as_long_as_memcpy}

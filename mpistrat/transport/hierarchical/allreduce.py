@@ -20,7 +20,7 @@ from ...core.tuning import (
 )
 from ..mpi.peer_wait import PeerWait
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
-from ..shm.two_shot import SharedMemoryData, Stage, Work
+from ..shm.two_shot import Stage, TwoShotData, Work
 from .piggyback import Piggyback, PiggybackedReduce
 
 
@@ -33,7 +33,7 @@ def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
     return comm.Split(topology.local_rank if is_sender else MPI.UNDEFINED, topology.hosts.index(topology.host))
 
 
-class HierarchicalData(SharedMemoryData):
+class HierarchicalData(TwoShotData):
     """Collectives among hosts of ranks.
 
     All ranks of a host pack a chunk into shared memory. Each of the first ranks reduces a slice of it, and all-reduces
@@ -45,9 +45,9 @@ class HierarchicalData(SharedMemoryData):
     is summed in float32 both times, and rounded before it is sent.
 
     Args:
-        memory: As for SharedMemoryData.
-        chunk: Bytes of a chunk, as for SharedMemoryData; the same on all hosts.
-        others: As for SharedMemoryData.
+        memory: As for TwoShotData.
+        chunk: Bytes of a chunk, as for TwoShotData; the same on all hosts.
+        others: As for TwoShotData.
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.

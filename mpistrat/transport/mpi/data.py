@@ -103,21 +103,14 @@ class MpiData(DataPlane):
                 np.copyto(part, source.view(np.uint8))
             self.broadcast(part, rank)
 
-    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
-        # The pieces of one exchange have one size on all ranks, which the largest part anywhere decides.
-        largest = np.array([max(*sent, *received) * source.itemsize], np.int64)
-        together = np.empty(self._size, np.int64)
-        self._complete(self._comm.Iallgather(largest, together), together.nbytes)
-        self._exchange(source, target, sent, received, int(together.max()))
-
-    def _exchange(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
-                  largest: int) -> None:
-        """MPI_Alltoallv of elements, in pieces that MPI can count. `largest` bytes are the largest part of any rank."""
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        # MPI_Alltoallv in pieces that MPI can count. The largest part anywhere decides how many there are.
         out, own, itemsize = target.view(np.uint8), source.view(np.uint8), source.itemsize
         step = max(MPI_PIECE_BYTES // self._size, 1)
         to, from_ = [count * itemsize for count in sent], [count * itemsize for count in received]
         starts, places = _starts(to), _starts(from_)
-        for start in range(0, largest, step):
+        for start in range(0, largest * itemsize, step):
             self._complete(self._comm.Ialltoallv(
                 [own, [min(max(size - start, 0), step) for size in to],
                  [min(first + start, own.nbytes) for first in starts], MPI.BYTE],
@@ -131,7 +124,7 @@ class MpiData(DataPlane):
             pack([source], packed, reduction.prescale)
             source = packed
         parts = self._parts.view(target.size * self._size, source.dtype).reshape(self._size, -1)
-        self._exchange(source, parts.reshape(-1), counts, [target.size] * self._size, max(counts) * source.itemsize)
+        self.alltoall(source, parts.reshape(-1), counts, [target.size] * self._size, max(counts))
         combine(parts, reduction.op, target, reduction.scale)
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:

@@ -18,7 +18,7 @@ from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
 
 class OneShot(Prepared):
-    """One such all-reduce. It counts as one chunk of SharedMemoryData.
+    """One such all-reduce. It counts as one chunk of TwoShotData.
 
     Args:
         memory: The memory of the host, for its counters.

@@ -1,10 +1,10 @@
-"""Data plane of the ranks of one host: two-shot all-reduce in shared memory, in chunks that fit into the cache.
+"""Two-shot all-reduce of the ranks of one host in shared memory, in chunks that fit into the cache.
 
 Used by the engine's thread. Small all-reduces are one-shot, see one_shot.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,12 +17,28 @@ from .one_shot import OneShot, are_large
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
 
+class InChunks(Protocol):
+    """A collective that runs in chunks.
+
+    Attributes:
+        chunks: Its chunks; their number is the same on all ranks.
+        first: The number of its first chunk. The counters number the chunks of all collectives, from 1.
+    """
+
+    @property
+    def chunks(self) -> Sized:
+        """See above."""
+
+    @property
+    def first(self) -> int:
+        """See above."""
+
+
 class Work(Prepared):
     """A two-shot all-reduce under way.
 
     Attributes:
-        chunks: Its chunks.
-        first: The number of its first chunk. The counters number the chunks of all all-reduces, from 1.
+        chunks, first: See InChunks.
         inputs, outputs: The sources and the targets, 1-D.
         packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
     """
@@ -37,7 +53,7 @@ class Work(Prepared):
         self.first, self.packed = first, 0
 
 
-Stage = Callable[[Work, int], None]  # a step on chunk k
+Stage = Callable[[Any, int], None]  # a step on chunk k of an InChunks
 
 
 class _Views(NamedTuple):
@@ -47,8 +63,8 @@ class _Views(NamedTuple):
     slots: list[list[np.ndarray]]  # used by chunks in turn: the memory of each rank of the host, then of the results
 
 
-class SharedMemoryData(DataPlane):
-    """Collectives among the ranks of one host.
+class TwoShotData(DataPlane):
+    """All-reduces of the ranks of one host in shared memory. The other collectives are passed on.
 
     An all-reduce has three steps per chunk. Each rank packs its part of the slices that other ranks reduce into its
     shared memory. It then reduces its own slice, in the order of the ranks, from the others' memory and from its own
@@ -71,7 +87,6 @@ class SharedMemoryData(DataPlane):
         others: Serves the other collectives. `close` closes it.
     """
 
-    name = "shared_memory"
     slots = SHM_CHUNKS_UNDER_WAY
     chunk_bytes = SHM_CHUNK_BYTES
     one_shot_bytes = SHM_ONE_SHOT_BYTES
@@ -108,7 +123,7 @@ class SharedMemoryData(DataPlane):
                reduction: Reduction) -> Work | OneShot:
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
-        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
+        nbytes, views = elements * dtype.itemsize, self._views_of(dtype)
         if nbytes <= self._one_shot_bytes:
             return OneShot(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements,
                            divided_before(reduction, dtype))
@@ -159,18 +174,22 @@ class SharedMemoryData(DataPlane):
     def finish(self, prepared: Prepared, all_packed: bool) -> None:
         if isinstance(prepared, OneShot):
             prepared.finish(all_packed, self._scratch)
-            self._chunks += 1
-            self._free_at = [self._chunks] * self.slots
+            self._count_one_shot()
         elif isinstance(prepared, Work):
-            self._run(prepared)
+            self._run(prepared, self._stages)
         else:
             super().finish(prepared, all_packed)
 
-    def _run(self, work: Work) -> None:
+    def _count_one_shot(self) -> None:
+        """Count a chunk that has used the memory of all slots."""
+        self._chunks += 1
+        self._free_at = [self._chunks] * self.slots
+
+    def _run(self, work: InChunks, stages: Sequence[Stage]) -> None:
+        """Run the stages on all chunks. A stage on one chunk follows the stage before it on the next chunk."""
         count = len(work.chunks)
         if not count:
             return
-        stages = self._stages
         for tick in range(count + len(stages) - 1):
             for lag, stage in enumerate(stages):
                 if 0 <= tick - lag < count:
@@ -179,7 +198,7 @@ class SharedMemoryData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self._free_at[k % self.slots] = work.first + k
 
-    def _room_for(self, work: Work, k: int) -> int:
+    def _room_for(self, work: InChunks, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
         return self._free_at[k] if k < self.slots else work.first + k - self.slots
 
@@ -228,6 +247,9 @@ class SharedMemoryData(DataPlane):
             work.outputs[array][part] = memory
         self._memory.post(work.first + k, UNPACKED)
 
+    def _views_of(self, dtype: np.dtype) -> _Views:
+        return self._views.get(dtype) or self._make_views(dtype)
+
     def _make_views(self, dtype: np.dtype) -> _Views:
         parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]
         slots = [[part[k].view(dtype) for part in self._bytes] for k in range(self.slots)]
@@ -237,8 +259,9 @@ class SharedMemoryData(DataPlane):
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         self._others.allgather(source, target, counts)
 
-    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> None:
-        self._others.alltoall(source, target, sent, received)
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        self._others.alltoall(source, target, sent, received, largest)
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
                       reduction: Reduction) -> None:

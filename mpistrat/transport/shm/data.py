@@ -1,0 +1,118 @@
+"""Data plane of the ranks of one host: all-reduces and reduce-scatters, and small all-to-alls and all-gathers.
+
+Used by the engine's thread.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from ...core.arithmetic import Reduction, combine, divided_before, scaled_copy
+from ...core.interfaces import DataPlane
+from ...core.memory import ALIGNMENT
+from .reduce_scatter import ReduceScatter
+from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .two_shot import TwoShotData
+
+_BYTE = np.dtype(np.uint8)
+
+
+class SharedMemoryData(TwoShotData):
+    """Collectives among the ranks of one host.
+
+    All-reduces are those of TwoShotData. A reduce-scatter is the first half of one: a rank reduces its part straight to
+    its target. A small reduce-scatter is one-shot, as a small all-reduce is.
+
+    All-to-alls and all-gathers of arrays that fit into the memory are one copy to it and one from there. Larger ones
+    are passed on: MPI libraries copy large messages straight from the memory of one process to that of another.
+
+    Args:
+        memory, chunk, others: As for TwoShotData.
+    """
+
+    name = "shared_memory"
+
+    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
+        super().__init__(memory, chunk, others)
+        self._memories = self._views_of(_BYTE).parts
+        self._memory_bytes = self._memories[0].nbytes  # of one rank
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
+                      reduction: Reduction) -> None:
+        memories = self._views_of(source.dtype).parts
+        if source.nbytes > self._one_shot_bytes:
+            work = ReduceScatter(memories, self._index, self._chunks + 1, source, target, counts, reduction)
+            self._run(work, (self._scatter, self._reduce_part))
+            self._free_at = [self._chunks] * self.slots
+            return
+        reduction, start = divided_before(reduction, source.dtype), sum(counts[:self._index])
+        mine, parts = memories[self._index][:source.size], [part[start:start + target.size] for part in memories]
+        self._in_one_chunk(lambda: scaled_copy(source, reduction.prescale, mine),
+                           lambda: combine(parts, reduction.op, target, reduction.scale))
+
+    def _scatter(self, work: ReduceScatter, k: int) -> None:
+        self._memory.await_all(CONSUMED, work.room_for(k))
+        work.pack(k)
+        self._memory.post(work.first + k, PACKED)
+
+    def _reduce_part(self, work: ReduceScatter, k: int) -> None:
+        self._memory.await_all(PACKED, work.first + k)
+        work.reduce(k)
+        self._memory.post(work.first + k, CONSUMED, READY, UNPACKED)
+
+    def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        index, itemsize, room = self._index, source.itemsize, self._memory_bytes // self._count // ALIGNMENT * ALIGNMENT
+        if largest * itemsize > room:
+            self._others.alltoall(source, target, sent, received, largest)
+            return
+        data, result = source.view(_BYTE), target.view(_BYTE)
+        to, from_ = _parts(sent, itemsize), _parts(received, itemsize)
+        others = [rank for rank in range(self._count) if rank != index]
+
+        def write() -> None:
+            for rank in others:
+                part = data[to[rank]]
+                self._memories[index][rank * room:rank * room + part.size] = part
+
+        def read() -> None:
+            result[from_[index]] = data[to[index]]
+            for rank in others:
+                part = result[from_[rank]]
+                part[...] = self._memories[rank][index * room:index * room + part.size]
+
+        self._in_one_chunk(write, read)
+
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        if max(counts) * source.itemsize > self._memory_bytes:
+            self._others.allgather(source, target, counts)
+            return
+        data, result, parts = source.view(_BYTE), target.view(_BYTE), _parts(counts, source.itemsize)
+        mine = self._memories[self._index][:data.size]
+
+        def write() -> None:
+            mine[...] = data
+
+        def read() -> None:
+            for memory, part in zip(self._memories, parts, strict=True):
+                result[part] = memory[:part.stop - part.start]
+
+        self._in_one_chunk(write, read)
+
+    def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
+        """Call `write`, and when it has returned on all ranks, `read`. They may use all memory of the ranks."""
+        memory, number = self._memory, self._chunks + 1
+        memory.await_all(CONSUMED, max(self._free_at))
+        write()
+        memory.post(number, PACKED)
+        memory.await_all(PACKED, number)
+        read()
+        memory.post(number, CONSUMED, READY, UNPACKED)
+        self._count_one_shot()
+
+
+def _parts(counts: Sequence[int], itemsize: int) -> list[slice]:
+    """The bytes of parts that follow one another and have `counts` elements."""
+    ends = list(accumulate(counts))
+    return [slice((end - count) * itemsize, end * itemsize) for end, count in zip(ends, counts, strict=True)]
