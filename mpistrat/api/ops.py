@@ -214,8 +214,8 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
         process_set: The ranks that take part.
 
     Returns:
-        The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and an int32 array of
-        the number of rows from each rank.
+        The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and an int32 array (of
+        numpy) of the number of rows from each rank.
     """
     return _alltoall(array, splits, name or "alltoall", process_set, blocking=True).wait()
 
@@ -305,12 +305,11 @@ def _reducescatter(arrays: Sequence[TensorLike], name: str, op: ReduceOp | None,
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
               blocking: bool = False) -> AsyncResult[Any]:
     group, tensors = resolved(process_set).group(name), [tensor_of(array)]
-    if _device_of(name, tensors) == DEVICE_GPU:
-        raise InvalidRequestError(f"{name}: alltoall takes CPU tensors only.")
+    device = _device_of(name, tensors)
     size, shape = group.topology.size, tensors[0].array.shape
     counts = np.asarray(even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
     tensors.append(tensor_of(counts.astype(np.int32, casting="same_kind")))
-    request = alltoall_request(name, specs_of([t.array for t in tensors]), size)
+    request = alltoall_request(name, specs_of([t.array for t in tensors]), size, device)
     return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
 
 

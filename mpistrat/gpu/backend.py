@@ -86,10 +86,12 @@ class GpuBackend(ABC):
         """
 
     @abstractmethod
-    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
         """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from it.
 
-        `target` gets the received elements in the order of the ranks. The dtype is the same on all ranks.
+        `target` gets the received elements in the order of the ranks. The dtype is the same on all ranks. `largest` is
+        the most elements that any rank sends to any rank.
         """
 
     @abstractmethod

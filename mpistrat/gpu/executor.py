@@ -9,15 +9,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..core.errors import EngineError
+from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor
 from ..core.request import CollectiveType
-from ..core.rows import rows_of_ranks
+from ..core.rows import received_rows, rows_of_ranks
 from ..core.settings import Settings
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
 from .arrays import GpuArray, GpuDevice, GpuInput
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 class _Batch:
     """Entries with their results, whose work was enqueued at the time `since`."""
 
-    works: list[tuple[Entry, list[GpuArray]]]
+    works: list[tuple[Entry, list[Any]]]
     completions: list[Completion]
     since: float
 
@@ -60,7 +61,7 @@ class GpuExecutor(DeviceExecutor):
         self._plans = BucketPlans(size)
         self._fusion_bytes = 0
         self._batches: deque[_Batch] = deque()
-        self._underway: list[tuple[Entry, list[GpuArray]]] = []
+        self._underway: list[tuple[Entry, list[Any]]] = []
         self._logged: set[str] = set()
         self._exchange = exchange_over(host, size)
         self._watchdog: Watchdog | None = None
@@ -91,7 +92,9 @@ class GpuExecutor(DeviceExecutor):
     def _enqueue(self, entries: Sequence[Entry], divisor: int | None) -> None:
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
-        events = {id(array.ready): array.ready for entry in entries for array in entry.arrays}
+        # The splits of an all-to-all are on the host.
+        events = {id(array.ready): array.ready for entry in entries for array in entry.arrays
+                  if isinstance(array, GpuInput)}
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
             # others wait for it in a collective.
@@ -102,11 +105,17 @@ class GpuExecutor(DeviceExecutor):
             backend.wait_for(events.values())
         for bucket in self._plans.plan(entries, self._fusion_bytes, divisor):
             self._run_bucket(bucket, works)
-        for entry, results in works:
+        for entry, results in list(works):
             if entry.request.kind is CollectiveType.ALLGATHER:
                 results += self._allgather(entry.arrays)
             elif entry.request.kind is CollectiveType.REDUCESCATTER:
                 results += self._reducescatter(entry)
+            elif entry.request.kind is CollectiveType.ALLTOALL:
+                try:
+                    results += self._alltoall(entry)
+                except InvalidRequestError as error:  # The same on all ranks.
+                    works.remove((entry, results))
+                    entry.handle.fail(error)
         self._underway, now = [], self._clock()
         if not self._batches:
             self._progress = now
@@ -207,6 +216,19 @@ class GpuExecutor(DeviceExecutor):
             backend.reducescatter(array, result, [count * row_size for count in rows], reduction)
             results.append(result)
         return results
+
+    def _alltoall(self, entry: Entry) -> list[Any]:
+        array, splits = entry.arrays
+        rows = self._exchange([array.shape[0], *splits.tolist()])
+        table = np.array(rows)
+        received = received_rows(entry.request.name, table, self._rank)
+        row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+        result, event = array.allocate((int(received.sum()), *array.shape[1:]))
+        backend = self._backends[0]
+        backend.wait_for([event])
+        backend.alltoall(array, result, [int(count) * row_size for count in splits],
+                         [int(count) * row_size for count in received], int(table[:, 1:].max()) * row_size)
+        return [result, received.astype(splits.dtype)]
 
     def _check(self) -> None:
         for backend in self._backends:

@@ -69,17 +69,12 @@ class StagedData(GpuBackend):
         first = sum(counts[:self._rank])
         self._copy_back(reduced[first:first + counts[self._rank]].view(np.uint8), target)
 
-    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
-        size, own = len(sent), self._fetch(source)
-        table = np.empty(size * size, np.int64)
-        self._host.allgather(np.array(sent, np.int64) * source.dtype.itemsize, table, [size] * size)
-        # DataPlane has no all-to-all: every rank gathers everything, and keeps its part.
-        gathered = np.empty(int(table.sum()), np.uint8)
-        self._host.allgather(own, gathered, table.reshape(size, size).sum(axis=1).tolist())
-        ends = np.cumsum(table)
-        blocks = range(self._rank, size * size, size)
-        received_bytes = self._device.pinned(target.nbytes)
-        np.concatenate([gathered[ends[i] - table[i]:ends[i]] for i in blocks], out=received_bytes)
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        itemsize, received_bytes = source.dtype.itemsize, self._device.pinned(target.nbytes)
+        own = self._fetch(source)[:sum(sent) * itemsize]  # There may be more rows than are sent.
+        self._host.alltoall(own, received_bytes, [count * itemsize for count in sent],
+                            [count * itemsize for count in received], largest * itemsize)
         self._copy_back(received_bytes, target)
 
     def barrier(self) -> None:

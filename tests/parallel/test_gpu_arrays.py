@@ -208,6 +208,22 @@ def test_broadcast(library: Any, rank: int, size: int) -> None:
             np.testing.assert_array_equal(library.values(result), np.full((2, 3), root + 1, dtype))
 
 
+def test_rows_are_sent_to_each_rank(library: Any, rank: int, size: int) -> None:
+    even = mpistrat.alltoall(library.array(np.repeat(np.arange(size), 2) + 10 * rank))
+    assert library.values(even).tolist() == [10 * r + rank for r in range(size) for _ in range(2)]
+    splits = [(rank + to) % 3 for to in range(size)]
+    rows = np.repeat(np.arange(size, dtype=np.float32), splits)[:, np.newaxis] + [0, 100 * rank]
+    data, received = mpistrat.alltoall(library.array(np.concatenate([rows, rows[:1]])), splits)
+    assert received.tolist() == [(r + rank) % 3 for r in range(size)]
+    assert library.values(data).tolist() == [[rank, rank + 100 * r] for r in range(size) for _ in range((r + rank) % 3)]
+
+
+def test_wrong_splits_are_an_error_on_all_ranks(library: Any, rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=rf"the splits of rank {size - 1}, .* add up to more than the 2 rows"):
+        mpistrat.alltoall(library.array(np.zeros(2)), [3 if rank == size - 1 else 0] * size)
+    assert library.values(mpistrat.allreduce(library.array(np.ones(2)), op=mpistrat.Sum)).tolist() == [size] * 2
+
+
 def test_collectives_go_on_without_a_rank_that_has_joined(library: Any, rank: int, size: int) -> None:
     mpistrat.allreduce(library.array(np.ones(1)))  # All ranks choose the backend together.
     for step in range(rank + 1):

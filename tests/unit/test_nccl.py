@@ -286,7 +286,7 @@ def test_what_is_scattered_by_way_of_a_buffer_must_fit_into_it() -> None:
 def test_an_exchange_is_a_group_of_sends_and_receives_with_their_peers() -> None:
     job = Job()
     source, target = job.arrays(np.ones(5, np.int16), np.ones(4, np.int16))
-    job.plane.alltoall(source, target, [2, 0, 3], [2, 1, 1])
+    job.plane.alltoall(source, target, [2, 0, 3], [2, 1, 1], 3)
     assert job.device.log == [
         ("group",), ("send", 4, UINT8, 0, 3), ("recv", 4, UINT8, 0, 3), ("recv", 2, UINT8, 1, 3),
         ("send", 6, UINT8, 2, 3), ("recv", 2, UINT8, 2, 3), ("end of group",)]

@@ -96,7 +96,7 @@ def test_a_scatter_an_exchange_and_a_barrier_of_one_rank_give_back_what_they_got
     source, reduced, sent = on_gpu(device, np.arange(4.0), np.zeros(4), np.zeros(4))
     plane.wait_for([device.record()])
     plane.reducescatter(source, reduced, [4], Reduction(ReduceOp.SUM, 0.5, Scale(4.0)))
-    plane.alltoall(source, sent, [4], [4])
+    plane.alltoall(source, sent, [4], [4], 4)
     plane.barrier()
     device.run_all()
     assert reduced.owner.view().tolist() == [0, 2, 4, 6]

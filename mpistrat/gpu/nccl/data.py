@@ -80,7 +80,8 @@ class NcclData(GpuBackend):
         assert wire is not None, "why_not_scatter was not called"
         self._next_stream().reduce_scatter(self._rank, source, target, counts, wire, reduction)
 
-    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int]) -> None:
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
         itemsize = source.dtype.itemsize
         self._next_stream().exchange(source.address, target.address, [count * itemsize for count in sent],
                                      [count * itemsize for count in received])
