@@ -42,7 +42,8 @@ class RowCounts:
         The wrappers stay on the model, so that the next fit need not trace again.
         """
         found = getattr(model.train_step, "mpistrat_rows", None)
-        if isinstance(found, RowCounts) and getattr(model.test_step, "mpistrat_rows", None) is found:
+        is_whole = getattr(model.test_step, "mpistrat_rows", None) is found
+        if is_whole and isinstance(found, RowCounts):
             return found
         counts = cls()
         model.train_step = _counting(model.train_step, counts._trained, counts)
