@@ -22,7 +22,8 @@ from mpistrat.keras.callbacks import BestModelCheckpoint
 
 DOORS = ["mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"]
 WITH_A_DOOR = [*DOORS, "mpistrat.keras.callbacks", "mpistrat.tensorflow.keras.callbacks", "mpistrat.tensorflow.elastic",
-               "mpistrat.keras.elastic", "mpistrat.tensorflow.keras.elastic"]
+               "mpistrat.keras.elastic", "mpistrat.tensorflow.keras.elastic",
+               "mpistrat.tensorflow.data.compute_service"]
 BUILT = ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gpu_available", "mpi_built", "nccl_built", "rocm_built"]
 
 

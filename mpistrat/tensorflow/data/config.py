@@ -64,7 +64,7 @@ class TfDataServiceConfig:
         return ComputeClient(self.addresses, self.key, verbose)
 
     def write(self, filename: str | os.PathLike[str]) -> None:
-        """Write the configuration as JSON. Others see the whole file or none. Only this user can read it. Local.
+        """Write the configuration as JSON. The file appears as a whole, and only this user can read it. Local.
 
         Raises:
             OSError: The file cannot be written.
