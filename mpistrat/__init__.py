@@ -31,6 +31,7 @@ from .api.run_function import run
 from .core.errors import (
     ClusterError,
     CollectiveError,
+    DataServiceError,
     DeadlockError,
     DuplicateNameError,
     EngineError,
@@ -51,8 +52,8 @@ from .core.roles import Role
 from .core.version import __version__ as __version__
 
 __all__ = [
-    "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError", "EngineError",
-    "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError", "MpistratError",
+    "AsyncResult", "ClusterError", "CollectiveError", "DataServiceError", "DeadlockError", "DuplicateNameError",
+    "EngineError", "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError", "MpistratError",
     "NotInitializedError", "RankDiedError", "ReduceOp", "Role", "RunError", "SettingsError", "ShutdownError",
     "StallError", "allgather", "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async",
     "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter",

@@ -48,8 +48,7 @@ TENSORFLOW: Mapping[str, str] = {
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
     "callbacks": "it is in mpistrat.keras.callbacks.",
     "load_model": "it is in mpistrat.keras.",
-    "data": "there is no compute service. mpistrat.tensorflow.shard(dataset) gives this rank's rows; "
-            "tf.data.experimental.service distributes the preprocessing.",
+    "data": _OWN_MODULE.format("mpistrat.tensorflow.data.compute_service"),
     "functions": _INTERNAL + "The functions are in mpistrat.tensorflow.",
     "util": _INTERNAL + "The functions are in mpistrat.tensorflow.",
     "LocalGradientAggregationHelper": _INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",

@@ -10,6 +10,7 @@
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
+    ├── DataServiceError        (RuntimeError) a tf.data service does not answer, or did not start in time
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
         ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not fit a cluster
@@ -55,6 +56,10 @@ class LaunchError(MpistratError, ValueError):
 
 class RunError(MpistratError, RuntimeError):
     """The function of run() has raised an exception on a rank, or a rank has ended without a result."""
+
+
+class DataServiceError(MpistratError, RuntimeError):
+    """The job of a tf.data service cannot be reached, has ended, or has not done in time what this rank waits for."""
 
 
 class CollectiveError(MpistratError, RuntimeError):

@@ -15,6 +15,7 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
+from .row_counts import RowCounts, RowsOfEpoch, weighted_means
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback"]
@@ -92,24 +93,68 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces the metrics of an epoch by their average over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
-    same numbers on all ranks. The mean is not weighted, so the ranks should have equal numbers of rows.
+    same numbers on all ranks.
+
+    By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
+    of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of
+    metrics that begin with `val_` by the rows of its latest validation. Padding and sample weights do not change these
+    numbers. The result is the metric over the rows of all ranks if the metric is a mean over rows, as loss and accuracy
+    are without sample weights; it is an approximation for others, such as AUC. The rows are counted in `train_step` and
+    `test_step` of the model, whose tracing the first fit repeats for that. Under MPIStrategy the metrics are those of
+    all ranks already, and nothing is counted.
 
     Args:
         device: Accepted for compatibility with Horovod, ignored.
         process_set: The ranks that take part. On other ranks it does nothing.
+        weighted: Weight by rows. The same on all ranks.
+
+    Raises:
+        ValueError: With `weighted=True`, in the first batch, if its first tensor is a scalar; and at the end of an
+            epoch on every rank, if some rank has batches that `train_step` or `test_step` did not get, or if no rank
+            has rows.
     """
 
-    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set):
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
         super().__init__()
-        self._process_set = resolved(process_set)
+        self._process_set, self._weighted = resolved(process_set), weighted
+        self._rows: RowsOfEpoch | None = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        is_counted = self._weighted and self._process_set.has_others() \
+            and not isinstance(self.model.distribute_strategy, MPIStrategy)
+        self._rows = RowsOfEpoch(RowCounts.of(self.model)) if is_counted else None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self._rows is not None:
+            self._rows.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._rows is not None:
+            self._rows.has_trained = True
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        if self._rows is not None:
+            self._rows.begin_evaluation()
+
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._rows is not None:
+            self._rows.has_evaluated = True
+
+    def on_test_end(self, logs: Logs = None) -> None:
+        if self._rows is not None:
+            self._rows.end_evaluation()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if not logs or not self._process_set.has_others():
             return
         names = sorted(name for name, value in logs.items() if np.isscalar(value) or np.ndim(value) == 0)
+        values = [float(logs[name]) for name in names]
         name = f"metrics/{','.join(names)}"
-        means = array_ops.allreduce(np.array([float(logs[n]) for n in names]), name=name,
-                                    process_set=self._process_set)
+        if self._rows is None:
+            means = array_ops.allreduce(np.array(values), name=name, process_set=self._process_set)
+        else:
+            own = np.array([[*self._rows.weights(), *values]])
+            means = weighted_means(names, array_ops.allgather(own, f"{name}/by rows", self._process_set))
         logs.update(zip(names, means.tolist(), strict=True))
 
 

@@ -11,7 +11,6 @@ SCRIPTS = [
     "--measurements 2 --compression fp16",
     "examples/keras_digits_advanced.py --directory run --epochs 2 --warmup-epochs 2",
     "examples/keras_digits_advanced.py --directory run --epochs 5 --warmup-epochs 2",
-    "examples/data_service_digits.py --epochs 4",
 ]
 pytestmark = needs_mpirun
 
@@ -45,9 +44,8 @@ def test_the_benchmark_prints_what_each_rank_and_all_together_do(ranks: int, job
 
 def test_the_others_learn_the_same_on_all_ranks(ranks: int, job: Finished) -> None:
     lines = printed(job, rf"test accuracy (\d\.\d+), .* weights \w+, the same on all ranks \({ranks}\)")
-    begun, resumed, served = (float(line[1]) for line in lines)
+    begun, resumed = (float(line[1]) for line in lines)
     assert resumed > max(begun, 0.6), job.output
-    assert served > 0.7, job.output
 
 
 def test_training_goes_on_after_the_last_epoch_of_the_job_before(job: Finished) -> None:

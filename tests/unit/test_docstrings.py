@@ -16,7 +16,8 @@ import mpistrat
 pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
-MODULES = ("mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.keras.callbacks")
+MODULES = ("mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.keras.callbacks",
+           "mpistrat.tensorflow.data.compute_service")
 PACKAGE = Path(mpistrat.__file__).parent
 
 

@@ -100,7 +100,7 @@ class LivenessServer:
                     del unidentified[connection]
                     selector.unregister(connection)
                     connection.setblocking(True)
-                    _keep_alive(connection)
+                    keep_alive(connection)
                     self._connections[rank] = connection
                     missing.remove(rank)
                     until = time.monotonic() + _ACCEPT_LIMIT_S
@@ -222,7 +222,7 @@ class LivenessClient:
             raise OSError("; ".join(reasons) or "it has no address")
         self._connection.sendall(_HELLO.pack(token, rank))
         self._connection.settimeout(None)
-        _keep_alive(self._connection)
+        keep_alive(self._connection)
         self.own_address: str = self._connection.getsockname()[0]
         self.chief_address: str = self._connection.getpeername()[0]
         self._has_left = False
@@ -255,7 +255,7 @@ class LivenessClient:
         self._connection.close()
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
     """Send keep-alive probes, which detect a lost host, and close the connection in forked processes."""
     _open.add(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
