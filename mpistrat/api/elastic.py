@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from . import ops, runtime
+from .elastic_sampler import ElasticSampler
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -18,6 +19,8 @@ R = TypeVar("R")
 
 class ObjectState:
     """Python objects that are the state of a training script. Each is an attribute.
+
+    An ElasticSampler among them keeps what it knows: `sync` exchanges the processed rows of all ranks.
 
     Args:
         bcast_object: Replaces broadcast_object, for compatibility with Horovod.
@@ -31,16 +34,20 @@ class ObjectState:
         self._names = list(kwargs)
         self._reset_callbacks: list[Callable[[], object]] = []
         self._saved: dict[str, Any] = {}
+        self._saved_samplers: list[tuple[ElasticSampler, dict[str, Any]]] = []
         self._set(kwargs)
         self.save()
 
     def save(self) -> None:
         """Keep a copy of the state in memory. Local."""
-        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._names})
+        self._saved = copy.deepcopy(self._values_but_samplers())
+        self._saved_samplers = [(sampler, sampler.state_dict()) for sampler in self._samplers()]
 
     def restore(self) -> None:
         """Return to the state of the last save or commit. Local."""
         self._set(copy.deepcopy(self._saved))
+        for sampler, state in self._saved_samplers:
+            sampler.load_state_dict(state)
 
     def commit(self) -> None:
         """Keep a copy of the state in memory, to which restore() returns. Local."""
@@ -49,8 +56,11 @@ class ObjectState:
 
     def sync(self) -> None:
         """Make the state of all ranks that of rank 0, and save it. Collective."""
-        values = self._broadcast({name: getattr(self, name) for name in self._names})
-        self._names = list(values)
+        for sampler in self._samplers():
+            sampler.sync()
+        own = self._values_but_samplers()
+        values = self._broadcast(own)
+        self._names = [*values, *(name for name in self._names if name not in own)]
         self._set(values)
         self.save()
 
@@ -65,6 +75,14 @@ class ObjectState:
         """Call the functions that register_reset_callbacks() has got. Local. No reset happens by itself, see run."""
         for callback in self._reset_callbacks:
             callback()
+
+    def _samplers(self) -> list[ElasticSampler]:
+        values = [getattr(self, name) for name in self._names]
+        return [value for value in values if isinstance(value, ElasticSampler)]
+
+    def _values_but_samplers(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self._names}
+        return {name: value for name, value in values.items() if not isinstance(value, ElasticSampler)}
 
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():

@@ -16,9 +16,11 @@ import keras
 
 from ..api import absent
 from ..api.elastic import ObjectState, run
+from ..api.elastic_sampler import ElasticSampler
 from ..tensorflow.elastic import TensorFlowKerasState
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = ["CommitStateCallback", "ElasticSampler", "KerasState", "UpdateBatchStateCallback",
+           "UpdateEpochStateCallback", "run"]
 
 Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)

@@ -20,10 +20,11 @@ import tensorflow as tf
 
 from ..api import absent
 from ..api.elastic import ObjectState, run
+from ..api.elastic_sampler import ElasticSampler
 from .ops import broadcast_variables
 from .types import Variable
 
-__all__ = ["ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 __getattr__ = absent.explain(__name__)
 
