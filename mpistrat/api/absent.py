@@ -59,6 +59,7 @@ TENSORFLOW: Mapping[str, str] = {
 KERAS: Mapping[str, str] = {
     "alltoall": "horovod.keras has none either; it is in mpistrat.tensorflow.",
     "grouped_allreduce": "horovod.keras has none either; it is in mpistrat.tensorflow.",
+    "join": "it is in mpistrat.tensorflow. fit joins by itself with DistributedOptimizer(..., uneven=\"join\").",
     "DistributedGradientTape": "it is in mpistrat.tensorflow.",
     "BroadcastGlobalVariablesHook": "it is for TensorFlow 1's sessions; use "
                                     "callbacks.BroadcastGlobalVariablesCallback(root_rank).",

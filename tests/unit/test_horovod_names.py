@@ -41,6 +41,12 @@ def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str
         found.spark  # noqa: B018
 
 
+def test_where_join_is() -> None:
+    import mpistrat.keras
+    with pytest.raises(AttributeError, match=r"it is in mpistrat\.tensorflow\. .*uneven=\"join\""):
+        mpistrat.keras.join  # noqa: B018
+
+
 @pytest.mark.parametrize(("module", "wrong", "right"), [
     ("mpistrat", "alreduce", "allreduce"), ("mpistrat.tensorflow", "DistributedGradientTap", "DistributedGradientTape"),
     ("mpistrat.keras", "Compresion", "Compression"), ("mpistrat.tensorflow.keras", "load_modell", "load_model"),
