@@ -259,7 +259,7 @@ def make_device(number: int) -> "Device":
 def why_no_cupy() -> str:
     """Why tensors on a GPU cannot be read; "" if they can. Imports cupy."""
     try:
-        from ..gpu import device  # noqa: F401
+        from ..gpu.device import Device  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             return f"it is not installed ({pip_extra('gpu')})"

@@ -5,7 +5,7 @@ It implements the Protocols of `arrays` and `nccl.types`.
 
 import ctypes
 import platform
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import count
@@ -271,7 +271,7 @@ class Event:
             self.cupy_event.record(stream)
             self.number = next(recording.numbers)
         # The per-thread default streams of all threads have the same address.
-        self.stream = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
+        self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
 
     @property
     def done(self) -> bool:
