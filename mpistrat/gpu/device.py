@@ -183,7 +183,9 @@ class Communicator:
 
     Implements nccl.types.NcclCommunicator. One thread calls it. Another one may call `abort` meanwhile: the call that
     waits in NCCL returns then, and no call begins after it. (cupy forgets NCCL's communicator only when ncclCommAbort
-    has returned. Without the flag a call that begins in the meantime would use freed memory.)
+    has returned. Without the flag a call that begins in the meantime would use freed memory.) The waiting call itself
+    cannot be waited for first, since nothing but the abort makes it return. cupy's calls release the lock of Python's
+    interpreter, so that another thread can run.
     """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
