@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -246,12 +247,27 @@ def _copies_of(device: "Device") -> HostCopies:
 
 
 def make_device(number: int) -> "Device":
-    """Open the GPU with this number. Raises MissingDependencyError if cupy is not installed."""
-    try:
-        from ..gpu.device import Device
-    except ImportError as error:
-        raise MissingDependencyError(f"tensors on a GPU need cupy ({pip_extra('gpu')}).") from error
+    """Open the GPU with this number. Raises MissingDependencyError if cupy is not installed, or cannot be imported."""
+    reason = why_no_cupy()
+    if reason:
+        raise MissingDependencyError(f"tensors on a GPU need cupy: {reason}.")
+    from ..gpu.device import Device
     return Device(number)
+
+
+@cache
+def why_no_cupy() -> str:
+    """Why tensors on a GPU cannot be read; "" if they can. Imports cupy."""
+    try:
+        from ..gpu.device import Device  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            return f"it is not installed ({pip_extra('gpu')})"
+        return f"it cannot be imported: {error}"
+    except Exception as error:  # cupy looks for CUDA's libraries and its driver while it is imported.
+        text = " ".join(str(error).split())
+        return f"it cannot be imported: {type(error).__name__}: {text[:300]}"
+    return ""
 
 
 def as_result(made: Any, device: "Device") -> "tuple[GpuArray, Event]":

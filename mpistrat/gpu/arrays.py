@@ -4,7 +4,7 @@ device.Device implements the Protocols with cupy; tests have a stand-in.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,7 +54,15 @@ class GpuStream(Protocol):
 
 
 class GpuEvent(Protocol):
-    """A point in a stream."""
+    """A point in a stream.
+
+    Attributes:
+        stream: Identifies the stream.
+        number: Of two events of a stream, the later one has the larger number.
+    """
+
+    stream: Hashable
+    number: int
 
     @property
     def done(self) -> bool:
@@ -68,7 +76,7 @@ class GpuDevice(Protocol):
 
     def current(self) -> AbstractContextManager[Any]: ...
 
-    def stream(self) -> GpuStream: ...
+    def stream(self, is_urgent: bool = False) -> GpuStream: ...
 
     def record(self, stream: GpuStream) -> GpuEvent: ...
 
@@ -80,7 +88,9 @@ class GpuDevice(Protocol):
 
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> object: ...
+    def compile(self, job: CopyJob) -> None: ...
+
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None: ...
 
     def nccl_version(self) -> int: ...
 

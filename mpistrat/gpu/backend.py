@@ -3,7 +3,7 @@
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..core.arithmetic import Reduction
@@ -18,11 +18,9 @@ class Completion:
 
     Attributes:
         events: The work is complete when all of them are done.
-        kept: Owners of memory that the work uses until then.
     """
 
     events: list[GpuEvent] = field(default_factory=list)
-    kept: list[object] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -41,6 +39,16 @@ def await_on_host(event: GpuEvent, limit_s: float) -> None:
         if time.monotonic() > deadline:
             raise EngineError(f"a copy between GPU and host is not complete after {limit_s:g} s")
         os.sched_yield()
+
+
+def last_of_streams(events: Iterable[GpuEvent]) -> list[GpuEvent]:
+    """The last event of each stream. Work that waits for these waits for all `events`."""
+    last: dict[Hashable, GpuEvent] = {}
+    for event in events:
+        known = last.get(event.stream)
+        if known is None or known.number < event.number:
+            last[event.stream] = event
+    return list(last.values())
 
 
 class GpuBackend(ABC):

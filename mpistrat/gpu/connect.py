@@ -15,6 +15,7 @@ from ..core.interfaces import DataPlane
 from ..core.settings import Settings
 from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
 from .arrays import GpuArray, GpuDevice
+from .copy.plan import CopyJob
 from .nccl.communicators import Exchange, make_communicators
 from .nccl.data import NcclData
 from .pipeline import BUFFERS
@@ -72,7 +73,7 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
         settings.limit_s)
     buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
-    return NcclData(device, rank, communicators, buffers_of_streams, nbytes), fusion_bytes
+    return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl), fusion_bytes
 
 
 def _fusion_bytes(rank: int, nbytes: int, settings: Settings) -> int:
@@ -97,6 +98,9 @@ def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[
         return GpuInfo(device.identity, 0, 0, may_share), [], []
     try:
         version = device.nccl_version()
+        # The copy kernel, so that a compiler that does not work is found now, and not in the middle of a collective.
+        if version:
+            device.compile(CopyJob("float32", "float32"))
         buffers, nbytes = fusion_buffers(device, settings.fusion_bytes, BUFFERS * streams) if version else ([], 0)
         ids = [device.unique_id() for _ in range(streams)] if version and makes_ids else []
     except Exception as error:  # Sent to the other ranks, which wait for this rank. All ranks then act on it.

@@ -5,23 +5,34 @@ It implements the Protocols of `arrays` and `nccl.types`.
 
 import ctypes
 import platform
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from itertools import count
+from threading import Lock, get_ident
 from typing import Any
 
 import cupy
 import cupyx
 import numpy as np
-from cupy.cuda import nccl
+from cupy.cuda import compiler, nccl
 
 from ..core.errors import EngineError
 from ..core.tuning import COPY_BLOCK_THREADS
 from .arrays import GpuArray, GpuStream
 from .copy.kernel import NAME, source, variant
-from .copy.plan import CopyJob
+from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
+from .nccl.types import RESULTS
+from .wheels import load_nvrtc
 
 _NOT_READY = 600  # cudaErrorNotReady
+_PER_THREAD = 2  # cudaStreamPerThread
+# Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
+_URGENT = -100
+# cupy passes a numpy array of one element by value.
+_TABLE = np.dtype([("pieces", PIECE, (PIECES_PER_LAUNCH,))])
+# A float below the normal ones stays what it is.
+_COMPILER_OPTIONS = ("-std=c++17", "-ftz=false")
 
 
 class Device:
@@ -37,6 +48,7 @@ class Device:
         # have one bus id, and NCCL refuses them as one GPU ("Duplicate GPU detected").
         self.identity = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(number)}"
         self._launch = cache(self._compile)
+        self._recording = Recording()
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
             self._imports = cupy.cuda.Stream(non_blocking=True)
@@ -48,14 +60,18 @@ class Device:
 
     # -- order --------------------------------------------------------------------------------------------------------
 
-    def stream(self) -> GpuStream:
-        """A new stream, which does not synchronise with the default stream."""
-        made: GpuStream = cupy.cuda.Stream(non_blocking=True)
+    def stream(self, is_urgent: bool = False) -> GpuStream:
+        """A new stream, which does not synchronise with the default stream.
+
+        The kernels of an urgent one start before waiting kernels of other streams. cupy has that from version 14 on.
+        """
+        urgency = {"priority": _URGENT} if is_urgent and _has_priorities() else {}
+        made: GpuStream = cupy.cuda.Stream(non_blocking=True, **urgency)
         return made
 
     def record(self, stream: GpuStream | None = None) -> "Event":
         """An event after all work enqueued so far on `stream`, or on cupy's current stream."""
-        return Event(cupy.cuda.get_current_stream() if stream is None else stream)
+        return Event(cupy.cuda.get_current_stream() if stream is None else stream, self._recording)
 
     def wait(self, stream: Any, event: "Event") -> None:
         """Make all work enqueued on `stream` from now on start after `event`. The host does not wait."""
@@ -82,19 +98,22 @@ class Device:
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> object:
-        """Enqueue the copies of a table, see copy.plan. The caller keeps the result until they are complete."""
-        staged = self.pinned(table.nbytes)
-        staged[:] = table.view(np.uint8)
+    def compile(self, job: CopyJob) -> None:
+        """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
+        self._launch(variant(job))
+
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> None:
+        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory."""
+        by_value = np.zeros(1, _TABLE)
+        by_value["pieces"][0, :len(table)] = table
         with stream:
-            on_gpu = cupy.cuda.alloc(table.nbytes)
-            self.copy(on_gpu.ptr, staged.ctypes.data, table.nbytes, stream)
             self._launch(variant(job))((blocks,), (COPY_BLOCK_THREADS,), (
-                np.uint64(on_gpu.ptr), np.int32(len(table)), np.float64(job.factor), np.int64(job.divisor)))
-        return staged, on_gpu
+                by_value, np.int32(len(table)), np.float64(job.factor), np.int64(job.divisor)))
 
     def _compile(self, job: CopyJob) -> Any:
-        return cupy.RawModule(code=source(job), options=("-std=c++17",)).get_function(NAME)
+        module = cupy.cuda.Module()
+        module.load(compiled(source(job)))
+        return module.get_function(NAME)
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 
@@ -162,23 +181,65 @@ class Device:
 class Communicator:
     """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
 
-    Implements nccl.types.NcclCommunicator.
+    Implements nccl.types.NcclCommunicator. One thread calls it. Another one may call `abort` meanwhile: the call that
+    waits in NCCL returns then, and no call begins after it. (cupy forgets NCCL's communicator only when ncclCommAbort
+    has returned. Without the flag a call that begins in the meantime would use freed memory.) The waiting call itself
+    cannot be waited for first, since nothing but the abort makes it return. cupy's calls release the lock of Python's
+    interpreter, so that another thread can run.
     """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
         with explained(f"connecting rank {rank} of {size}"):
             self._cupy_communicator = nccl.NcclCommunicator(size, unique_id, rank)
-        self._rank = rank
+        self._rank, self._lock, self._is_aborted = rank, Lock(), False
+
+    def abort(self) -> None:
+        """End all work of the communicator, and free it. May be called twice, and by any thread."""
+        with self._lock:
+            is_first, self._is_aborted = not self._is_aborted, True
+        if is_first:
+            with explained(f"abort on rank {self._rank}"):
+                self._cupy_communicator.abort()
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._cupy_communicator, name)
 
         def call(*arguments: Any) -> Any:
+            if self._is_aborted:
+                raise EngineError(f"NCCL's communicator was aborted before {name} on rank {self._rank}.")
             with explained(f"{name} on rank {self._rank}"):
                 return method(*arguments)
 
         setattr(self, name, call)  # so that later calls bypass __getattr__
         return call
+
+
+def compiled(code: str) -> bytes:
+    """Return the machine code of a kernel for the current GPU. Any thread, within `Device.current()`.
+
+    Not by cupy's RawModule, which appends -ftz=true to the options.
+
+    Raises:
+        EngineError: There is no NVRTC that works, or it refuses the code. Has the compiler's message.
+    """
+    try:
+        _find_nvrtc()
+        binary: bytes = compiler.compile_using_nvrtc(code, _COMPILER_OPTIONS, cache_in_memory=True)[0]
+    except (RuntimeError, OSError, compiler.CompileException) as error:
+        raise EngineError(f"the copy kernel cannot be compiled: {error}") from error
+    return binary
+
+
+def _find_nvrtc() -> None:
+    try:
+        compiler.nvrtc.getVersion()  # cupy's own way
+    except RuntimeError:
+        load_nvrtc(cupy.cuda.driver.get_build_version() // 1000)
+
+
+@cache
+def _has_priorities() -> bool:
+    return int(cupy.__version__.split(".")[0]) >= 14
 
 
 @contextmanager
@@ -188,14 +249,31 @@ def explained(doing: str) -> Iterator[None]:
         yield
     except nccl.NcclError as error:
         raise EngineError(f"NCCL has failed ({doing}): {error}. {last_error()}".rstrip(". ") + ".") from error
+    except KeyError as error:
+        number = error.args[0] if error.args else None
+        if number not in RESULTS:
+            raise
+        raise EngineError(f"NCCL has failed ({doing}): {RESULTS[number]}. {last_error()}".rstrip(". ") + ".") from error
+
+
+class Recording:
+    """Numbers the events of a device in the order in which they are recorded."""
+
+    def __init__(self) -> None:
+        self.lock, self.numbers = Lock(), count()
 
 
 class Event:
-    """A point in a stream."""
+    """A point in a stream. See arrays.GpuEvent."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any, recording: Recording):
         self.cupy_event = cupy.cuda.Event(disable_timing=True)
-        self.cupy_event.record(stream)
+        self._stream = stream  # so that the address is that of no other stream while there is the event
+        with recording.lock:
+            self.cupy_event.record(stream)
+            self.number = next(recording.numbers)
+        # The per-thread default streams of all threads have the same address.
+        self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
 
     @property
     def done(self) -> bool:

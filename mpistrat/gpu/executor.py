@@ -22,7 +22,7 @@ from ..core.rows import received_rows, rows_of_ranks
 from ..core.settings import Settings
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
 from .arrays import GpuArray, GpuDevice, GpuInput
-from .backend import Completion, GpuBackend
+from .backend import Completion, GpuBackend, last_of_streams
 from .connect import connect, exchange_over
 from .staged import StagedData
 from .uploads import uploaded
@@ -93,16 +93,16 @@ class GpuExecutor(DeviceExecutor):
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         # The splits of an all-to-all are on the host.
-        events = {id(array.ready): array.ready for entry in entries for array in entry.arrays
-                  if isinstance(array, GpuInput)}
+        events = [array.ready for entry in entries for array in entry.arrays if isinstance(array, GpuInput)]
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
             # others wait for it in a collective.
             allocated = [array.allocate(array.shape) for array in entry.arrays] if is_fused(entry.request) else []
             works.append((entry, [array for array, _ in allocated]))
-            events |= {id(event): event for _, event in allocated}
+            events += [event for _, event in allocated]
+        events = last_of_streams(events)
         for backend in self._backends:
-            backend.wait_for(events.values())
+            backend.wait_for(events)
         for bucket in self._plans.plan(entries, self._fusion_bytes, divisor):
             self._run_bucket(bucket, works)
         for entry, results in list(works):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..core.arithmetic import Reduction, Scale
+from ..core.arithmetic import Scale
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import Completion
-from .copy.plan import ALIGNMENT, CopyJob, block_count, copy_table, fused_offsets
-from .nccl.types import WireFormat, narrowest, storage
+from .copy.plan import ALIGNMENT, CopyJob, block_count, copy_tables, fused_offsets
+from .nccl.types import NcclReduction, WireFormat, narrowest, storage
 
 BUFFERS = 2
 
@@ -27,9 +27,9 @@ class Pipeline:
 
     def __init__(self, device: GpuDevice, buffers: Sequence[GpuArray]):
         self._device, self._buffers = device, buffers
-        self._copies, self._reductions = device.stream(), device.stream()
+        # With priority over kernels of the training step. All ranks wait for the last one to begin a collective.
+        self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
-        self._kept: list[object] = []
         self._turn = 0
 
     def wait_for(self, event: GpuEvent) -> None:
@@ -39,8 +39,7 @@ class Pipeline:
     def finish(self) -> Completion:
         """See GpuBackend.finish."""
         self._unpack_pending()
-        kept, self._kept = self._kept, []
-        return Completion([self._device.record(self._copies)], kept)
+        return Completion([self._device.record(self._copies)])
 
     def _next_buffer(self) -> int:
         """The address of the buffer to use next. The stream unpacks its former bucket before it packs the next one."""
@@ -57,7 +56,7 @@ class Pipeline:
         self._pending = reduced, unpack
 
     def _run_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: WireFormat,
-                    reduction: Reduction, reduce: Callable[[int, int], None]) -> None:
+                    reduction: NcclReduction, reduce: Callable[[int, int], None]) -> None:
         """Reduce tensors that fit into one fusion buffer by packing them into it. Does nothing for no elements.
 
         `reduce(address, elements)` enqueues the reduction of the packed elements, which are of the dtype `wire.dtype`.
@@ -81,9 +80,8 @@ class Pipeline:
             unpack()
 
     def _copy(self, sources: Sequence[int], targets: Sequence[int], counts: Sequence[int], job: CopyJob) -> None:
-        table = copy_table(sources, targets, counts)
-        if len(table):
-            self._kept.append(self._device.batched_copy(table, block_count(table), job, self._copies))
+        for table in copy_tables(sources, targets, counts):
+            self._device.batched_copy(table, block_count(table), job, self._copies)
 
 
 def split_to_fit(source: GpuArray, target: GpuArray, wire: WireFormat,

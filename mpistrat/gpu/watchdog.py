@@ -29,6 +29,7 @@ class Watchdog:
         self._limit_s, self._abort, self._text = limit_s, abort, text
         self._since: float | None = None
         self._has_fired = False
+        self._lock = threading.Lock()  # of the two: a call that has ended in time is not aborted
         self._closed = threading.Event()
         if limit_s:
             threading.Thread(target=self._watch, name="mpistrat-gpu-watchdog", daemon=True).start()
@@ -44,12 +45,10 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            if self._has_fired:
+            if self._end():
                 raise EngineError(self._text) from error
             raise
-        finally:
-            self._since = None
-        if self._has_fired:
+        if self._end():
             raise EngineError(self._text)
 
     def close(self) -> None:
@@ -58,9 +57,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(min(self._limit_s / WATCHDOG_LOOKS, WATCHDOG_LONGEST_SLEEP_S)):
-            since = self._since
-            if since is not None and time.monotonic() - since > self._limit_s:
-                self._has_fired = True
+            with self._lock:
+                since = self._since
+                self._has_fired = since is not None and time.monotonic() - since > self._limit_s
+            if self._has_fired:
                 logger.debug("%s", self._text)
                 self._abort()
                 return
+
+    def _end(self) -> bool:
+        """The guarded call has ended; whether too late."""
+        with self._lock:
+            self._since = None
+            return self._has_fired

@@ -13,6 +13,7 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import GpuBackend
 from mpistrat.gpu.nccl.data import NcclData
+from mpistrat.gpu.nccl.types import AVERAGES_FROM
 from mpistrat.gpu.staged import StagedData
 from mpistrat.transport.mpi.data import MpiData
 from tests.support.gpu_stand_in import Communicator, Device
@@ -33,8 +34,8 @@ class Job:
         self.plane: GpuBackend = {
             "staged": lambda: staged,
             "nccl": lambda: NcclData(
-                self.device, rank, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
-                [buffers[:2], buffers[2:]], 2**16)}[name]()
+                self.device, rank, size, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
+                [buffers[:2], buffers[2:]], 2**16, AVERAGES_FROM)}[name]()
 
     def array(self, values: np.ndarray) -> GpuArray:
         """The values, which come late."""

@@ -4,6 +4,7 @@ Memory is the host's, kernels are their models in numpy, and collectives run ove
 shows that what is enqueued is the right work, waits for what it must wait for, and uses no memory after it is free.
 """
 
+import itertools
 import random
 import threading
 import weakref
@@ -18,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy.plan import CopyJob
+from mpistrat.gpu.copy.plan import PIECES_PER_LAUNCH, CopyJob
+from mpistrat.gpu.nccl.types import AVERAGE
 from tests.support import copy_model
 
 _DTYPES = [np.dtype(name) for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32",
@@ -44,8 +46,8 @@ class Stream:
 class Event:
     """Fires when its stream gets to it; to ask is what makes streams run."""
 
-    def __init__(self, device: "Device"):
-        self._device, self.has_fired = device, False
+    def __init__(self, device: "Device", stream: Stream, number: int):
+        self._device, self.has_fired, self.stream, self.number = device, False, stream.ptr, number
 
     @property
     def done(self) -> bool:
@@ -105,6 +107,7 @@ class Device:
         # Of what is counted, and of the streams; one thread may come back to it, by way of a finalizer.
         self._lock = threading.RLock()
         self._streams: list[Stream] = []
+        self._numbers = itertools.count()
         self._all_memory: list[np.ndarray] = []  # Never freed, so that what is used too long is poison and no crash.
         self._user = self.stream()
         self._transfers: list[Transfer] | None = None  # of the group of NCCL's calls that is open
@@ -114,7 +117,7 @@ class Device:
 
     # -- order --------------------------------------------------------------------------------------------------------
 
-    def stream(self) -> Stream:
+    def stream(self, is_urgent: bool = False) -> Stream:
         self._streams.append(Stream(len(self._streams) + 1))
         return self._streams[-1]
 
@@ -122,8 +125,9 @@ class Device:
         return self._user
 
     def record(self, stream: Stream | None = None) -> Event:
-        event = Event(self)
-        (stream or self._user).work.append(event.fire)
+        with self._lock:
+            event = Event(self, stream or self._user, next(self._numbers))
+            (stream or self._user).work.append(event.fire)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -190,7 +194,11 @@ class Device:
             self.enqueue(stream, lambda: np.copyto(copy_model.memory_at(target, nbytes, byte),
                                                    copy_model.memory_at(source, nbytes, byte)))
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> Any:
+    def compile(self, job: CopyJob) -> None:
+        """There is nothing to compile."""
+
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> None:
+        assert len(table) <= PIECES_PER_LAUNCH, "the table does not fit into the parameters of a launch"
         self.log.append(("batched_copy", len(table), job, stream.ptr))
         self.enqueue(stream, lambda: copy_model.batched_copy(table, job))
 
@@ -376,7 +384,9 @@ class Communicator:
 
 
 def _combined(parts: np.ndarray, op: int) -> np.ndarray:
-    """The rows, reduced."""
+    """The rows, reduced. An average as NCCL makes it: each row is divided, in its own dtype, before they are added."""
+    if op == AVERAGE:
+        parts, op = parts * parts.dtype.type(1 / len(parts)), 0
     result: np.ndarray = parts[0]
     for part in parts[1:]:
         result = _OPERATIONS[op](result, part)

@@ -1,11 +1,15 @@
 """What can be said of the module that touches cupy without a GPU; skipped where cupy is not installed."""
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpistrat.core.errors import EngineError
+from mpistrat.gpu.copy.kernel import source
+from mpistrat.gpu.copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob, copy_tables
 
 nccl = pytest.importorskip("cupy.cuda.nccl", reason="cupy is not installed")
 
@@ -33,6 +37,89 @@ def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest
     text = str(raised.value)
     assert text.startswith("NCCL has failed (check_async_error on rank 1): NCCL_ERROR_")
     assert text.endswith(". socketProgress: Connection closed by remote peer.")
+
+
+@pytest.mark.parametrize("number, name", [(7, "ncclInProgress"), (8, "ncclTimeout")])
+def test_a_result_that_cupy_cannot_name_has_its_name_from_nccl(number: int, name: str,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.gpu import device
+    monkeypatch.setattr(device, "last_error", lambda: "")
+    with pytest.raises(EngineError, match=rf"NCCL has failed \(allReduce on rank 1\): {name}"), \
+            device.explained("allReduce on rank 1"):
+        raise nccl.NcclError(number)
+
+
+def test_a_key_error_that_is_none_of_nccls_stays_one() -> None:
+    from mpistrat.gpu import device
+    with pytest.raises(KeyError), device.explained("a group"):
+        raise KeyError("tensor")
+
+
+def test_a_communicator_is_aborted_once_and_not_used_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.gpu.device import Device
+    calls = []
+
+    class Recording:
+        def abort(self) -> None:
+            calls.append("abort")
+
+        def allReduce(self) -> None:  # noqa: N802
+            calls.append("allReduce")
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Recording())
+    communicator = Device.communicator(2, b"", 1)
+    communicator.allReduce()
+    communicator.abort()
+    communicator.abort()
+    with pytest.raises(EngineError, match="was aborted before allReduce on rank 1"):
+        communicator.allReduce()
+    assert calls == ["allReduce", "abort"]
+
+
+@pytest.fixture
+def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an H100, in place of asking a GPU. Skips without NVRTC."""
+    from cupy.cuda import compiler
+
+    from mpistrat.gpu import device
+    monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin"))
+    try:
+        device._find_nvrtc()
+    except OSError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.mark.usefixtures("architecture")
+def test_cupy_makes_machine_code_of_the_kernel() -> None:
+    from mpistrat.gpu.device import compiled
+    assert compiled(source(CopyJob("float32", "bfloat16", 0.5))).startswith(b"\x7fELF")
+
+
+@pytest.mark.usefixtures("architecture")
+def test_code_that_is_refused_is_an_error_with_the_compilers_words() -> None:
+    from mpistrat.gpu.device import compiled
+    with pytest.raises(EngineError, match=r"(?s)the copy kernel cannot be compiled: .*error"):
+        compiled("this is no C++")
+
+
+def test_the_table_is_passed_by_value() -> None:
+    from mpistrat.gpu.device import Device
+    device, launches = object.__new__(Device), []
+    device._launch = lambda job: lambda *arguments: launches.append(arguments)
+    table, = copy_tables([1, 2], [3, 4], [5, 6])
+    device.batched_copy(table, 2, CopyJob("int8", "int8", 1.0, 3), nullcontext())
+    (blocks, _, (by_value, rows, factor, divisor)), = launches
+    # cupy takes arrays of one element for values, and refuses others.
+    assert by_value.size == 1 and by_value.nbytes == PIECES_PER_LAUNCH * PIECE.itemsize
+    assert np.array_equal(by_value["pieces"][0, :2], table)
+    assert (blocks, rows, factor, divisor) == ((2,), 2, 1.0, 3)
+
+
+def test_a_priority_is_given_where_this_cupy_takes_one() -> None:
+    import cupy
+
+    from mpistrat.gpu.device import _has_priorities
+    assert _has_priorities() == ("priority=" in cupy.cuda.Stream.__init__.__doc__)
 
 
 def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_or_the_device() -> None:

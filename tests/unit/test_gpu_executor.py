@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,13 @@ from mpistrat.core.install import pip_extra
 from mpistrat.core.request import DEVICE_GPU, Product, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.gpu.arrays import GpuInput
+from mpistrat.gpu.backend import last_of_streams
 from mpistrat.gpu.connect import connect, fusion_buffers
+from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
+from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.transport.local import ThreadGroup
 from tests.support.engines import make_engine
 from tests.support.gpu_stand_in import Communicator, Device
@@ -180,6 +184,60 @@ def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(monkeypatch: py
     assert values_of(handle) == [[1, 1]]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.messages[0].endswith(": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)")
+
+
+def test_a_compiler_that_does_not_work_is_found_while_connecting(monkeypatch: pytest.MonkeyPatch,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    def fail(self: Device, job: CopyJob) -> None:
+        raise EngineError("the copy kernel cannot be compiled: libnvrtc.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(Device, "compile", fail)
+    monkeypatch.setattr(Device, "batched_copy", fail)
+    job = Job()
+    handle = job.submit("a", np.ones(2), np.ones(3))
+    job.settle()
+    assert values_of(handle) == [[1, 1], [1, 1, 1]]
+    assert caplog.messages[0].endswith("NCCL cannot be used (rank 0: EngineError: the copy kernel cannot be compiled: "
+                                       "libnvrtc.so.12: cannot open shared object file)")
+
+
+@dataclass(eq=False)
+class Point:
+    """An event."""
+
+    stream: Any
+    number: int
+    done: bool = True
+
+
+def test_of_the_events_of_a_stream_the_last_one_is_waited_for() -> None:
+    first, last, other = Point((7, 0), 1), Point((7, 0), 5), Point((8, 0), 3)
+    assert last_of_streams([last, first, other]) == [last, other]
+    assert last_of_streams([first, other, last, last]) == [last, other]
+    assert last_of_streams([]) == []
+
+
+def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, waits = Job(nccl_streams=1), []
+    job.submit("connect", np.ones(2))
+    job.settle()
+    monkeypatch.setattr(Device, "wait", lambda self, stream, event: waits.append(stream.ptr))
+    job.submit("a", *[np.ones(2)] * 20)
+    job.engine.controller.run_cycle()
+    # NCCL's copies, the two of staging, and two between the copies and the reduction.
+    assert len(waits) == 5
+
+
+def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
+    aborted = threading.Event()
+    watchdog = Watchdog(0.05, aborted.set, "too late")
+    for _ in range(20):
+        with watchdog.guarding():
+            pass
+    assert not aborted.wait(0.3)
+    with pytest.raises(EngineError, match="too late"), watchdog.guarding():
+        assert aborted.wait(30)
+    watchdog.close()
 
 
 def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,15 +1,20 @@
 """What the plane for NCCL enqueues: calls, counts, dtypes and streams, on a stand-in that writes them down."""
 
+import threading
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
+from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.nccl.data import NcclData
 from mpistrat.gpu.nccl.types import (
+    AVERAGE,
+    AVERAGES_FROM,
     BFLOAT16,
     DTYPES,
     FLOAT16,
@@ -21,6 +26,7 @@ from mpistrat.gpu.nccl.types import (
     WireFormat,
     wire_format,
 )
+from tests.support import copy_model, gpu_stand_in
 from tests.support.gpu_stand_in import Communicator, Device
 
 SUM = OPERATIONS[ReduceOp.SUM]
@@ -29,11 +35,12 @@ SUM = OPERATIONS[ReduceOp.SUM]
 class Job:
     """A plane over one rank."""
 
-    def __init__(self, lanes: int = 1, buffer_bytes: int = 2**16):
+    def __init__(self, lanes: int = 1, buffer_bytes: int = 2**16, size: int = 1, version: int = AVERAGES_FROM):
         self.device = Device()
         buffers = [[self.device.scratch(buffer_bytes) for _ in range(2)] for _ in range(lanes)]
-        self.plane = NcclData(self.device, 0, [Communicator(self.device, 1) for _ in range(lanes)], buffers,
-                              buffer_bytes)
+        # One rank makes all calls, even where the plane takes it for one of several.
+        self.plane = NcclData(self.device, 0, size, [Communicator(self.device, 1) for _ in range(lanes)], buffers,
+                              buffer_bytes, version)
         self._arrays: list[GpuArray] = []
 
     def arrays(self, *values: np.ndarray) -> list[GpuArray]:
@@ -240,8 +247,54 @@ def test_the_numbers_are_those_of_cupys_nccl() -> None:
     assert (INT8, UINT8, INT32, FLOAT16, BFLOAT16) == (nccl.NCCL_INT8, nccl.NCCL_UINT8, nccl.NCCL_INT32,
                                                        nccl.NCCL_FLOAT16, nccl.NCCL_BFLOAT16)
     assert {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES} == DTYPES
+    assert AVERAGE == nccl.NCCL_AVG
     assert OPERATIONS == {ReduceOp.SUM: nccl.NCCL_SUM, ReduceOp.PRODUCT: nccl.NCCL_PROD, ReduceOp.MAX: nccl.NCCL_MAX,
                           ReduceOp.MIN: nccl.NCCL_MIN}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_an_average_of_floats_is_nccls_own_and_needs_no_scaling(dtype: str) -> None:
+    job = Job(size=4)
+    values = np.ones(3, copy_model.dtype_of(dtype))
+    job.reduce(values, scale=Scale(1.0, 4))
+    job.reduce(values, values, scale=Scale(1.0, 4))
+    assert [entry[3] for entry in job.device.log if entry[0] == "allReduce"] == [AVERAGE, AVERAGE]
+    assert {entry[2].is_plain for entry in job.device.log if entry[0] == "batched_copy"} == {True}
+
+
+def test_compressed_averages_are_divided_by_nccl_too() -> None:
+    job = Job(size=4)
+    source, target = job.arrays(np.ones(3, np.float32), np.zeros(3, np.float32))
+    job.plane.allreduce([source], [target], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4)), "float16")
+    assert job.device.log[1] == ("allReduce", 8, FLOAT16, AVERAGE, 3)
+
+
+@pytest.mark.parametrize("dtype, prescale, scale, version", [
+    ("float32", 1.0, Scale(1.0, 3), AVERAGES_FROM),  # while a rank waits in join()
+    ("float32", 1.0, Scale(2.0, 4), AVERAGES_FROM),
+    ("float32", 0.5, Scale(1.0, 4), AVERAGES_FROM),
+    ("float32", 1.0, Scale(1.0, 4), AVERAGES_FROM - 1),
+    ("int32", 1.0, Scale(1.0, 4), AVERAGES_FROM),
+])
+def test_other_averages_are_scaled_sums(dtype: str, prescale: float, scale: Scale, version: int) -> None:
+    job = Job(size=4, version=version)
+    result, = job.reduce(np.full(3, 24).astype(dtype), prescale=prescale, scale=scale)
+    assert [entry[3] for entry in job.device.log if entry[0] == "allReduce"] == [SUM]
+    assert result.tolist() == [24 * prescale * scale.factor / scale.divisor] * 3
+
+
+def test_a_part_of_an_average_is_nccls_own_too() -> None:
+    job = Job(size=4)
+    source, target = job.arrays(np.ones(3, np.float32), np.zeros(3, np.float32))
+    job.plane.reducescatter(source, target, [3], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4)))
+    assert job.device.log == [("reduceScatter", 3, FLOAT32, AVERAGE, 3)]
+
+
+def test_the_average_of_large_halves_does_not_overflow() -> None:
+    rows = np.full((4, 2), 60000, np.float16)
+    assert gpu_stand_in._combined(rows, AVERAGE).tolist() == [60000] * 2
+    with np.errstate(over="ignore"):
+        assert np.isinf(gpu_stand_in._combined(rows, SUM)).all()
 
 
 def test_narrow_integers_are_widened() -> None:
@@ -303,6 +356,19 @@ def test_a_barrier_reduces_a_byte_on_every_lane_and_spoils_no_bucket() -> None:
     reductions = [entry[:4] for entry in job.device.log if entry[0] == "allReduce"]
     assert reductions[2:] == [("allReduce", 1, UINT8, maximum)] * 2
     assert [array.owner.view().tolist() for array in after] == [[1] * 3, [1] * 2]
+
+
+def test_two_threads_that_abandon_abort_each_communicator_once_and_no_collective_begins_after_it() -> None:
+    job = Job(lanes=3)
+    threads = [threading.Thread(target=job.plane.abandon) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert job.calls == ["abort"] * 3
+    array = job.arrays(np.ones(3))
+    with pytest.raises(EngineError, match="communicators were aborted"):
+        job.plane.allreduce(array, array, Reduction(ReduceOp.SUM))
 
 
 def test_an_abort_that_fails_keeps_no_other_communicator_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...core.tuning import COPY_BLOCK_ELEMENTS
-from .plan import ALIGNMENT, CopyJob
+from .plan import ALIGNMENT, PIECES_PER_LAUNCH, CopyJob
 
 NAME = "batched_copy"
 
@@ -57,39 +57,53 @@ __device__ unsigned short float_to_bfloat(float value) {
 }
 
 struct Piece { unsigned long long source, target, count, first_block; };
-struct alignas(ALIGNMENT) Vector { unsigned int words[ALIGNMENT / 4]; };
+struct Table { Piece pieces[PIECES_PER_LAUNCH]; };
+// As many elements as the wider of the two dtypes has in ALIGNMENT bytes, loaded and stored at once.
+constexpr int VECTOR_ELEMENTS = ALIGNMENT / (sizeof(SOURCE) > sizeof(TARGET) ? sizeof(SOURCE) : sizeof(TARGET));
+struct alignas(VECTOR_ELEMENTS * sizeof(SOURCE)) SourceVector { SOURCE elements[VECTOR_ELEMENTS]; };
+struct alignas(VECTOR_ELEMENTS * sizeof(TARGET)) TargetVector { TARGET elements[VECTOR_ELEMENTS]; };
 
-extern "C" __global__ void batched_copy(const Piece* pieces, int piece_count, double factor, long long divisor) {
+__device__ TARGET converted(SOURCE element, double factor, long long divisor) {
+#if IS_PLAIN
+    return element;
+#else
+    const COMPUTED value = LOAD(element);
+    return (TARGET) STORE(SCALED);
+#endif
+}
+
+extern "C" __global__ void batched_copy(const Table table, int piece_count, double factor, long long divisor) {
     const unsigned long long block = blockIdx.x;
     int low = 0, high = piece_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (pieces[middle].first_block <= block) low = middle; else high = middle - 1;
+        if (table.pieces[middle].first_block <= block) low = middle; else high = middle - 1;
     }
-    const Piece piece = pieces[low];
+    const Piece piece = table.pieces[low];
     const unsigned long long start = (block - piece.first_block) * BLOCK_ELEMENTS;
     const unsigned long long left = piece.count - start;
     const unsigned long long count = left < BLOCK_ELEMENTS ? left : BLOCK_ELEMENTS;
     const SOURCE* source = reinterpret_cast<const SOURCE*>(piece.source) + start;
     TARGET* target = reinterpret_cast<TARGET*>(piece.target) + start;
     unsigned long long first = 0;
-#if IS_PLAIN
     if ((piece.source | piece.target) % ALIGNMENT == 0) {
-        const unsigned long long vectors = count * sizeof(SOURCE) / ALIGNMENT;
-        const Vector* from = reinterpret_cast<const Vector*>(source);
-        Vector* to = reinterpret_cast<Vector*>(target);
+        const unsigned long long vectors = count / VECTOR_ELEMENTS;
+        const SourceVector* from = reinterpret_cast<const SourceVector*>(source);
+        TargetVector* to = reinterpret_cast<TargetVector*>(target);
 #pragma unroll 4
-        for (unsigned long long i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = from[i];
-        first = vectors * ALIGNMENT / sizeof(SOURCE);
+        for (unsigned long long i = threadIdx.x; i < vectors; i += blockDim.x) {
+            const SourceVector read = from[i];
+            TargetVector written;
+#pragma unroll
+            for (int k = 0; k < VECTOR_ELEMENTS; k++)
+                written.elements[k] = converted(read.elements[k], factor, divisor);
+            to[i] = written;
+        }
+        first = vectors * VECTOR_ELEMENTS;
     }
-    for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x) target[i] = source[i];
-#else
 #pragma unroll 4
-    for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x) {
-        const COMPUTED value = LOAD(source[i]);
-        target[i] = (TARGET) STORE(SCALED);
-    }
-#endif
+    for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x)
+        target[i] = converted(source[i], factor, divisor);
 }
 """
 
@@ -97,8 +111,8 @@ extern "C" __global__ void batched_copy(const Piece* pieces, int piece_count, do
 def source(job: CopyJob) -> str:
     """The source of the kernel for `job`.
 
-    The arguments of `batched_copy` are the address of the table, its number of rows (int32), the factor (float64) and
-    the divisor (int64). A launch needs `block_count` blocks.
+    The arguments of `batched_copy` are the table by value (PIECES_PER_LAUNCH rows), the number of rows in use (int32),
+    the factor (float64) and the divisor (int64). A launch needs `block_count` blocks.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:
@@ -112,7 +126,7 @@ def source(job: CopyJob) -> str:
     defines = {
         "SOURCE": out_of.stored, "TARGET": into.stored, "COMPUTED": out_of.computed, "LOAD(x)": f"{out_of.load}(x)",
         "STORE(x)": f"{into.store}(({into.computed}) (x))", "SCALED": scaled, "IS_PLAIN": int(job.is_plain),
-        "ALIGNMENT": ALIGNMENT, "BLOCK_ELEMENTS": f"{COPY_BLOCK_ELEMENTS}ull"}
+        "ALIGNMENT": ALIGNMENT, "PIECES_PER_LAUNCH": PIECES_PER_LAUNCH, "BLOCK_ELEMENTS": f"{COPY_BLOCK_ELEMENTS}ull"}
     return "".join(f"#define {name} {text}\n" for name, text in defines.items()) + HALVES + _BODY
 
 

@@ -1,6 +1,6 @@
-"""The plan of a launch of the batched copy kernel, as plain data: pieces, scale, and the blocks of each piece. Pure.
+"""The plan of launches of the batched copy kernel, as plain data: pieces, scale, and the blocks of each piece. Pure.
 
-One launch packs a bucket of tensors into a fusion buffer, or unpacks it, and converts and scales the elements. The
+A launch packs tensors of a bucket into a fusion buffer, or unpacks them, and converts and scales the elements. The
 kernel (copy.kernel) reads the table of pieces; tests execute the same table with numpy.
 """
 
@@ -17,6 +17,9 @@ from ...core.tuning import COPY_BLOCK_ELEMENTS
 PIECE = np.dtype([("source", np.uint64), ("target", np.uint64), ("count", np.uint64), ("first_block", np.uint64)])
 # A GPU thread can load and store 16 bytes at a time, if both addresses are multiples of that.
 ALIGNMENT = 16
+# The rows of a table. It is a parameter of the launch, and all parameters together may have 4 KB. So a launch needs no
+# GPU memory, and a rank without any does not fail when the others wait for it in the collective.
+PIECES_PER_LAUNCH = 120
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,19 @@ class CopyJob:
         return self.source == self.target and self.factor == 1.0 and self.divisor == 1
 
 
-def copy_table(sources: Sequence[int], targets: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """Return the rows, of dtype PIECE, to copy `counts[i]` elements from address `sources[i]` to `targets[i]`.
+def copy_tables(sources: Sequence[int], targets: Sequence[int], counts: Sequence[int]) -> list[np.ndarray]:
+    """Return a table for each launch that copies `counts[i]` elements from address `sources[i]` to `targets[i]`.
 
-    Omits pieces without elements.
+    A table has at most PIECES_PER_LAUNCH rows of dtype PIECE. Omits pieces without elements.
     """
-    table = np.zeros(len(counts), PIECE)
-    table["source"], table["target"], table["count"] = sources, targets, counts
-    table = table[table["count"] > 0]
-    blocks = _blocks(table)
-    table["first_block"] = np.cumsum(blocks) - blocks
-    return table
+    pieces = np.zeros(len(counts), PIECE)
+    pieces["source"], pieces["target"], pieces["count"] = sources, targets, counts
+    pieces = pieces[pieces["count"] > 0]
+    tables = [pieces[start:start + PIECES_PER_LAUNCH] for start in range(0, len(pieces), PIECES_PER_LAUNCH)]
+    for table in tables:
+        blocks = _blocks(table)
+        table["first_block"] = np.cumsum(blocks) - blocks
+    return tables
 
 
 def block_count(table: np.ndarray) -> int:

@@ -5,17 +5,20 @@ thread.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from threading import Lock
 
 import numpy as np
 
 from ...core.arithmetic import Reduction
+from ...core.errors import EngineError
 from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice, GpuEvent
 from ..backend import Completion, GpuBackend
 from ..copy.plan import fused_offsets
 from ..pipeline import split_to_fit
 from .stream import NcclStream
-from .types import NcclCommunicator, WireFormat, narrowest, storage, wire_format
+from .types import NcclCommunicator, WireFormat, narrowest, nccl_reduction, storage, wire_format
 
 
 class NcclData(GpuBackend):
@@ -27,16 +30,18 @@ class NcclData(GpuBackend):
     Args:
         device: This rank's GPU.
         rank: This rank in the communicators.
+        size: The number of their ranks.
         communicators: One for each NcclStream. `close` destroys them.
         buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
         buffer_bytes: Bytes of a fusion buffer.
+        version: NCCL's version code.
     """
 
-    def __init__(self, device: GpuDevice, rank: int, communicators: Sequence[NcclCommunicator],
-                 buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int):
-        self._rank, self._buffer_bytes = rank, buffer_bytes
+    def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
+                 buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int):
+        self._rank, self._size, self._buffer_bytes, self._version = rank, size, buffer_bytes, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
-        self._turn = 0
+        self._turn, self._lock = 0, Lock()
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         format_ = wire_format(arrays[0].dtype.name, op, wire_dtype)
@@ -60,13 +65,14 @@ class NcclData(GpuBackend):
                   wire_dtype: str = "") -> None:
         format_ = wire_format(sources[0].dtype.name, reduction.op, wire_dtype)
         assert format_ is not None, "why_not was not called"
+        by_nccl = nccl_reduction(reduction, format_, self._size, self._version)
         if len(sources) > 1:
-            self._next_stream().reduce_packed(sources, targets, format_, reduction)
+            self._next_stream().reduce_packed(sources, targets, format_, by_nccl)
         elif not format_.is_converted:
-            self._next_stream().reduce_directly(sources[0], targets[0], format_, reduction)
+            self._next_stream().reduce_directly(sources[0], targets[0], format_, by_nccl)
         else:
             for source, target in split_to_fit(sources[0], targets[0], format_, self._buffer_bytes):
-                self._next_stream().reduce_packed([source], [target], format_, reduction)
+                self._next_stream().reduce_packed([source], [target], format_, by_nccl)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         sizes = [count * source.dtype.itemsize for count in counts]
@@ -78,7 +84,8 @@ class NcclData(GpuBackend):
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
         wire = wire_format(source.dtype.name, reduction.op)
         assert wire is not None, "why_not_scatter was not called"
-        self._next_stream().reduce_scatter(self._rank, source, target, counts, wire, reduction)
+        self._next_stream().reduce_scatter(self._rank, source, target, counts, wire,
+                                           nccl_reduction(reduction, wire, self._size, self._version))
 
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
@@ -92,26 +99,30 @@ class NcclData(GpuBackend):
 
     def finish(self) -> Completion:
         completions = [stream.finish() for stream in self._streams]
-        return Completion([e for c in completions for e in c.events], [k for c in completions for k in c.kept])
+        return Completion([event for completion in completions for event in completion.events])
 
     def check(self) -> None:
         for stream in self._streams:
             stream.communicator.check_async_error()
 
     def abandon(self) -> None:
-        while self._streams:
-            try:
-                self._streams.pop().communicator.abort()
-            except Exception:
-                self.abandon()  # Abort the others, even if one cannot be aborted.
-                raise
+        with ExitStack() as aborts:  # calls all of them, even if one raises
+            for stream in reversed(self._taken()):
+                aborts.callback(stream.communicator.abort)
 
     def close(self) -> None:
-        streams, self._streams = self._streams, []
-        for stream in streams:
+        for stream in self._taken():
             stream.communicator.destroy()
 
+    def _taken(self) -> list[NcclStream]:
+        # The watchdog's thread and the engine's may both abort. One of them gets the communicators.
+        with self._lock:
+            streams, self._streams = self._streams, []
+        return streams
+
     def _next_stream(self) -> NcclStream:
+        if not self._streams:
+            raise EngineError("NCCL's communicators were aborted, for a rank has left.")
         self._turn += 1
         return self._streams[self._turn % len(self._streams)]
 

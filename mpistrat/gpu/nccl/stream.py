@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.arithmetic import Reduction, Scale
+from ...core.arithmetic import Scale
 from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice
 from ..copy.plan import CopyJob
 from ..pipeline import Pipeline
-from .types import DTYPES, OPERATIONS, UINT8, NcclCommunicator, WireFormat, storage
+from .types import DTYPES, OPERATIONS, UINT8, NcclCommunicator, NcclReduction, WireFormat, storage
 
 
 class NcclStream(Pipeline):
@@ -19,7 +19,7 @@ class NcclStream(Pipeline):
         super().__init__(device, buffers)
         self.communicator = communicator
 
-    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: WireFormat, reduction: Reduction) -> None:
+    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: WireFormat, reduction: NcclReduction) -> None:
         """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory."""
         count = source.size * wire.parts
         input_address = source.address if reduction.prescale == 1.0 else target.address
@@ -36,14 +36,14 @@ class NcclStream(Pipeline):
 
         if count:
             self._run(pack, lambda: self.communicator.allReduce(
-                input_address, target.address, count, DTYPES[wire.dtype], OPERATIONS[reduction.op],
+                input_address, target.address, count, DTYPES[wire.dtype], reduction.operation,
                 self._reductions.ptr), unpack)
 
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: WireFormat,
-                      reduction: Reduction) -> None:
+                      reduction: NcclReduction) -> None:
         """Reduce tensors in a fusion buffer."""
         self._run_packed(sources, targets, wire, reduction, lambda buffer, total: self.communicator.allReduce(
-            buffer, buffer, total, DTYPES[wire.dtype], OPERATIONS[reduction.op], self._reductions.ptr))
+            buffer, buffer, total, DTYPES[wire.dtype], reduction.operation, self._reductions.ptr))
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
         """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
@@ -74,7 +74,7 @@ class NcclStream(Pipeline):
         self._run(_nothing, enqueue, _nothing)
 
     def reduce_scatter(self, rank: int, source: GpuArray, target: GpuArray, counts: Sequence[int], wire: WireFormat,
-                       reduction: Reduction) -> None:
+                       reduction: NcclReduction) -> None:
         """Reduce `source` and keep this rank's part. Rank r's part has `counts[r]` elements."""
         parts = [count * wire.parts for count in counts]
         is_direct = reduction.prescale == 1.0 and not wire.is_converted
@@ -88,7 +88,7 @@ class NcclStream(Pipeline):
                            CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale)))
 
         def enqueue() -> None:
-            number, operation, stream = DTYPES[wire.dtype], OPERATIONS[reduction.op], self._reductions.ptr
+            number, operation, stream = DTYPES[wire.dtype], reduction.operation, self._reductions.ptr
             if len(set(parts)) == 1:
                 self.communicator.reduceScatter(input_address, output_address, parts[0], number, operation, stream)
                 return

@@ -1,19 +1,30 @@
-"""NCCL's numbers for dtypes and operations (from nccl.h), wire formats of other dtypes, and NcclCommunicator."""
+"""NCCL's numbers for dtypes, operations and results (from nccl.h), wire formats of other dtypes, and NcclCommunicator.
+
+All numbers are those of NCCL 2.32.
+"""
 
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ...core.arithmetic import IDENTITY, Reduction, Scale
 from ...core.request import ReduceOp
 
 INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 = range(10)
 DTYPES = {"int8": INT8, "uint8": UINT8, "int32": INT32, "uint32": UINT32, "int64": INT64, "uint64": UINT64,
           "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64, "bfloat16": BFLOAT16}
 OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+AVERAGE = 4
+# The first version code that has it. Of floating-point numbers each rank's are divided before they are summed, so that
+# the sum of half precision does not overflow.
+AVERAGES_FROM = 21000
+# Results of NCCL's calls that cupy 13 and 14 have no name for; its NcclError(7) is a KeyError.
+RESULTS = {7: "ncclInProgress: the call has not ended (is NCCL_COMM_BLOCKING=0 set?)", 8: "ncclTimeout"}
 
 # Truncated sums and products of the wider integers equal those of the narrow ones.
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _WIDE = ("float32", "float64")
+_FLOATS = ("float16", "bfloat16", *_WIDE)
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
@@ -69,6 +80,26 @@ def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | 
     if dtype in _PARTS and op is ReduceOp.SUM:
         return WireFormat(_PARTS[dtype], _PARTS[dtype], 2)
     return None
+
+
+class NcclReduction(NamedTuple):
+    """A reduction by NCCL: multiply by `prescale`, reduce with the number `operation`, and apply `scale`."""
+
+    operation: int
+    prescale: float
+    scale: Scale
+
+
+def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: int) -> NcclReduction:
+    """Return how NCCL does `reduction` among `size` ranks. An average that needs no other scale is its own ncclAvg.
+
+    While ranks wait in join(), an average divides by fewer ranks than the communicator has, and is a scaled sum.
+    """
+    scale = reduction.scale
+    if (reduction.op is ReduceOp.SUM and 1 < size == scale.divisor and (reduction.prescale, scale.factor) == (1.0, 1.0)
+            and wire.dtype in _FLOATS and version >= AVERAGES_FROM):
+        return NcclReduction(AVERAGE, 1.0, IDENTITY)
+    return NcclReduction(OPERATIONS[reduction.op], reduction.prescale, scale)
 
 
 def storage(dtype: str) -> str:

@@ -21,7 +21,6 @@ more. So `device_of` decides from what is known during tracing.
 """
 
 import dataclasses
-import importlib.util
 import logging
 import queue
 import threading
@@ -32,9 +31,8 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop import go_by_host
+from ...api.interop import go_by_host, why_no_cupy
 from ...core.handle import Handle, complete_all
-from ...core.install import pip_extra
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ...gpu.arrays import GpuInput
 from ..types import Arrays
@@ -70,11 +68,10 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
 
 @cache
 def _has_cupy() -> bool:
-    if importlib.util.find_spec("cupy") is not None:
-        return True
-    logger.warning("GPU tensors of a tf.function are copied to the host, for cupy is not installed (%s)",
-                   pip_extra("gpu"))
-    return False
+    reason = why_no_cupy()
+    if reason:
+        logger.warning("GPU tensors of a tf.function are copied to the host, for they need cupy: %s", reason)
+    return not reason
 
 
 def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],

@@ -1,0 +1,195 @@
+"""The parts of `python -m tests.gpu`: what each one runs and for how long at most, and why it is skipped."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpistrat.cli.mpirun import find_mpirun
+from mpistrat.core.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+PROBE_LIMIT_S = 60.0
+GRACE_S = 5.0
+
+# Prints what cupy finds; every failure is in words, since it is the reason of what is skipped.
+_PROBE = """
+import json
+found = {"gpus": 0, "nccl": 0, "cupy": ""}
+try:
+    from mpistrat.api.interop import why_no_cupy
+    reason = why_no_cupy()
+    found["cupy"] = reason and f"no cupy: {reason}"
+    if not reason:
+        from mpistrat.gpu.device import Device, gpu_count
+        found["gpus"], found["nccl"] = gpu_count(), Device.nccl_version()
+except Exception as error:
+    found["cupy"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+print("found " + json.dumps(found))
+"""
+_TENSORFLOW_PROBE = "import tensorflow as tf; print('found', len(tf.config.list_physical_devices('GPU')))"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the parts need of a machine; each "" or the reason why it cannot be used.
+
+    Attributes:
+        gpu: A GPU, with cupy.
+        nccl: NCCL, through cupy.
+        mpi: mpi4py and an mpirun.
+        pytest: pytest, with ml_dtypes.
+        tensorflow: TensorFlow that sees a GPU.
+        sanitizer: compute-sanitizer.
+    """
+
+    gpu: str = ""
+    nccl: str = ""
+    mpi: str = ""
+    pytest: str = ""
+    tensorflow: str = ""
+    sanitizer: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program, the seconds that it may take, and what it needs (attributes of Machine)."""
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    needs: Sequence[str] = ("gpu",)
+
+    def why_skipped(self, machine: Machine) -> str:
+        """The first reason not to run it; "" to run it."""
+        return next((reason for need in self.needs if (reason := getattr(machine, need))), "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended: "passed", "skipped: ...", "FAILED ..."."""
+
+    part: Part
+    text: str
+    seconds: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ran and did not pass."""
+        return self.text.startswith("FAILED")
+
+
+_PYTHON = sys.executable
+_RANKS = (_PYTHON, "-m", "mpistrat", "run", "-np", "2", "--", _PYTHON)
+_PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
+
+PARTS = (
+    Part("copy kernel, every job", (_PYTHON, "-m", "tests.gpu.kernel"), 90),
+    Part("copy kernel under compute-sanitizer",
+         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel"), 100, ("gpu", "sanitizer")),
+    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 80, ("gpu", "nccl")),
+    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 80, ("gpu", "mpi")),
+    Part("figures, one rank", (_PYTHON, "tests/scripts/gpu_figures.py"), 50, ("gpu", "nccl", "mpi")),
+    Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 50, ("gpu", "mpi")),
+    Part("tests of arrays, two ranks",
+         (*_RANKS, *_PYTEST, "tests/unit/test_gpu_device.py", "tests/unit/test_gpu_copy.py",
+          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 70, ("gpu", "mpi", "pytest")),
+    Part("tests of TensorFlow, two ranks", (*_RANKS, *_PYTEST, "tests/parallel/test_gpu_tensorflow.py"), 80,
+         ("gpu", "mpi", "pytest", "tensorflow")),
+)
+
+
+def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Find out what is there. Libraries are imported in other processes, for they may crash or hang."""
+    found = _answer(_PROBE, environ)
+    if isinstance(found, str):
+        gpu = f"cupy cannot be looked at: {found}"
+    else:
+        gpu = found["cupy"] or ("" if found["gpus"] else "no GPU is visible")
+    nccl = "" if not isinstance(found, str) and found["nccl"] else "cupy has no NCCL"
+    tensorflow = _lacking("tensorflow")
+    if not gpu and not tensorflow:
+        seen = _answer(_TENSORFLOW_PROBE, environ)
+        tensorflow = "" if isinstance(seen, int) and seen else f"TensorFlow sees no GPU ({seen})"
+    mpi = _lacking("mpi4py") or _why_no_mpirun(environ)
+    return Machine(gpu, nccl, mpi, _lacking("pytest") or _lacking("ml_dtypes"), tensorflow,
+                   "" if shutil.which("compute-sanitizer") else "no compute-sanitizer in PATH")
+
+
+def run_all(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
+    """Run all parts, whatever fails. Their output goes to this process' output."""
+    outcomes = []
+    for part in parts:
+        reason = part.why_skipped(machine)
+        print(f"\n== {part.name}" + (f": skipped: {reason}" if reason else f": {' '.join(part.command)}"), flush=True)
+        outcomes.append(Outcome(part, f"skipped: {reason}") if reason else _run(part, environ))
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """A line for each part."""
+    width = max(len(outcome.part.name) for outcome in outcomes)
+    return "\n".join(f"{outcome.part.name:{width}}  {outcome.seconds:4.0f} s  {outcome.text}" for outcome in outcomes)
+
+
+def _run(part: Part, environ: Mapping[str, str]) -> Outcome:
+    # NCCL lets ranks share a GPU from 2.30 on, if this is set. An older one ignores it, and tensors are staged.
+    surroundings = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **environ}
+    began = time.monotonic()
+    try:
+        process = subprocess.Popen(part.command, cwd=ROOT, env=surroundings, start_new_session=True)
+    except OSError as error:
+        return Outcome(part, f"FAILED to start: {error}")
+    try:
+        code = process.wait(part.limit_s)
+        text = "passed" if code == 0 else f"FAILED with code {code}"
+    except subprocess.TimeoutExpired:
+        text = f"FAILED: not done in {part.limit_s:g} s"
+    finally:
+        # What it started ends with it.
+        _end_group(process)
+    return Outcome(part, text, time.monotonic() - began)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):  # mpirun ends its ranks when it gets the first one
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE_S)
+        except ProcessLookupError:
+            return  # All have ended.
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _answer(code: str, environ: Mapping[str, str]) -> "dict | int | str":
+    """What a program prints after "found", or why it did not."""
+    try:
+        done = subprocess.run([_PYTHON, "-c", code], cwd=ROOT, env=dict(environ), capture_output=True, text=True,
+                              timeout=PROBE_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {PROBE_LIMIT_S:g} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    if not lines:
+        return f"ended with code {done.returncode}: {' '.join(done.stderr.split())[-200:]}"
+    found: dict | int = json.loads(lines[-1].removeprefix("found "))
+    return found
+
+
+def _lacking(package: str) -> str:
+    return "" if importlib.util.find_spec(package) else f"{package} is not installed"
+
+
+def _why_no_mpirun(environ: Mapping[str, str]) -> str:
+    try:
+        find_mpirun(None, environ)
+    except LaunchError as error:
+        return str(error)
+    return ""

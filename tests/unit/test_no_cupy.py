@@ -1,0 +1,55 @@
+"""cupy that is not installed, or cannot be imported, is a reason in words; so is NVRTC that is nowhere."""
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mpistrat.api import interop
+from mpistrat.core.errors import MissingDependencyError
+from mpistrat.core.install import pip_extra
+from mpistrat.gpu import wheels
+
+
+@pytest.fixture
+def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a cupy that a test writes."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "mpistrat.gpu.device", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    interop.why_no_cupy.cache_clear()
+    yield tmp_path / "cupy.py"
+    interop.why_no_cupy.cache_clear()
+
+
+@pytest.mark.parametrize("code, reason", [
+    ("raise ModuleNotFoundError('No module named cupy', name='cupy')", f"it is not installed ({pip_extra('gpu')})"),
+    ("raise ImportError('libcuda.so.1: cannot open\\n  shared object file')",
+     "it cannot be imported: ImportError: libcuda.so.1: cannot open shared object file"),
+    ("raise RuntimeError('numpy is too new')", "it cannot be imported: RuntimeError: numpy is too new"),
+    ("import no_such_package", "it cannot be imported: No module named 'no_such_package'"),
+])
+def test_the_reason_is_in_words(code: str, reason: str, cupy_says: Path) -> None:
+    cupy_says.write_text(code)
+    with pytest.raises(MissingDependencyError) as raised:
+        interop.make_device(0)
+    assert str(raised.value) == f"tensors on a GPU need cupy: {reason}."
+
+
+@pytest.mark.parametrize("cuda, extra", [(12, "gpu"), (13, "gpu13")])
+def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
+        cuda: int, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    def not_installed(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(wheels.ctypes, "CDLL", not_found)
+    monkeypatch.setattr(wheels.metadata, "distribution", not_installed)
+    with pytest.raises(OSError) as raised:
+        wheels.load_nvrtc(cuda)
+    assert str(raised.value) == f"libnvrtc.so.{cuda}: cannot open shared object file ({pip_extra(extra)})"
