@@ -20,6 +20,7 @@ from ..core.tuning import COPY_BLOCK_THREADS
 from .arrays import GpuArray, GpuStream
 from .copy.kernel import NAME, source, variant
 from .copy.plan import CopyJob
+from .dlpack import CUDA
 
 _NOT_READY = 600  # cudaErrorNotReady
 
@@ -30,6 +31,8 @@ class Device:
     Args:
         number: CUDA's index of the GPU, among those visible to this process.
     """
+
+    dlpack_type = CUDA
 
     def __init__(self, number: int):
         self.number = number
@@ -123,6 +126,10 @@ class Device:
         with self._imports:
             array = cupy.ascontiguousarray(cupy.from_dlpack(tensor))
             return array, self.record(self._imports)
+
+    def complete(self) -> "Event":
+        """An event that waits for no work of the caller: for a tensor whose library has waited on the host already."""
+        return self.record(self._imports)
 
     def empty_on_arrival(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, "Event"]:
         """Allocate a cupy array for a library with its own memory, with an event after the former use of the memory."""

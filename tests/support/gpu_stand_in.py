@@ -107,6 +107,7 @@ class Device:
         self._streams: list[Stream] = []
         self._all_memory: list[np.ndarray] = []  # Never freed, so that what is used too long is poison and no crash.
         self._user = self.stream()
+        self._arrivals = self.stream()
         self._transfers: list[Transfer] | None = None  # of the group of NCCL's calls that is open
 
     def current(self) -> Any:
@@ -198,6 +199,9 @@ class Device:
 
     def seen(self, array: Array) -> GpuArray:
         return GpuArray(array.memory.ctypes.data, array.shape, array.dtype, array)
+
+    def complete(self) -> Event:
+        return self.record(self._arrivals)
 
     def contiguous(self, array: Array) -> Array:
         return array

@@ -77,3 +77,18 @@ def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set
              and any(tf.float32.as_datatype_enum in constraint.allowed_values.list.type
                      for constraint in kernel.constraint)]
     assert found
+
+
+@pytest.mark.parametrize("visible, parts, numbers", [
+    ([0, 1, 2], {}, [0, 1, 2]), ([2], {}, [2]), ([2, 1], {}, [1, 2]), ([1, 2], {1: 2}, [1, 1, 2])],
+    ids=["all", "a pinned rank", "in any order", "a divided one"])
+def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[int], parts: dict[int, int],
+                                                                 numbers: list[int],
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_eager
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(3)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration",
+                        lambda gpu: [object()] * parts.get(gpus.index(gpu), 0) or None)
+    assert [gpu_eager.cuda_number(i) for i in range(len(numbers))] == numbers
