@@ -17,6 +17,7 @@ from cupy.cuda import nccl
 
 from ..core.errors import EngineError
 from ..core.tuning import COPY_BLOCK_THREADS
+from . import driver
 from .arrays import GpuArray, GpuStream
 from .copy.kernel import NAME, source, variant
 from .copy.plan import CopyJob
@@ -36,18 +37,20 @@ class Device:
 
     def __init__(self, number: int):
         self.number = number
-        # Host and PCI bus, since GPUs of different hosts may have the same bus id. All instances of a divided GPU (MIG)
-        # have one bus id, and NCCL refuses them as one GPU ("Duplicate GPU detected").
-        self.identity = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(number)}"
+        self.identity = f"{driver.uuid(number)} on {platform.node()}"
         self._launch = cache(self._compile)
+        self._context = 0
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
             self._imports = cupy.cuda.Stream(non_blocking=True)
+            self._context = driver.context()
 
-    def current(self) -> AbstractContextManager[Any]:
-        """A context in which CUDA uses this GPU in this thread."""
-        device: AbstractContextManager[Any] = cupy.cuda.Device(self.number)
-        return device
+    def current(self) -> AbstractContextManager[None]:
+        """A context in which CUDA uses this GPU in this thread. Makes no CUDA context on another GPU.
+
+        Afterwards a thread that used another GPU uses that one again. A thread that used none stays on this one.
+        """
+        return driver.selected(self._context, lambda: cupy.cuda.runtime.setDevice(self.number))
 
     # -- order --------------------------------------------------------------------------------------------------------
 
