@@ -43,6 +43,8 @@ class Device:
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
             self._imports = cupy.cuda.Stream(non_blocking=True)
+            # Memory that is lent comes from this stream's part of cupy's pool, and so goes to nobody else afterwards.
+            self._lending = cupy.cuda.Stream(non_blocking=True)
             self._context = driver.context()
 
     def current(self) -> AbstractContextManager[None]:
@@ -71,9 +73,20 @@ class Device:
 
     def scratch(self, nbytes: int) -> GpuArray | None:
         """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
+        # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
+        return self._allocated(nbytes, self._imports)
+
+    def lendable(self, nbytes: int) -> GpuArray | None:
+        """As `scratch`, for a library that imports the memory, and gives it back while its work is still enqueued.
+
+        The memory is lent again only. So only the library's own work may use it at first: that of the same stream, or
+        after which the stream has been waited for.
+        """
+        return self._allocated(nbytes, self._lending)
+
+    def _allocated(self, nbytes: int, stream: GpuStream) -> GpuArray | None:
         try:
-            # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
-            with self._imports:
+            with stream:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None

@@ -5,13 +5,18 @@ with TensorFlow is the number of a logical device, and refuses bfloat16. The cap
 ("dltensor"), which all libraries know; https://dmlc.github.io/dlpack/latest/c_api.html.
 """
 
+import atexit
 import ctypes
 import math
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
+from typing import TypeVar
 
 import numpy as np
 
 from .arrays import GpuArray
+
+T = TypeVar("T")
 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 
@@ -60,6 +65,46 @@ def array_of(capsule: object, dtype: np.dtype, device_type: int) -> GpuArray:
     return GpuArray((tensor.data or 0) + tensor.byte_offset, shape, dtype, capsule)
 
 
+def lend(array: GpuArray, device_type: int, number: int, take: Callable[[object], T]) -> T:
+    """Return `take(capsule)` for a capsule of the array. Its owner is kept until the library gives the memory back.
+
+    Any thread may give it back. It needs Python's lock for that.
+
+    Args:
+        array: C-contiguous memory.
+        device_type: The type of its device: CPU or CUDA.
+        number: The number of its device, as the library counts.
+        take: Consumes the capsule at once, or raises.
+    """
+    shape = (c_int64 * len(array.shape))(*array.shape)
+    tensor = DLTensor(data=array.address, device_type=device_type, device_id=number, ndim=len(array.shape),
+                      code=code_of(array.dtype), bits=8 * array.dtype.itemsize, lanes=1, shape=shape)
+    struct = DLManagedTensor(tensor=tensor, deleter=ctypes.cast(_give_back, c_void_p))
+    address = ctypes.addressof(struct)
+    _lent[address] = struct, shape, array.owner
+    try:
+        return take(_new_capsule(address, NAME, None))
+    except BaseException:
+        _lent.pop(address, None)
+        raise
+
+
+_lent: dict[int, tuple[DLManagedTensor, object, object]] = {}  # by the address of the struct
+
+
+@ctypes.CFUNCTYPE(None, c_void_p)
+def _give_back(address: int) -> None:
+    """The deleter of a lent tensor."""
+    _lent.pop(address, None)
+
+
+@atexit.register
+def _keep_all() -> None:
+    """Let libraries that give memory back after Python's end call no code of Python's."""
+    for struct, _, _ in list(_lent.values()):
+        struct.deleter = None
+
+
 def code_of(dtype: np.dtype) -> int:
     """DLPack's code of the kind of a numpy dtype."""
     return _BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind, -1)
@@ -77,6 +122,8 @@ def struct_of(capsule: object) -> DLManagedTensor:
     return DLManagedTensor.from_address(_get_pointer(capsule, NAME))
 
 
-# A prototype of our own: attributes of ctypes.pythonapi's functions are shared with all who use it.
+# Prototypes of our own: attributes of ctypes.pythonapi's functions are shared with all who use it.
 _get_pointer = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer",
                                                                               ctypes.pythonapi))
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_void_p)(("PyCapsule_New",
+                                                                                       ctypes.pythonapi))

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -95,5 +96,61 @@ def test_the_number_of_its_device_is_tensorflows_own() -> None:
               "tf.config.set_logical_device_configuration(cpu, 2 * [tf.config.LogicalDeviceConfiguration()])\n"
               "with tf.device('CPU:1'): capsule = tf.experimental.dlpack.to_dlpack(tf.zeros([3]) + 1)\n"
               "print(dlpack.struct_of(capsule).tensor.device_id)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
+class Owner:
+    """What is kept as long as the memory is lent."""
+
+
+def lent(values: np.ndarray) -> "tuple[weakref.ref[Owner], tf.Tensor]":
+    """A tensor of TensorFlow in the memory of an array."""
+    owner = Owner()
+    array = dlpack.GpuArray(values.ctypes.data, values.shape, values.dtype, owner)
+    return weakref.ref(owner), dlpack.lend(array, dlpack.CPU, 0, tf.experimental.dlpack.from_dlpack)
+
+
+def aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Zeros in memory that TensorFlow accepts."""
+    numpy_dtype = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+    memory = np.zeros(int(np.prod(shape)) * numpy_dtype.itemsize + 128, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start:memory.size - 128 + start].view(numpy_dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (), (5,), (0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_is_lent_until_the_last_tensor_over_it_is_gone(dtype: str, shape: tuple[int, ...]) -> None:
+    values = aligned(shape, dtype)
+    owner, tensor = lent(values)
+    assert (tensor.dtype.name, tensor.shape) == (dtype, shape)
+    values[...] = 1
+    view = tf.reshape(tensor, [-1])
+    del tensor
+    assert owner() is not None and (view.numpy() == 1).all()
+    del view
+    assert owner() is None
+
+
+def test_memory_that_is_not_taken_is_not_lent() -> None:
+    owner, values = Owner(), aligned((3,), "float32")
+    known, array = weakref.ref(owner), dlpack.GpuArray(values.ctypes.data, (3,), values.dtype, owner)
+    del owner
+    with pytest.raises(ZeroDivisionError):
+        dlpack.lend(array, dlpack.CPU, 0, lambda capsule: 1 // 0)
+    # The number of a GPU is that of TensorFlow's logical device.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="GPU:99 unknown device"):
+        dlpack.lend(array, dlpack.CUDA, 99, tf.experimental.dlpack.from_dlpack)
+    del array
+    assert known() is None
+
+
+def test_tensors_that_outlive_python_call_none_of_it() -> None:
+    script = ("import numpy as np, tensorflow as tf; from mpistrat.gpu import dlpack\n"
+              "values = np.zeros(64)\n"
+              "array = dlpack.GpuArray(-(-values.ctypes.data // 64) * 64, (50,), values.dtype, values)\n"
+              "tensor = dlpack.lend(array, dlpack.CPU, 0, tf.experimental.dlpack.from_dlpack)\n"
+              "dlpack._keep_all(); del tensor; print(len(dlpack._lent))")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"

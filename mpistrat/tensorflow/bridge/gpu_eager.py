@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
 from ...api.interop import AnyLibrary, go_by_host, gpu_input, this_ranks_gpu
 from ...core.request import DEVICE_GPU, Request
 from ...gpu.arrays import GpuArray, GpuInput
-from ...gpu.dlpack import array_of
+from .gpu_memory import exported, uninitialised
 from .own_executor import at_once
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class TensorFlow(AnyLibrary):
     """TensorFlow's eager tensors."""
 
     def to_gpu(self, value: tf.Tensor, device: "Device") -> GpuInput:
-        array = _exported(value, device)
+        array = exported(value, device)
         dtype, where = value.dtype, value.device
 
         def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
@@ -38,7 +37,6 @@ class TensorFlow(AnyLibrary):
 
 
 _LIBRARY = TensorFlow()
-_PLAIN = (tf.float16, tf.float32, tf.float64)
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
@@ -61,7 +59,7 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
     Raises:
         As `api.interop.tensor_of` and `AsyncResult.wait`.
     """
-    device = _device_of(tensors[0])
+    device = device_of(tensors[0])
     with device.current():
         arrays = [_LIBRARY.to_gpu(tensor, device) for tensor in tensors]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
@@ -69,43 +67,13 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
     return [result.owner for result in results]
 
 
-def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """A tensor on the current device, whose contents the caller overwrites. Eager only.
-
-    On a GPU TensorFlow has the Empty operation for a few dtypes only, and would place others on the host. So the others
-    are filled with zeros.
-    """
-    if dtype in _PLAIN:
-        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
-    return tf.zeros(shape, dtype)
-
-
-def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[GpuInput]:
-    """Export eager tensors of this rank's GPU, each with the tensor that receives its result. Waits for the GPU.
-
-    Raises:
-        As `api.interop.tensor_of`.
-    """
-    device, arrays = _device_of(tensors[0]), []
-    with device.current():
-        for tensor, result in zip(tensors, results, strict=True):
-            array, made = _exported(tensor, device), _as_result(result, device)
-            arrays.append(gpu_input(array, device, device.complete(), lambda _, made=made: made))
-    return arrays
-
-
-def _exported(tensor: tf.Tensor, device: "Device") -> GpuArray:
-    """The memory of a tensor. Blocks until the GPU has done all that TensorFlow has enqueued on its compute stream."""
-    return array_of(tf.experimental.dlpack.to_dlpack(tensor), np.dtype(tensor.dtype.as_numpy_dtype),
-                    device.dlpack_type)
-
-
 def _as_result(made: tf.Tensor, device: "Device") -> "tuple[GpuArray, Event]":
     """An uninitialised tensor as a result array, and an event after the memory's previous use."""
-    return dataclasses.replace(_exported(made, device), owner=made), device.complete()
+    return dataclasses.replace(exported(made, device), owner=made), device.complete()
 
 
-def _device_of(tensor: tf.Tensor) -> "Device":
+def device_of(tensor: tf.Tensor) -> "Device":
+    """This rank's GPU, which an eager tensor is on. Raises as `api.interop.this_ranks_gpu`."""
     number = tf.DeviceSpec.from_string(tensor.backing_device).device_index or 0
     return this_ranks_gpu(cuda_number(number))
 
