@@ -116,3 +116,12 @@ def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[i
     monkeypatch.setattr(tf.config, "get_logical_device_configuration",
                         lambda gpu: [object()] * parts.get(gpus.index(gpu), 0) or None)
     assert [gpu_eager.cuda_number(i) for i in range(len(numbers))] == numbers
+
+
+def test_a_cast_to_int32_is_in_the_memory_of_the_gpu() -> None:
+    # As the index that InplaceUpdate takes there: copied from the host it would wait for the GPU.
+    from tensorflow.python.framework import kernels
+    dtypes = {"SrcT": tf.float32.as_datatype_enum, "DstT": tf.int32.as_datatype_enum}
+    found = [kernel for kernel in kernels.get_registered_kernels_for_op("Cast").kernel if kernel.device_type == "GPU"
+             and all(dtypes[constraint.name] in constraint.allowed_values.list.type for constraint in kernel.constraint)]
+    assert found and not any(kernel.host_memory_arg for kernel in found)

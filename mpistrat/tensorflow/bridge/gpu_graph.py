@@ -47,7 +47,7 @@ from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
 from .cpu import MakeRequest
 from .executions import Execution
-from .gpu_memory import Shared, copied, shared
+from .gpu_memory import Shared, copied, shared, uninitialised
 from .observers import Observer
 from .own_executor import at_once
 from .program_order import calls_in_order
@@ -176,7 +176,7 @@ class _GpuCallSite:
                            for tensor, carrier in zip(tensors, carriers, strict=True)]
             number = next(_numbers)
             with tf.device(tensors[0].backing_device):
-                key = tf.zeros([number, 0])
+                key = uninitialised([number, 0], tf.float32)  # tf.zeros may copy to the GPU, which waits for it.
         _packed.setdefault(runtime.current(), {})[number] = copies, results
         return [*(result.tensor for result in results), key, _mark(tensors[0].backing_device)]
 

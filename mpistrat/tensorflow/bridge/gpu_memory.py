@@ -23,7 +23,7 @@ from ...gpu.dlpack import array_of, lend
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
-_EMPTY = (tf.float16, tf.float32, tf.float64)
+_EMPTY = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 # InplaceUpdate has no kernel for complex numbers on a GPU.
 _PARTS = {tf.complex64: tf.float32, tf.complex128: tf.float64}
 
@@ -51,7 +51,7 @@ class Shared:
 def shared(shape: Sequence[int], like: tf.Tensor, device: "Device") -> Shared:
     """Return an uninitialised tensor of the dtype and on the device of an eager tensor `like`. Waits for nothing.
 
-    The memory may be written on the host's or the engine's account only after a wait for TensorFlow's compute stream.
+    Others than TensorFlow's compute stream may write the memory only after a wait for that stream.
     """
     dtype = np.dtype(like.dtype.as_numpy_dtype)
     with device.current():
