@@ -123,5 +123,5 @@ def test_a_cast_to_int32_is_in_the_memory_of_the_gpu() -> None:
     from tensorflow.python.framework import kernels
     dtypes = {"SrcT": tf.float32.as_datatype_enum, "DstT": tf.int32.as_datatype_enum}
     found = [kernel for kernel in kernels.get_registered_kernels_for_op("Cast").kernel if kernel.device_type == "GPU"
-             and all(dtypes[constraint.name] in constraint.allowed_values.list.type for constraint in kernel.constraint)]
+             and all(dtypes[rule.name] in rule.allowed_values.list.type for rule in kernel.constraint)]
     assert found and not any(kernel.host_memory_arg for kernel in found)
