@@ -112,7 +112,8 @@ class GpuInput(GpuArray):
         device: This rank's GPU.
         ready: An event after all work that the contents depend on.
         allocate: Returns an uninitialised array of the given shape, of the same library and dtype, and an event after
-            all work that still uses its memory.
+            all work that still uses its memory. It may return the memory of the input, if the shape is the same: an
+            all-reduce or a broadcast is then in place.
     """
 
     device: GpuDevice

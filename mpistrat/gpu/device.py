@@ -19,9 +19,11 @@ from cupy.cuda import compiler, nccl
 
 from ..core.errors import EngineError
 from ..core.tuning import COPY_BLOCK_THREADS
+from . import driver
 from .arrays import GpuArray, GpuStream
 from .copy.kernel import NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
+from .dlpack import CUDA
 from .nccl.types import RESULTS
 from .wheels import load_nvrtc
 
@@ -42,21 +44,27 @@ class Device:
         number: CUDA's index of the GPU, among those visible to this process.
     """
 
+    dlpack_type = CUDA
+
     def __init__(self, number: int):
         self.number = number
-        # Host and PCI bus, since GPUs of different hosts may have the same bus id. All instances of a divided GPU (MIG)
-        # have one bus id, and NCCL refuses them as one GPU ("Duplicate GPU detected").
-        self.identity = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(number)}"
+        self.identity = f"{driver.uuid(number)} on {platform.node()}"
         self._launch = cache(self._compile)
         self._recording = Recording()
+        self._context = 0
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
             self._imports = cupy.cuda.Stream(non_blocking=True)
+            # Memory that is lent comes from this stream's part of cupy's pool, and so goes to nobody else afterwards.
+            self._lending = cupy.cuda.Stream(non_blocking=True)
+            self._context = driver.context()
 
-    def current(self) -> AbstractContextManager[Any]:
-        """A context in which CUDA uses this GPU in this thread."""
-        device: AbstractContextManager[Any] = cupy.cuda.Device(self.number)
-        return device
+    def current(self) -> AbstractContextManager[None]:
+        """A context in which CUDA uses this GPU in this thread. Makes no CUDA context on another GPU.
+
+        Afterwards a thread that used another GPU uses that one again. A thread that used none stays on this one.
+        """
+        return driver.selected(self._context, lambda: cupy.cuda.runtime.setDevice(self.number))
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -81,9 +89,20 @@ class Device:
 
     def scratch(self, nbytes: int) -> GpuArray | None:
         """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
+        # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
+        return self._allocated(nbytes, self._imports)
+
+    def lendable(self, nbytes: int) -> GpuArray | None:
+        """As `scratch`, for a library that imports the memory, and gives it back while its work is still enqueued.
+
+        The memory is lent again only. So only the library's own work may use it at first: that of the same stream, or
+        after which the stream has been waited for.
+        """
+        return self._allocated(nbytes, self._lending)
+
+    def _allocated(self, nbytes: int, stream: GpuStream) -> GpuArray | None:
         try:
-            # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
-            with self._imports:
+            with stream:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None
@@ -142,6 +161,10 @@ class Device:
         with self._imports:
             array = cupy.ascontiguousarray(cupy.from_dlpack(tensor))
             return array, self.record(self._imports)
+
+    def complete(self) -> "Event":
+        """An event that waits for no work of the caller: for a tensor whose library has waited on the host already."""
+        return self.record(self._imports)
 
     def empty_on_arrival(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, "Event"]:
         """Allocate a cupy array for a library with its own memory, with an event after the former use of the memory."""

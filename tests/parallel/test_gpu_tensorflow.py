@@ -93,11 +93,11 @@ def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(dtype: str, hv
 
 def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank: int, size: int,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_eager
+    from mpistrat.tensorflow.bridge import gpu_graph
     handed = []
-    with_results = gpu_eager.with_results
-    monkeypatch.setattr(gpu_eager, "with_results", lambda tensors, results: handed.append(
-        [(tensor.dtype.name, tensor.shape[0]) for tensor in tensors]) or with_results(tensors, results))
+    copied = gpu_graph.copied
+    monkeypatch.setattr(gpu_graph, "copied", lambda tensor, device: handed.append(
+        (tensor.dtype.name, tensor.shape[0])) or copied(tensor, device))
 
     @tf.function
     def step() -> list[tf.Tensor]:
@@ -109,7 +109,82 @@ def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank
     assert [result.shape.as_list() for result in results] == [[3], [70_000], [5], [1], [4]]
     for i, result in enumerate(results):
         np.testing.assert_array_equal(result.numpy(), np.full(result.shape, (size - 1) / 2 + i))
-    assert [sorted(tensors) for tensors in handed] == [[("float16", 9), ("float32", 70_004)]]
+    assert sorted(handed) == [("float16", 9), ("float32", 70_004)]
+
+
+def test_no_tensor_of_a_graph_is_exported(hvd: Any, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: tf.Tensor) -> None:
+        raise AssertionError("an export waits for the GPU")
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [*hvd.grouped_allreduce([tensor, tf.cast(tensor, tf.float16)], op=hvd.Max), hvd.allgather(tensor),
+                hvd.broadcast(tensor, 0)]
+
+    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", refuse)
+    largest, half, rows, root = step(tf.fill([2], float(rank)))
+    assert largest.numpy().tolist() == half.numpy().tolist() == [size - 1] * 2
+    assert rows.numpy().tolist() == [r for r in range(size) for _ in range(2)] and root.numpy().tolist() == [0, 0]
+
+
+def test_memory_that_cupy_cannot_allocate_is_tensorflows(hvd: Any, rank: int, size: int,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_eager
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return hvd.allreduce(tensor, op=hvd.Sum, name="sum"), hvd.allgather(tensor, name="rows")
+
+    monkeypatch.setattr(type(gpu_eager.device_of(tf.zeros([1]))), "lendable", lambda self, nbytes: None)
+    total, rows = step(tf.fill([2], float(rank)))
+    assert total.numpy().tolist() == [size * (size - 1) / 2] * 2
+    assert rows.numpy().tolist() == [r for r in range(size) for _ in range(2)]
+
+
+def test_results_that_are_kept_are_not_written_again(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=hvd.Sum, name="kept")
+
+    variable = tf.Variable(tf.zeros([1000]))
+    variable.assign(step(tf.fill([1000], 7.0)))
+    kept = [step(tf.fill([1000], float(i))) for i in range(10)]
+    for i, result in enumerate(kept):
+        np.testing.assert_array_equal(result.numpy(), np.full(1000, i * size))
+    np.testing.assert_array_equal(variable.numpy(), np.full(1000, 7 * size))
+
+
+def test_the_inputs_of_a_graph_are_not_written(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def step(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        doubled = 2 * tensor
+        return hvd.allreduce(doubled, op=hvd.Sum, name="a"), hvd.allreduce(doubled, op=hvd.Max, name="b"), doubled
+
+    tensor = tf.fill([3], float(rank))
+    total, largest, doubled = step(tensor)
+    assert total.numpy().tolist() == [size * (size - 1)] * 3 and largest.numpy().tolist() == [2 * (size - 1)] * 3
+    assert doubled.numpy().tolist() == [2 * rank] * 3 and tensor.numpy().tolist() == [rank] * 3
+
+
+def test_memory_is_given_back(hvd: Any, rank: int, size: int) -> None:
+    from mpistrat.gpu import dlpack
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(hvd.allreduce(tensor, op=hvd.Sum, name="given back"))
+
+    before = len(dlpack._lent)
+    for _ in range(20):
+        assert step(tf.ones([1000])) == 1000.0 * size
+    assert len(dlpack._lent) <= before + 2  # Of the last step, at most.
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "bfloat16"])
+def test_every_dtype_of_gradients_is_reduced_in_a_graph(dtype: str, hvd: Any, rank: int, size: int) -> None:
+    result = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="dtype"))(
+        tf.cast(tf.constant([[1.0, 2.0], [3.0, rank]]), dtype))
+    assert result.dtype == dtype and result.shape == (2, 2)
+    assert tf.cast(result, tf.complex64).numpy().tolist() == [[size, 2 * size], [3 * size, size * (size - 1) / 2]]
 
 
 def test_buckets_of_a_graph_are_under_way_together(hvd: Any, rank: int, size: int) -> None:

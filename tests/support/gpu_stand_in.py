@@ -181,6 +181,12 @@ class Device:
         weakref.finalize(memory, self._count_scratch, -nbytes)
         return GpuArray(memory.bytes.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
 
+    def lendable(self, nbytes: int) -> GpuArray | None:
+        array = self.scratch(nbytes)
+        if array is not None:
+            weakref.finalize(array.owner, array.owner.bytes.fill, _POISON)
+        return array
+
     def _count_scratch(self, nbytes: int) -> None:
         with self._lock:
             self.free_bytes -= nbytes
@@ -206,6 +212,9 @@ class Device:
 
     def seen(self, array: Array) -> GpuArray:
         return GpuArray(array.memory.ctypes.data, array.shape, array.dtype, array)
+
+    def complete(self) -> Event:
+        return self.record(self.stream())
 
     def contiguous(self, array: Array) -> Array:
         return array

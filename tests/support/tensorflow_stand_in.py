@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from mpistrat.api import interop
+from mpistrat.gpu import dlpack
 from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
 from tests.support import gpu_stand_in
 
@@ -14,14 +14,7 @@ from tests.support import gpu_stand_in
 class StandIn(gpu_stand_in.Device):
     """Takes TensorFlow's memory on the host for the GPU's."""
 
-    def imported(self, tensor: Any) -> tuple[Any, Any]:
-        # The bits of a bfloat16, which Python's buffers do not know, are in the same memory.
-        bits = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
-        array = np.asarray(memoryview(bits)) if tensor.shape.num_elements() else tensor.numpy()
-        return array.view(tensor.dtype.as_numpy_dtype), self.record()
-
-    def seen(self, array: Any) -> Any:
-        return gpu_stand_in.GpuArray(array.ctypes.data, array.shape, array.dtype, array)
+    dlpack_type = dlpack.CPU
 
 
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:

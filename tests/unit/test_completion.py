@@ -142,7 +142,8 @@ def test_a_result_is_kept_while_a_tensor_of_its_execution_is_there() -> None:
 def test_a_ticket_has_the_number_of_the_execution(execution: int) -> None:
     completions = CompletionQueues()
     completions.prepare()
-    for ticket, done in [(completions.open_ticket(execution), False), (completions.done_ticket(execution), True)]:
+    for ticket, done in [(completions.ticket_for(Handle("a"), execution), False),
+                         (completions.done_ticket(execution), True)]:
         tensors = [tf.constant(part) for part in ticket[:1]]
         assert (int(execution_of(tensors)), bool(is_done(tensors))) == (execution, done)
 

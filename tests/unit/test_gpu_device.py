@@ -128,3 +128,24 @@ def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_o
     names = {node.attr for folder in ("gpu", "collectives", "tensorflow") for path in (package / folder).rglob("*.py")
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     assert "wait_event" in names and not [name for name in names if "ynchronize" in name]
+
+
+def test_a_device_selects_its_gpu_once_in_a_thread_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    from mpistrat.gpu import device, driver
+    contexts, selected = [0], []
+
+    def select(number: int) -> None:
+        selected.append(number)
+        contexts[0] = 100 + number
+
+    monkeypatch.setattr(driver, "context", lambda: contexts[0])
+    monkeypatch.setattr(driver, "uuid", lambda number: f"uuid {number}")
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", select)
+    monkeypatch.setattr(cupy.cuda, "Stream", lambda **_: None)
+    made = device.Device(3)
+    with made.current(), made.current():
+        assert contexts == [103]
+    assert selected == [3] and contexts == [103]
+    assert made.identity.startswith("uuid 3 on ")

@@ -69,11 +69,59 @@ def test_without_a_gpu_the_graph_is_what_it_was() -> None:
     assert "EagerPyFunc" not in {operation.type for operation in graph.get_operations()}
 
 
-@pytest.mark.parametrize("name, on_host", [("EagerPyFunc", set()), ("Reshape", {"shape"}), ("Shape", {"output"})])
-def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set[str]) -> None:
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name, on_host", [("EagerPyFunc", set()), ("Reshape", {"shape"}), ("Shape", {"output"}),
+                                           ("InplaceUpdate", set()), ("PartitionedCall", set())])
+def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set[str], dtype: tf.DType) -> None:
     from tensorflow.python.framework import kernels
     found = [kernel for kernel in kernels.get_registered_kernels_for_op(name).kernel
              if kernel.device_type in ("GPU", "DEFAULT") and set(kernel.host_memory_arg) == on_host
-             and any(tf.float32.as_datatype_enum in constraint.allowed_values.list.type
-                     for constraint in kernel.constraint)]
+             and all(not constraint.name.startswith("T") or constraint.name == "Tshape"
+                     or dtype.as_datatype_enum in constraint.allowed_values.list.type
+                     for constraint in kernel.constraint if constraint.name not in ("out_type", "Tin", "Tout"))]
     assert found
+
+
+def test_a_pack_is_not_ordered_after_others_and_a_submit_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from tests.support import tensorflow_stand_in
+    mpistrat.init()
+    tensorflow_stand_in.install(0, monkeypatch.setattr)
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        hvd.allreduce(tensor, name="a")
+        return hvd.allreduce(tensor + 1, name="b")
+
+    operations = step.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()
+    assert step(tf.zeros([3])).numpy().tolist() == [1, 1, 1]
+    mpistrat.shutdown()
+    packs = [operation for operation in operations if operation.type == "PartitionedCall"]
+    submits = [operation for operation in operations if operation.type == "PyFunc"]
+    assert len(packs) == len(submits) == 2
+    assert not any(operation.control_inputs for operation in packs)
+    assert submits[0] in submits[1].control_inputs
+
+
+@pytest.mark.parametrize("visible, parts, numbers", [
+    ([0, 1, 2], {}, [0, 1, 2]), ([2], {}, [2]), ([2, 1], {}, [1, 2]), ([1, 2], {1: 2}, [1, 1, 2])],
+    ids=["all", "a pinned rank", "in any order", "a divided one"])
+def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[int], parts: dict[int, int],
+                                                                 numbers: list[int],
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_eager
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(3)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration",
+                        lambda gpu: [object()] * parts.get(gpus.index(gpu), 0) or None)
+    assert [gpu_eager.cuda_number(i) for i in range(len(numbers))] == numbers
+
+
+def test_a_cast_to_int32_is_in_the_memory_of_the_gpu() -> None:
+    # As the index that InplaceUpdate takes there: copied from the host it would wait for the GPU.
+    from tensorflow.python.framework import kernels
+    dtypes = {"SrcT": tf.float32.as_datatype_enum, "DstT": tf.int32.as_datatype_enum}
+    found = [kernel for kernel in kernels.get_registered_kernels_for_op("Cast").kernel if kernel.device_type == "GPU"
+             and all(dtypes[rule.name] in rule.allowed_values.list.type for rule in kernel.constraint)]
+    assert found and not any(kernel.host_memory_arg for kernel in found)

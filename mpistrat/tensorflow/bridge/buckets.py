@@ -81,7 +81,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
     if not tensors:
         return []
     device = gpu_graph.device_of(tensors)
-    # On a GPU a concatenation is a copy at memory speed, while each tensor that is exported waits for the GPU.
+    # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager operations.
     joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
     if op == ReduceOp.ADASUM:
         joined_bytes = 0  # It combines each tensor by itself.

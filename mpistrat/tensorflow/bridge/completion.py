@@ -41,15 +41,14 @@ class _Wait:
 
     Attributes:
         queue: The queue that is written when the collective is complete.
-        handle: The collective's handle; None until `attach`.
+        handle: The collective's handle.
         is_woken: Whether the queue has been written.
     """
 
     __slots__ = ("handle", "is_woken", "queue")
 
-    def __init__(self, queue: tf.Tensor):
-        self.queue = queue
-        self.handle: Handle | None = None
+    def __init__(self, queue: tf.Tensor, handle: Handle):
+        self.queue, self.handle = queue, handle
         self.is_woken = False
 
 
@@ -75,19 +74,19 @@ class _Slot:
         ticket, count, _ = self._ticket
         return sys.getrefcount(ticket) + sys.getrefcount(count) + sys.getrefcount(ticket.base)
 
-    def begin(self, execution: int) -> Arrays:
-        """Start a wait; return its ticket. The callback must return these arrays, not copies."""
+    def begin(self, handle: Handle, execution: int) -> tuple[Arrays, _Wait]:
+        """Start a wait; return its ticket, and the wait. The callback must return these arrays, not copies."""
         if self._references() != self._idle:
             self._renew()  # A tensor of an earlier execution still refers to the memory.
         self._ticket[0][...] = execution * _QUEUES + self.number
-        self.wait = _Wait(self.queue)
-        return self._ticket.copy()  # The list's own references keep `is_abandoned` false.
+        self.wait = _Wait(self.queue, handle)
+        return self._ticket.copy(), self.wait  # The list's own references keep `is_abandoned` false.
 
     def is_abandoned(self) -> bool:
         """Whether no node can fetch the result, and the queue will be neither written nor read any more."""
         wait = self.wait
         assert wait is not None
-        return (wait.is_woken or wait.handle is None) and self._references() == self._idle
+        return wait.is_woken and self._references() == self._idle
 
 
 class CompletionQueues:
@@ -138,24 +137,9 @@ class CompletionQueues:
         """
         with self._lock:
             slot = self._take()
-            ticket = slot.begin(execution)
-        self._attach(slot, handle)
-        return ticket
-
-    def open_ticket(self, execution: int = 0) -> Arrays:
-        """As `ticket_for`, for a collective that `attach` adds later."""
-        with self._lock:
-            return self._take().begin(execution)
-
-    def attach(self, ticket: int, handle: Handle) -> None:
-        """Set the collective of an open ticket."""
-        self._attach(self._slots[ticket % _QUEUES], handle)
-
-    def _attach(self, slot: _Slot, handle: Handle) -> None:
-        wait = slot.wait
-        assert wait is not None and wait.handle is None
-        wait.handle = handle
+            ticket, wait = slot.begin(handle, execution)
         handle.when_done(self._wake, wait)
+        return ticket
 
     def _take(self) -> _Slot:
         """Take a free slot for a new wait."""
@@ -204,7 +188,7 @@ class CompletionQueues:
             slot = self._taken.pop(ticket % _QUEUES)
             wait = slot.wait
             self._release(slot)
-        assert wait is not None and wait.handle is not None
+        assert wait is not None
         return wait.handle
 
 

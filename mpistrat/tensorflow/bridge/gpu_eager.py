@@ -7,36 +7,36 @@ Memory for results is TensorFlow's own, in the order of its compute stream.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop import AnyLibrary, as_result, go_by_host, gpu_input, this_ranks_gpu
+from ...api.interop import AnyLibrary, go_by_host, gpu_input, this_ranks_gpu
 from ...core.request import DEVICE_GPU, Request
 from ...gpu.arrays import GpuArray, GpuInput
+from .gpu_memory import exported, uninitialised
 from .own_executor import at_once
 
 if TYPE_CHECKING:
-    from ...gpu.device import Device  # It needs cupy.
+    from ...gpu.device import Device, Event  # It needs cupy.
 
 
 class TensorFlow(AnyLibrary):
     """TensorFlow's eager tensors."""
 
     def to_gpu(self, value: tf.Tensor, device: "Device") -> GpuInput:
-        array, ready = device.imported(value)
+        array = exported(value, device)
         dtype, where = value.dtype, value.device
 
-        def allocate(shape: tuple[int, ...]) -> tuple[GpuArray, Any]:
+        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
             with at_once(), tf.device(where):
-                return as_result(uninitialised(shape, dtype), device)
+                return _as_result(uninitialised(shape, dtype), device)
 
-        return gpu_input(device.seen(array), device, ready, allocate)
+        return gpu_input(array, device, device.complete(), allocate)
 
 
 _LIBRARY = TensorFlow()
-_PLAIN = (tf.float16, tf.float32, tf.float64)
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
@@ -59,7 +59,7 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
     Raises:
         As `api.interop.tensor_of` and `AsyncResult.wait`.
     """
-    device = _device_of(tensors[0])
+    device = device_of(tensors[0])
     with device.current():
         arrays = [_LIBRARY.to_gpu(tensor, device) for tensor in tensors]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
@@ -67,42 +67,28 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
     return [result.owner for result in results]
 
 
-def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """A tensor on the current device, whose contents the caller overwrites. Eager only.
-
-    On a GPU TensorFlow has the Empty operation for a few dtypes only, and would place others on the host. So the others
-    are filled with zeros.
-    """
-    if dtype in _PLAIN:
-        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
-    return tf.zeros(shape, dtype)
+def _as_result(made: tf.Tensor, device: "Device") -> "tuple[GpuArray, Event]":
+    """An uninitialised tensor as a result array, and an event after the memory's previous use."""
+    return dataclasses.replace(exported(made, device), owner=made), device.complete()
 
 
-def with_results(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[GpuInput]:
-    """Export eager tensors of this rank's GPU, each with the tensor that receives its result. Waits for the GPU.
-
-    Raises:
-        As `api.interop.tensor_of`.
-    """
-    device, arrays = _device_of(tensors[0]), []
-    with device.current():
-        for tensor, result in zip(tensors, results, strict=True):
-            array, ready = device.imported(tensor)
-            made = as_result(result, device)
-            arrays.append(gpu_input(device.seen(array), device, ready, lambda _, made=made: made))
-    return arrays
-
-
-def _device_of(tensor: tf.Tensor) -> "Device":
+def device_of(tensor: tf.Tensor) -> "Device":
+    """This rank's GPU, which an eager tensor is on. Raises as `api.interop.this_ranks_gpu`."""
     number = tf.DeviceSpec.from_string(tensor.backing_device).device_index or 0
-    return this_ranks_gpu(_cuda_number(number))
+    return this_ranks_gpu(cuda_number(number))
 
 
-def _cuda_number(number: int) -> int:
-    """The CUDA device number of TensorFlow's logical GPU `number`."""
-    visible = tf.config.get_visible_devices("GPU")
-    physical = tf.config.list_physical_devices("GPU")
-    return physical.index(visible[number]) if number < len(visible) else number
+def cuda_number(number: int) -> int:
+    """The CUDA device number of TensorFlow's logical GPU `number`, which its DLPack capsules name.
+
+    TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical one, or as many as
+    the script has configured, in the order of the physical ones, whatever the order in set_visible_devices
+    (`_compute_device_options` in TensorFlow's eager/context.py).
+    """
+    physical, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
+    logical = [i for i, gpu in enumerate(physical) if gpu in visible
+               for _ in tf.config.get_logical_device_configuration(gpu) or [None]]
+    return logical[number] if number < len(logical) else number
 
 
 @cache

@@ -2,37 +2,42 @@
 
 A collective consists of four nodes, which divide the work differently from the three in `cpu`:
 
-1. *begin*, a callback on the host that returns a ticket. (The results of a node on the GPU are on the GPU, and can be
-   read only when it has finished all earlier work.)
-2. *submit*, a py_function on the GPU, which gets the tensors as eager tensors. It allocates the results and returns
-   them before they are written. Another thread exports both by DLPack and submits them: an export waits until the GPU
-   has computed the tensor, and TensorFlow may have no other thread.
+1. *pack*, a py_function on the GPU, which gets the tensors as eager tensors. It copies them into memory that the engine
+   knows (see `gpu_memory`), and returns the copies, which are to be reduced in place, before they are reduced. It waits
+   for nothing: it only enqueues the copies on TensorFlow's compute stream.
+2. *submit*, a callback on the host. An input of it is a *mark*, a small tensor on the GPU that pack returns. TensorFlow
+   copies it to the host behind the work of its compute stream, and blocks no thread meanwhile. So submit is called when
+   the copies are complete. It submits them, and returns a ticket.
 3. *await*, as in `cpu`.
 4. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results uses
    these shapes, so that no node reads the results earlier. It copies nothing. (A py_function would be stateful, so
    TensorFlow would order it before the next submit. TensorFlow's optimizer may remove an identity with a control
    dependency where a copy to another device follows, and the copy would then start too early.)
 
-The submit gets the ticket, and the number of gathered rows, as first dimensions of tensors without elements, because
-shapes are on the host.
+Pack gets the number of gathered rows as first dimensions of tensors without elements, and so submit gets the number of
+the pack, because shapes are on the host.
+
+TensorFlow runs stateful nodes in program order, and where that order leads from a node on the GPU to one on the host,
+it waits for the GPU. If pack took part in it, each pack would wait until the GPU has done the one before, and stand
+behind all of backprop in the compute stream. So pack is in a function of its own, which is called as stateless.
 
 TensorFlow's placer chooses the device of a tensor after the function has been traced, when the graph cannot change any
 more. So `device_of` decides from what is known during tracing.
 """
 
 import dataclasses
+import itertools
 import logging
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop import go_by_host, why_no_cupy
-from ...core.handle import Handle, complete_all
+from ...api.interop import go_by_host, gpu_input, why_no_cupy
+from ...core.handle import Handle
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ...gpu.arrays import GpuInput
 from ..types import Arrays
@@ -40,12 +45,18 @@ from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
 from .cpu import MakeRequest
 from .executions import Execution
+from .gpu_memory import Shared, copied, shared, uninitialised
 from .observers import Observer
 from .own_executor import at_once
 from .program_order import calls_in_order
-from .python_op import host_call, keep_thread_state, tensor_call
+from .python_op import host_call, keep_thread_state, unordered_tensor_call
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)  # of packs
+# The tensors and the results of packs that have not been submitted, by number. If an execution fails in between, they
+# are freed with the runtime.
+_packed: "WeakKeyDictionary[runtime.Runtime, dict[int, tuple[list[Shared], list[Shared]]]]" = WeakKeyDictionary()
 
 
 def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
@@ -85,7 +96,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
-        rows: The first dimension of each result, int64 on the host. The default is the shapes of the tensors.
+        rows: The first dimension of each result, int64 on the host. By default each tensor is reduced in place.
         process_set: The id of the process set, which `make_request` sets too.
         observer: Called with copies on the host before the submit.
     """
@@ -96,12 +107,14 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     calls_in_order()
     COMPLETIONS.prepare()
     with tf.device("CPU:0"):
-        ticket = cpu.scalars(host_call(site.begin, past, TICKET, stateful=True))
-        shapes_of_carriers = [tf.stack([size, 0]) for size in (ticket[0], *rows)]
+        shapes_of_carriers = [tf.stack([size, 0]) for size in rows]
     with tf.device(device):
         carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
-        made = tensor_call(site.submit, [*tensors, *carriers], [t.dtype for t in tensors])
+        *made, key, mark = unordered_tensor_call(site.pack, [*tensors, *carriers],
+                                                 [*(t.dtype for t in tensors), tf.float32, tf.float32], device)
+        shape_of_key = tf.shape(key, tf.int64)
     with tf.device("CPU:0"):
+        ticket = cpu.scalars(host_call(site.submit, [shape_of_key, mark, *past], TICKET, stateful=True))
         known = host_call(site.fetch, [awaited(ticket, queue_of(ticket))], [tf.int64] * len(made), stateful=False)
     results = []
     with tf.device(device):
@@ -143,50 +156,50 @@ class _GpuCallSite:
                  process_set: int, observer: Observer | None):
         self._name, self._make_request, self._tensors, self._observer = name, make_request, tensors, observer
         self._process_set, self._counts = process_set, execution.number is None
-        self._suffixes: dict[int, str] = {}  # by the number of the ticket
 
-    def begin(self, *past: np.int64) -> Arrays:
-        """Return a ticket for the result."""
-        keep_thread_state()
-        ticket = COMPLETIONS.open_ticket(executions.next_number(self._name, self._process_set) if self._counts
-                                         else 0)
-        self._suffixes[int(ticket[0])] = executions.suffix(int(past[0])) if past else ""
-        return ticket
-
-    def submit(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
-        """Start the export; return a tensor for each result, not yet written.
+    def pack(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        """Start to copy the tensors; return a tensor for each result, not yet written, the key and the mark.
 
         Args:
-            inputs: The tensors, and then those whose first dimensions are the ticket and the numbers of rows.
+            inputs: The tensors, and then those whose first dimensions are the numbers of rows.
         """
         keep_thread_state()
-        tensors, (ticket, *rows) = inputs[:self._tensors], inputs[self._tensors:]
-        shapes = [tensor.shape.as_list() for tensor in tensors]
-        for shape, carrier in zip(shapes, rows, strict=False):
-            shape[0] = carrier.shape[0]
-        with tf.device(tensors[0].device):
-            results = [gpu_eager.uninitialised(shape, tensor.dtype)
-                       for shape, tensor in zip(shapes, tensors, strict=True)]
-        handle = Handle(self._name + self._suffixes.pop(ticket.shape[0]))
-        COMPLETIONS.attach(ticket.shape[0], handle)
-        _exporter().put(lambda: self._export(tensors, results, handle))
-        return results
+        tensors, carriers = inputs[:self._tensors], inputs[self._tensors:]
+        device = gpu_eager.device_of(tensors[0])
+        with at_once():
+            copies = results = [copied(tensor, device) for tensor in tensors]
+            if carriers:
+                results = [shared([carrier.shape[0], *tensor.shape[1:]], tensor, device)
+                           for tensor, carrier in zip(tensors, carriers, strict=True)]
+            number = next(_numbers)
+            with tf.device(tensors[0].backing_device):
+                key = uninitialised([number, 0], tf.float32)  # tf.zeros may copy to the GPU, which waits for it.
+        _packed.setdefault(runtime.current(), {})[number] = copies, results
+        return [*(result.tensor for result in results), key, _mark(tensors[0].backing_device)]
 
-    def _export(self, tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor], handle: Handle) -> None:
-        """Submit the tensors; `handle` completes with their collective. Runs in the export thread."""
+    def submit(self, shape_of_key: np.ndarray, mark: np.ndarray, *past: np.int64) -> Arrays:
+        """Submit the tensors, which are complete; return a ticket for the results."""
+        keep_thread_state()
+        del mark  # That it is here is what counts.
+        copies, results = _packed[runtime.current()].pop(int(shape_of_key[0]))
+        suffix = executions.suffix(int(past[0])) if past else ""
+        execution = executions.next_number(self._name, self._process_set) if self._counts else 0
         try:
-            if self._observer is not None:
-                with at_once():
-                    if not self._observer([tensor.numpy() for tensor in tensors]):
-                        self._observer = None
-            arrays = gpu_eager.with_results(tensors, results)
-            request = dataclasses.replace(self._make_request(arrays), name=handle.name, device=DEVICE_GPU,
-                                          in_graph=True)
-            submitted = runtime.current().engine_of(request).submit(request, arrays)
+            handle = self._submitted(copies, results, suffix)
         except Exception as error:  # The fetch raises it to the function's caller.
+            handle = Handle(self._name + suffix)
             handle.fail(error)
-            return
-        submitted.when_done(_pass_on, (submitted, handle))
+        return COMPLETIONS.ticket_for(handle, execution)
+
+    def _submitted(self, copies: Sequence[Shared], results: Sequence[Shared], suffix: str) -> Handle:
+        if self._observer is not None:
+            with at_once():
+                if not self._observer([copy.tensor.numpy() for copy in copies]):
+                    self._observer = None
+        arrays = [_input(copy, result) for copy, result in zip(copies, results, strict=True)]
+        request = dataclasses.replace(self._make_request(arrays), name=self._name + suffix, device=DEVICE_GPU,
+                                      in_graph=True)
+        return runtime.current().engine_of(request).submit(request, arrays)
 
     def fetch(self, ticket: np.int64) -> Arrays:
         """Return the shapes of the results, or raise the collective's error."""
@@ -194,25 +207,15 @@ class _GpuCallSite:
         return [np.array(result.shape, np.int64) for result in COMPLETIONS.redeem(int(ticket)).wait()]
 
 
-def _pass_on(pairs: list[tuple[Handle, Handle]]) -> None:
-    """Complete the second handle of each pair with the results of the first."""
-    complete = []
-    for submitted, handle in pairs:
-        try:
-            complete.append((handle, submitted.wait(0)))
-        except Exception as error:  # Likewise.
-            handle.fail(error)
-    complete_all(complete)
+def _input(copy: Shared, result: Shared) -> GpuInput:
+    """A complete copy as the engine's input, with memory for the result, which is the same one in place."""
+    device, target = copy.device, result.array
+    with device.current():
+        ready = device.complete()
+    return gpu_input(copy.array, device, ready, lambda _: (target, ready))
 
 
 @cache
-def _exporter() -> "queue.SimpleQueue[Callable[[], None]]":
-    """The queue of the export thread, which calls its items in order. They wait for the GPU, never for another rank."""
-    work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def run_all() -> None:
-        while True:
-            work.get()()
-
-    threading.Thread(target=run_all, name="mpistrat-gpu-export", daemon=True).start()
-    return work
+def _mark(device: str) -> tf.Tensor:
+    with at_once(), tf.device(device):
+        return tf.zeros([1])

@@ -57,12 +57,24 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
     return list(op(input=list(inputs), token=_kept_by_graph(_Direct(function)), Tout=list(dtypes)))
 
 
-def tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequence[tf.Tensor],
-                dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-    """As a stateful `host_call`, with eager tensors on the current device instead of arrays, like tf.py_function."""
+def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequence[tf.Tensor],
+                          dtypes: Sequence[tf.DType], device: str) -> list[tf.Tensor]:
+    """As a stateless `host_call`, with eager tensors on `device` instead of arrays, like tf.py_function.
+
+    TensorFlow's py_function is stateful. So it is in a function of its own, which is called as if it were not.
+    """
     called = EagerFunc(function, list(dtypes), is_grad_func=False)
-    return list(tf.raw_ops.EagerPyFunc(input=list(inputs), token=_kept_by_graph(called), Tout=list(dtypes),
-                                       is_async=is_asynchronous()))
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs])
+    def call(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(device):
+            return list(tf.raw_ops.EagerPyFunc(input=list(arguments), token=_kept_by_graph(called), Tout=list(dtypes),
+                                               is_async=is_asynchronous()))
+
+    concrete = call.get_concrete_function()
+    concrete.add_to_graph(tf.compat.v1.get_default_graph())
+    with tf.device(device):
+        return list(tf.raw_ops.PartitionedCall(args=list(inputs), Tout=list(dtypes), f=concrete))
 
 
 def _kept_by_graph(function: EagerFunc) -> str:

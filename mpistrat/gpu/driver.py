@@ -1,0 +1,76 @@
+"""CUDA's driver by ctypes: the context of a thread, and what a GPU is. Nothing here makes a context.
+
+A context takes about half a gigabyte of a GPU, and one process at most may have one if the GPU is in exclusive mode. So
+a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice makes one. A thread without a
+context is on GPU 0 as far as the runtime knows, and `with cupy.cuda.Device(n)` calls cudaSetDevice(0) at its end.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from ..core.errors import EngineError
+
+
+def context() -> int:
+    """The address of this thread's current context; 0 if it has none."""
+    found = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(found))
+    return found.value or 0
+
+
+@contextmanager
+def selected(own: int, select: Callable[[], None]) -> Iterator[None]:
+    """A context in which `own` is the current CUDA context of this thread.
+
+    Afterwards a thread that had another one has it again. A thread that had none keeps `own`: the runtime has no call
+    that takes it away without making another one. So the threads of the engine select their GPU once.
+
+    Args:
+        own: The address of the CUDA context; 0 if it is not known yet.
+        select: Makes it current.
+    """
+    before = context()
+    if not own or before != own:
+        select()
+    try:
+        yield
+    finally:
+        if before and before != own:
+            _call("cuCtxSetCurrent", ctypes.c_void_p(before))
+
+
+def uuid(number: int) -> str:
+    """The UUID of a GPU, as 32 hexadecimal digits. It is unique among all hosts.
+
+    Instances of a divided GPU (MIG) have that of the whole GPU here. cuDeviceGetUuid_v2 would tell them apart, but NCCL
+    refuses them as one GPU ("Duplicate GPU detected"), because it compares their PCI bus ids.
+
+    Args:
+        number: CUDA's index of the GPU, among those visible to this process.
+    """
+    device, digits = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
+    _call("cuDeviceGetUuid", digits, device)
+    return bytes(digits).hex()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise EngineError(f"CUDA's {name} has failed with status {status}")
+
+
+@cache
+def _library() -> Any:
+    """The driver, initialised. Raises EngineError if there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise EngineError(f"CUDA's driver cannot be loaded: {error}") from error
+    status = library.cuInit(0)  # May be repeated.
+    if status:
+        raise EngineError(f"CUDA's cuInit has failed with status {status}")
+    return library

@@ -1,0 +1,108 @@
+"""Memory that TensorFlow and the engine share, without an export of TensorFlow's tensors.
+
+An export by DLPack gives the address of a tensor, but it waits for all work on the GPU, and holds Python's lock
+meanwhile. The other direction waits for nothing: TensorFlow imports memory of cupy, whose address is known, and copies
+a tensor into it on its own compute stream. The engine reduces the copy in place, and the imported tensor is the result.
+
+TensorFlow gives the memory back when the last reference to the tensor is gone. Work on its compute stream may then
+still read it. The next use is safe, since it begins with TensorFlow's copy, on the same stream, or after a wait for it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tensorflow as tf
+
+from ...gpu.arrays import GpuArray
+from ...gpu.dlpack import array_of, lend
+
+if TYPE_CHECKING:
+    from ...gpu.device import Device  # It needs cupy.
+
+_EMPTY = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+# InplaceUpdate has no kernel for complex numbers on a GPU.
+_PARTS = {tf.complex64: tf.float32, tf.complex128: tf.float64}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An eager tensor in memory that the engine may read and write.
+
+    Attributes:
+        tensor: The tensor.
+        device: This rank's GPU.
+        imported: The memory; None if it is TensorFlow's own, because cupy could allocate none.
+    """
+
+    tensor: tf.Tensor
+    device: "Device"
+    imported: GpuArray | None
+
+    @property
+    def array(self) -> GpuArray:
+        """The memory. If it is TensorFlow's own, this waits for the GPU, as `exported`."""
+        return self.imported or exported(self.tensor, self.device)
+
+
+def shared(shape: Sequence[int], like: tf.Tensor, device: "Device") -> Shared:
+    """Return an uninitialised tensor of the dtype and on the device of an eager tensor `like`. Waits for nothing.
+
+    Others than TensorFlow's compute stream may write the memory only after a wait for that stream.
+    """
+    dtype = np.dtype(like.dtype.as_numpy_dtype)
+    with device.current():
+        memory = device.lendable(max(math.prod(shape) * dtype.itemsize, 1))
+    if memory is None:
+        with tf.device(like.backing_device):
+            return Shared(uninitialised(shape, like.dtype), device, None)
+    array = GpuArray(memory.address, tuple(shape), dtype, memory.owner)
+    # The number of the logical device, by which TensorFlow finds a device.
+    number = tf.DeviceSpec.from_string(like.backing_device).device_index or 0
+    return Shared(lend(array, device.dlpack_type, number, tf.experimental.dlpack.from_dlpack), device, array)
+
+
+def copied(tensor: tf.Tensor, device: "Device") -> Shared:
+    """Return a copy of an eager tensor, which TensorFlow's compute stream makes. Waits for nothing."""
+    made = shared(tensor.shape.as_list(), tensor, device)
+    with tf.device(tensor.backing_device):
+        # In TensorFlow only this operation writes into memory that others refer to. It writes one row of a matrix.
+        tf.raw_ops.InplaceUpdate(x=_as_row(made.tensor), i=_first_row(tensor.backing_device), v=_as_row(tensor))
+    return made
+
+
+def _as_row(tensor: tf.Tensor) -> tf.Tensor:
+    """The same memory as a matrix of one row."""
+    if tensor.dtype in _PARTS:
+        tensor = tf.bitcast(tensor, _PARTS[tensor.dtype])
+    return tf.reshape(tensor, [1, tensor.shape.num_elements()])
+
+
+@cache
+def _first_row(device: str) -> tf.Tensor:
+    """The index of the first row, in the memory of the device."""
+    with tf.device(device):
+        return tf.cast(tf.zeros([1]), tf.int32)  # An int32 that is not computed on the GPU would be on the host.
+
+
+def exported(tensor: tf.Tensor, device: "Device") -> GpuArray:
+    """The memory of an eager tensor.
+
+    Blocks until the GPU has done all that TensorFlow has enqueued on its compute stream, and holds Python's lock.
+    """
+    return array_of(tf.experimental.dlpack.to_dlpack(tensor), np.dtype(tensor.dtype.as_numpy_dtype),
+                    device.dlpack_type)
+
+
+def uninitialised(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """A tensor on the current device, whose contents the caller overwrites. Eager only.
+
+    On a GPU TensorFlow has the Empty operation for a few dtypes only, and would place others on the host. So the others
+    are filled with zeros.
+    """
+    if dtype in _EMPTY:
+        return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
+    return tf.zeros(shape, dtype)

@@ -1,0 +1,124 @@
+"""The calls of CUDA's driver, on a stand-in for its library: which context a thread has, and has afterwards."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mpistrat.core.errors import EngineError
+from mpistrat.gpu import driver
+
+OWN, OTHER = 7000, 9000
+
+
+class Library:
+    """Contexts of threads. It is asked for what a GPU is by its number only."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.calls: list[str] = []
+        self._thread = threading.local()
+
+    @property
+    def current(self) -> int | None:
+        """The context of this thread."""
+        return getattr(self._thread, "context", None)
+
+    @current.setter
+    def current(self, context: int) -> None:
+        self._thread.context = context
+
+    def cuCtxGetCurrent(self, found: Any) -> int:  # noqa: N802
+        found._obj.value = self.current
+        return self.status
+
+    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
+        self.calls.append("cuCtxSetCurrent")
+        self.current = context.value
+        return self.status
+
+    def cuDeviceGet(self, found: Any, number: Any) -> int:  # noqa: N802
+        found._obj.value = 10 + number.value
+        return self.status
+
+    def cuDeviceGetUuid(self, digits: Any, device: Any) -> int:  # noqa: N802
+        digits[:] = [device.value] * 16
+        return self.status
+
+    def select(self) -> None:
+        """What cudaSetDevice does."""
+        self.calls.append("select")
+        self.current = OWN
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    made = Library()
+    monkeypatch.setattr(driver, "_library", lambda: made)
+    return made
+
+
+def test_a_thread_without_a_context_selects_its_gpu_once_and_keeps_it(library: Library) -> None:
+    for _ in range(3):
+        with driver.selected(OWN, library.select):
+            assert driver.context() == OWN
+    assert library.calls == ["select"] and driver.context() == OWN
+
+
+def test_a_thread_on_this_gpu_is_left_alone(library: Library) -> None:
+    library.current = OWN
+    with driver.selected(OWN, library.select):
+        assert driver.context() == OWN
+    assert library.calls == [] and driver.context() == OWN
+
+
+@pytest.mark.parametrize("own", [OWN, 0], ids=["known", "not known yet"])
+def test_a_thread_on_another_gpu_is_there_again_afterwards(own: int, library: Library) -> None:
+    library.current = OTHER
+    with pytest.raises(KeyError), driver.selected(own, library.select):
+        assert driver.context() == OWN
+        raise KeyError
+    assert library.calls == ["select", "cuCtxSetCurrent"] and driver.context() == OTHER
+
+
+def test_the_first_use_selects_the_gpu_even_where_it_is_the_current_one(library: Library) -> None:
+    library.current = OWN
+    with driver.selected(0, library.select):
+        assert library.calls == ["select"]
+    assert driver.context() == OWN
+
+
+def test_each_thread_has_a_context_of_its_own(library: Library) -> None:
+    def work() -> None:
+        with driver.selected(OWN, library.select):
+            pass
+
+    library.current = OTHER
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert library.calls == ["select"] * 2 and driver.context() == OTHER
+
+
+def test_a_gpu_is_known_by_its_uuid(library: Library) -> None:
+    assert driver.uuid(0) == "0a" * 16
+    assert driver.uuid(2) == "0c" * 16
+
+
+def test_an_error_of_the_driver_names_the_call(library: Library) -> None:
+    library.status = 201
+    with pytest.raises(EngineError, match="CUDA's cuCtxGetCurrent has failed with status 201"):
+        driver.context()
+
+
+def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver._library.cache_clear()
+    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
+    with pytest.raises(EngineError, match=r"CUDA's driver cannot be loaded: libcuda\.so\.1: no such file"):
+        driver.context()
+
+
+def missing(name: str) -> None:
+    raise OSError(f"{name}: no such file")
