@@ -69,7 +69,13 @@ class Tensor(NamedTuple):
 
 
 class AnyLibrary:
-    """Tensors of unknown libraries, numbers and sequences. Results are numpy arrays, or cupy arrays on a GPU."""
+    """Tensors of unknown libraries, numbers and sequences. Results are numpy arrays, or cupy arrays on a GPU.
+
+    Attributes:
+        gpu_problem: Why tensors on a GPU are refused; "" if they are not.
+    """
+
+    gpu_problem = ""
 
     def to_numpy(self, value: Any) -> np.ndarray:
         """Return the contents, without a copy where that is possible."""
@@ -162,8 +168,16 @@ class Jax(AnyLibrary):
         return _module("jax").dlpack.from_dlpack(result.owner)
 
 
+class TensorFlow(AnyLibrary):
+    """TensorFlow's tensors. Their DLPack capsules name a logical GPU, which the bridge to TensorFlow translates."""
+
+    gpu_problem = ("a tensor of TensorFlow on a GPU goes to the functions of mpistrat.tensorflow, not to those of "
+                   "mpistrat.")
+
+
 # By the top-level package of a tensor's type.
-KINDS: dict[str, AnyLibrary] = {"numpy": Numpy(), "cupy": Cupy(), "torch": Torch(), "jaxlib": Jax(), "jax": Jax()}
+KINDS: dict[str, AnyLibrary] = {"numpy": Numpy(), "cupy": Cupy(), "torch": Torch(), "jaxlib": Jax(), "jax": Jax(),
+                                "tensorflow": TensorFlow()}
 _OTHERS = AnyLibrary()
 
 
@@ -178,6 +192,8 @@ def tensor_of(value: TensorLike) -> Tensor:
     library = KINDS.get(type(value).__module__.partition(".")[0], _OTHERS)
     number = _gpu_of(value)
     if number is not None:
+        if library.gpu_problem:
+            raise InvalidRequestError(library.gpu_problem)
         device = this_ranks_gpu(number)
         with device.current():
             on_gpu = _convert(value, lambda: library.to_gpu(value, device))

@@ -103,10 +103,6 @@ class GpuBackend(ABC):
         """
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Make the work enqueued until the next `finish` complete only after all ranks have called this."""
-
-    @abstractmethod
     def finish(self) -> Completion:
         """Return the Completion of all work enqueued since the last call."""
 

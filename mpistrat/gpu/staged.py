@@ -77,10 +77,6 @@ class StagedData(GpuBackend):
                             [count * itemsize for count in received], largest * itemsize)
         self._copy_back(received_bytes, target)
 
-    def barrier(self) -> None:
-        byte = np.zeros(1, np.uint8)
-        self._host.allreduce([byte], [byte], Reduction(ReduceOp.MAX))
-
     def finish(self) -> Completion:
         return Completion([self._device.record(self._to_gpu)])
 

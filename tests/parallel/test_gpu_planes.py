@@ -107,17 +107,3 @@ def test_every_rank_sends_each_other_one_its_own_number_of_elements(dtype: np.dt
     np.testing.assert_array_equal(job.result(target), expected)
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(job: Job, rank: int, size: int) -> None:
-    comm = MPI.COMM_WORLD
-    for late in range(size):
-        if rank == late:
-            # The others cannot be done with it before the late one is, so they have nothing to say yet.
-            assert not any(comm.Iprobe(source=other, tag=late) for other in range(size) if other != rank)
-        job.plane.barrier()
-        job.result(job.array(np.zeros(1)))
-        if rank != late:
-            comm.send(None, late, tag=late)
-        else:
-            for other in range(size):
-                if other != rank:
-                    comm.recv(source=other, tag=late)

@@ -345,19 +345,6 @@ def test_an_exchange_is_a_group_of_sends_and_receives_with_their_peers() -> None
         ("send", 6, UINT8, 2, 3), ("recv", 2, UINT8, 2, 3), ("end of group",)]
 
 
-def test_a_barrier_reduces_a_byte_on_every_lane_and_spoils_no_bucket() -> None:
-    job = Job(lanes=2)
-    before, after = job.arrays(np.ones(3), np.ones(2)), job.arrays(np.zeros(3), np.zeros(2))
-    for _ in range(2):
-        job.plane.allreduce(before, after, Reduction(ReduceOp.SUM))
-    job.plane.barrier()
-    job.finish()
-    maximum = OPERATIONS[ReduceOp.MAX]
-    reductions = [entry[:4] for entry in job.device.log if entry[0] == "allReduce"]
-    assert reductions[2:] == [("allReduce", 1, UINT8, maximum)] * 2
-    assert [array.owner.view().tolist() for array in after] == [[1] * 3, [1] * 2]
-
-
 def test_two_threads_that_abandon_abort_each_communicator_once_and_no_collective_begins_after_it() -> None:
     job = Job(lanes=3)
     threads = [threading.Thread(target=job.plane.abandon) for _ in range(8)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.api import interop
-from mpistrat.core.errors import MissingDependencyError
+from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
 from mpistrat.gpu import wheels
 
@@ -53,3 +53,10 @@ def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
     with pytest.raises(OSError) as raised:
         wheels.load_nvrtc(cuda)
     assert str(raised.value) == f"libnvrtc.so.{cuda}: cannot open shared object file ({pip_extra(extra)})"
+
+
+def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interop, "_gpu_of", lambda value: 0)
+    tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})()
+    with pytest.raises(InvalidRequestError, match=r"goes to the functions of mpistrat\.tensorflow"):
+        interop.tensor_of(tensor)

@@ -93,10 +93,6 @@ class NcclData(GpuBackend):
         self._next_stream().exchange(source.address, target.address, [count * itemsize for count in sent],
                                      [count * itemsize for count in received])
 
-    def barrier(self) -> None:
-        for stream in self._streams:
-            stream.barrier()
-
     def finish(self) -> Completion:
         completions = [stream.finish() for stream in self._streams]
         return Completion([event for completion in completions for event in completion.events])

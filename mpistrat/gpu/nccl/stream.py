@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...core.arithmetic import Scale
-from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice
 from ..copy.plan import CopyJob
 from ..pipeline import Pipeline
-from .types import DTYPES, OPERATIONS, UINT8, NcclCommunicator, NcclReduction, WireFormat, storage
+from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat, storage
 
 
 class NcclStream(Pipeline):
@@ -122,12 +121,6 @@ class NcclStream(Pipeline):
 
         if any(sent) or any(received):
             self._run(_nothing, enqueue, _nothing)
-
-    def barrier(self) -> None:
-        """Wait on the GPU for all ranks. NCCL has no barrier, so this reduces a byte."""
-        buffer = self._next_buffer()
-        self._run(_nothing, lambda: self.communicator.allReduce(
-            buffer, buffer, 1, UINT8, OPERATIONS[ReduceOp.MAX], self._reductions.ptr), _nothing)
 
 
 def _nothing() -> None:
