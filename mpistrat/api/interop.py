@@ -88,13 +88,7 @@ class AnyLibrary:
     def to_gpu(self, value: Any, device: "Device") -> GpuInput:
         """Return the GPU tensor for the engine. Its `allocate` makes results in memory of the caller's library."""
         array, ready = device.imported(value)
-        dtype = array.dtype
-
-        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
-            made, event = device.empty_on_arrival(shape, dtype)
-            return device.seen(made), event
-
-        return gpu_input(device.seen(array), device, ready, allocate)
+        return gpu_input(device.seen(array), device, ready, _in_cupys_memory(device, array.dtype))
 
     def from_gpu(self, result: GpuArray) -> Any:
         """Return a GPU result for the caller."""
@@ -112,16 +106,8 @@ class Cupy(AnyLibrary):
     """cupy arrays. Results are allocated in the order of the stream that is cupy's current one at the call."""
 
     def to_gpu(self, value: Any, device: "Device") -> GpuInput:
-        stream = device.current_stream()
         array = device.contiguous(value)
-        dtype = array.dtype
-
-        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
-            with stream:
-                made = device.empty(shape, dtype)
-                return device.seen(made), device.record(stream)
-
-        return gpu_input(device.seen(array), device, device.record(stream), allocate)
+        return gpu_input(device.seen(array), device, device.record(), _in_cupys_memory(device, array.dtype))
 
 
 class Torch(AnyLibrary):
@@ -296,6 +282,22 @@ def gpu_input(array: GpuArray, device: "Device", ready: "Event",
               allocate: "Callable[..., tuple[GpuArray, Event]]") -> GpuInput:
     """Return the array as a GpuInput, with the given fields."""
     return GpuInput(array.address, array.shape, array.dtype, array.owner, device, ready, allocate)
+
+
+def _in_cupys_memory(device: "Device", dtype: np.dtype) -> "Callable[[tuple[int, ...]], tuple[GpuArray, Event]]":
+    """A function that allocates cupy arrays in the order of the stream that is cupy's current one now.
+
+    The caller gets the array, and may drop it while its work on that stream still reads it. The next use of the memory
+    comes later on the same stream, or after a wait for it.
+    """
+    stream = device.current_stream()
+
+    def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
+        with stream:
+            made = device.empty(shape, dtype)
+            return device.seen(made), device.record(stream)
+
+    return allocate
 
 
 def _module(name: str) -> ModuleType:

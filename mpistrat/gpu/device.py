@@ -166,11 +166,6 @@ class Device:
         """An event that waits for no work of the caller: for a tensor whose library has waited on the host already."""
         return self.record(self._imports)
 
-    def empty_on_arrival(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, "Event"]:
-        """Allocate a cupy array for a library with its own memory, with an event after the former use of the memory."""
-        with self._imports:
-            return cupy.empty(shape, dtype), self.record(self._imports)
-
     # -- NCCL ---------------------------------------------------------------------------------------------------------
 
     @staticmethod
