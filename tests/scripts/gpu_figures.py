@@ -20,7 +20,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.api import interop
-from mpistrat.cli.bench.cases import bert_base
+from mpistrat.cli.bench.cases import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.copy.plan import CopyJob, block_count, copy_tables, fused_offsets
@@ -81,17 +81,22 @@ def scratch(device: Any, nbytes: int) -> GpuArray:
     return made
 
 
-def pack_and_unpack(gpu: Any, counts: list[int], repeats: int) -> str:
-    """A bucket packed and unpacked, against two copies of its bytes within the GPU."""
+def pack_and_unpack(gpu: Any, counts: list[int], repeats: int, wire: str = "float32", factor: float = 1.0) -> str:
+    """A bucket packed and unpacked, against two copies of its bytes within the GPU.
+
+    The elements are float32, and `wire` in the buffer; packing multiplies them by `factor`.
+    """
     device, nbytes = gpu.device, 4 * sum(counts)
-    offsets, total = fused_offsets(counts, 4)
+    itemsize = np.dtype(wire).itemsize
+    offsets, total = fused_offsets(counts, itemsize)
     tensors, buffer = [scratch(device, 4 * count) for count in counts], scratch(device, 4 * total)
-    addresses, places = [tensor.address for tensor in tensors], [buffer.address + 4 * offset for offset in offsets]
-    job, tables = CopyJob("float32", "float32"), [*copy_tables(addresses, places, counts),
-                                                  *copy_tables(places, addresses, counts)]
+    addresses = [tensor.address for tensor in tensors]
+    places = [buffer.address + itemsize * offset for offset in offsets]
+    packs = [(table, CopyJob("float32", wire, factor)) for table in copy_tables(addresses, places, counts)]
+    unpacks = [(table, CopyJob(wire, "float32")) for table in copy_tables(places, addresses, counts)]
 
     def both(stream: Any) -> None:
-        for table in tables:
+        for table, job in (*packs, *unpacks):
             device.batched_copy(table, block_count(table), job, stream)
 
     by_kernel = seconds_of(device, both, repeats)
@@ -102,9 +107,37 @@ def pack_and_unpack(gpu: Any, counts: list[int], repeats: int) -> str:
         device.copy(buffer.address, other.address, nbytes, stream)
 
     by_copies = seconds_of(device, copies, repeats)
-    return (f"pack + unpack of {len(counts)} gradients, {nbytes / 1e6:.0f} MB: {by_kernel * 1e6:.0f} us, "
+    how = (f" as {wire}" if wire != "float32" else "") + (f" times {factor:g}" if factor != 1.0 else "")
+    return (f"pack + unpack of {len(counts)} gradients{how}, {nbytes / 1e6:.0f} MB: {by_kernel * 1e6:.0f} us, "
             f"{2 * nbytes / by_kernel / 1e9:.0f} GB/s, {by_kernel / by_copies:.2f} times as long as two copies "
             "(wanted: at most 1.3)")
+
+
+def step_of_many(gpu: Any, counts: list[int], steps: int) -> str:
+    """A step that averages many tensors, and how often it calls the device."""
+    device, arrays, took = gpu.device, [gpu.array(count) for count in counts], []
+    calls = dict.fromkeys(("record", "wait", "scratch", "pinned", "batched_copy"), 0)
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(device, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return method(*arguments)
+        return call
+
+    mpistrat.grouped_allreduce(arrays, name="many")  # Later steps repeat this one.
+    for name in calls:
+        setattr(device, name, counted(name))
+    for _ in range(steps):
+        began = time.perf_counter()
+        mpistrat.grouped_allreduce(arrays, name="many")
+        took.append(time.perf_counter() - began)
+    for name in calls:
+        delattr(device, name)
+    per_step = ", ".join(f"{name} {number / steps:.0f}" for name, number in calls.items())
+    return (f"step of {len(counts)} tensors, {4 * sum(counts) / 1e6:.0f} MB: {statistics.median(took) * 1e3:.2f} ms; "
+            f"calls per step: {per_step} (wanted: no scratch, no pinned)")
 
 
 def overhead_of_a_step(gpu: Any, elements: int, steps: int) -> str:
@@ -163,10 +196,17 @@ def main() -> None:
     mpistrat.init()
     gpu: Any = StandIn() if arguments.stand_in else Gpu()
     # The stand-in does what a GPU does a thousand times as fast.
-    shapes, repeats, steps = ([(3, 5)] * 199, 1, 10) if arguments.stand_in else (bert_base(), 10, 2000)
-    counts = [math.prod(shape) for shape in shapes]
+    networks, repeats, steps = ([[(3, 5)] * 161, [(3, 5)] * 199], 1, 10) if arguments.stand_in else \
+        ([resnet50(), bert_base()], 10, 2000)
+    counts_of = [[math.prod(shape) for shape in shapes] for shapes in networks]
+    counts = counts_of[-1]
     with gpu.device.current():
-        figures = [pack_and_unpack(gpu, counts, repeats), overhead_of_a_step(gpu, 1000, steps)]
+        figures = [pack_and_unpack(gpu, each, repeats) for each in counts_of]
+        figures += [pack_and_unpack(gpu, counts, repeats, "float32", 0.3),
+                    pack_and_unpack(gpu, counts, repeats, "float16"),
+                    pack_and_unpack(gpu, counts, repeats, "float16", 0.3)]
+        figures += [step_of_many(gpu, each, max(steps // 100, 1)) for each in counts_of]
+        figures.append(overhead_of_a_step(gpu, 1000, steps))
         mpistrat.shutdown()
         os.environ["MPISTRAT_GPU_OPERATIONS"] = "staged"
         mpistrat.init()
