@@ -12,9 +12,13 @@ These threads do not count, since they never call a collective:
   known, and the process is never parked.
 
 A thread of Python must wait without a limit. A thread that a library has started may also wait with one, or sleep:
-those that measure and tune TensorFlow's input pipelines do that for ever. So a library that sleeps before it goes on is
-not seen. That leads to a wrong report only if the ranks also call collectives in different orders (see
-negotiation/blocked.py), and one of them depends on what sleeps.
+those that measure and tune TensorFlow's input pipelines do that for ever. So a thread of Python that is inside a
+library may wait for one that sleeps, and goes on by itself. (TensorFlow lets the deletion of a dataset's iterator wait
+in this way, for seconds.) Such a thread counts as one that waits only if the process has submitted a collective in a
+graph: then it waits for the graph. Otherwise it must wait for a lock of Python's.
+
+What is left is a graph in which something sleeps in a library. That leads to a wrong report only if the ranks also call
+collectives in different orders (see negotiation/blocked.py), and one of them depends on what sleeps.
 
 CUDA's threads wait for a device, so a process that uses a GPU is never parked. Neither is any process where Linux does
 not give the system calls: on some processors, and in some containers.
@@ -31,6 +35,7 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
+from ..core import handle
 from .queue import TensorQueue
 
 _TASKS = Path("/proc/self/task")
@@ -42,6 +47,9 @@ _WAIT, _WAIT_BITSET, _COMMANDS, _PRIVATE = 0, 9, 127, 128
 
 ENGINE_THREAD = "mpistrat-engine"
 WATCH_THREAD = "mpistrat-launcher-watch"
+
+_HANDLE = handle.__file__
+_PYTHONS = os.path.dirname(threading.__file__) + os.sep
 
 _of_libraries: set[int] = set()  # Threads that stay when the engine ends: MPI is initialised once.
 
@@ -87,6 +95,14 @@ def _threads(tasks: Path) -> set[int]:
         return set()
 
 
+def _waits_for_lock(file: str) -> bool:
+    """Whether a thread of Python that waits without a limit, in a function of this file, waits for a lock of Python's.
+
+    The functions of Python's own library do, and those that wait for a collective.
+    """
+    return file == _HANDLE or (file.startswith(_PYTHONS) and "site-packages" not in file)
+
+
 class ThreadScan:
     """Looks at all threads of this process.
 
@@ -107,12 +123,16 @@ class ThreadScan:
 
         If two looks have the same result, the process has been parked between them without interruption.
         """
-        me, started = threading.get_native_id(), threading.enumerate()
-        callbacks = sys._current_frames().keys() - {thread.ident for thread in started}
+        me, started, frames = threading.get_native_id(), threading.enumerate(), sys._current_frames()
+        callbacks = frames.keys() - {thread.ident for thread in started}
         if callbacks or signal.getitimer(signal.ITIMER_REAL)[0]:
             return None  # Python code in a thread of a library, or a signal that may interrupt a wait.
         ignored = {thread.native_id for thread in started if thread.name in (ENGINE_THREAD, WATCH_THREAD)} | {me}
         pythons = {thread.native_id for thread in started} - ignored
+        if not any(queue.has_in_graph() for queue in self.queues):
+            own = [frames.get(thread.ident or 0) for thread in started if thread.native_id in pythons]
+            if not all(frame is None or _waits_for_lock(frame.f_code.co_filename) for frame in own):
+                return None
         ignored |= _of_libraries - pythons
         times_run = {me: 0}  # Another caller is another state.
         try:

@@ -66,6 +66,11 @@ class TensorQueue:
         with self._lock:
             return name in self._in_flight
 
+    def has_in_graph(self) -> bool:
+        """Whether a collective of a graph is in flight."""
+        with self._lock:
+            return any(entry.request.in_graph for entry in self._in_flight.values())
+
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 

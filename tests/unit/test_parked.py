@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.core.handle import Entry, Handle
+from mpistrat.core.request import CollectiveType, Request
 from mpistrat.engine import parked
 from mpistrat.engine.parked import ENGINE_THREAD, WATCH_THREAD, ThreadScan, Wait, threads_of_libraries, wait_of
+from mpistrat.engine.queue import TensorQueue
 
 from ..support.system_calls import needs_system_calls
 
@@ -146,12 +149,17 @@ def test_a_timer_may_interrupt_a_wait(tasks: Tasks) -> None:
 # -- real threads -----------------------------------------------------------------------------------------------------
 
 
-def looks_while(wait: Callable[[], object], end: Callable[[], object]) -> list[bool]:
-    """Whether the process is parked while the main thread waits, by two looks, and that no thread ran between them."""
+def looks_while(wait: Callable[[], object], end: Callable[[], object], in_graph: bool = False) -> list[bool]:
+    """Whether the process is parked while the main thread waits, by two looks, and that no thread ran between them.
+
+    Meanwhile a collective is in flight, of a graph or not.
+    """
     found: list[bool] = []
 
     def look() -> None:
         scan = ThreadScan()
+        scan.queues.append(TensorQueue())
+        scan.queues[0].put(Entry(Request(CollectiveType.BARRIER, "b", in_graph=in_graph), [], Handle("b")))
         time.sleep(0.2)  # The main thread waits now.
         first, _, second = scan.look(), time.sleep(0.1), scan.look()
         found.extend((first is not None, first == second))
@@ -168,9 +176,12 @@ def all_looks() -> dict[str, list[bool]]:
     """By the name of a wait. Runs in a process of its own, which has no other threads."""
     lock, event, items = threading.Lock(), threading.Event(), queue.Queue[int]()
     source, sink = os.pipe()
-    done = threading.Event()
+    done, handle = threading.Event(), Handle("a collective")
     looks = {
-        "lock": looks_while(lambda: (lock.acquire(), lock.acquire()), lock.release),
+        # As a call of a library that waits for one of its threads: Python cannot tell them apart.
+        "library": looks_while(lambda: (lock.acquire(), lock.acquire()), lock.release),
+        "library, in a graph": looks_while(lambda: (lock.acquire(False), lock.acquire()), lock.release, in_graph=True),
+        "handle": looks_while(handle.wait, lambda: handle.complete([])),
         "event": looks_while(event.wait, event.set),
         "queue": looks_while(items.get, lambda: items.put(1)),
         "sleep": looks_while(lambda: time.sleep(1.0), lambda: None),
@@ -196,7 +207,8 @@ def test_a_process_is_parked_when_all_its_threads_wait_for_each_other() -> None:
                          cwd=Path(__file__).parents[2], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     parked_at_once = {name: looks[0] for name, looks in json.loads(job.stdout).items()}
     assert parked_at_once == {
-        "lock": True, "event": True, "queue": True, "sleep": False, "event with a limit": False, "pipe": False,
+        "library": False, "library, in a graph": True, "handle": True, "event": True, "queue": True, "sleep": False,
+        "event with a limit": False, "pipe": False,
         "process": False, "work": False, "event, and an idle thread": True, "event, and a thread that sleeps": False}
     assert all(looks[1] for looks in json.loads(job.stdout).values() if looks[0])
 
