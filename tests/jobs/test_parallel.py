@@ -12,7 +12,7 @@ PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
          "checks": [file for file in FILES if "test_first_steps" in file or "test_fit_checks" in file]}
 PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
 # What a third rank would only repeat.
-ONCE = {(3, "checks")}
+ONCE = {(3, "checks"), (3, "features")}
 
 
 @needs_mpirun
