@@ -63,6 +63,7 @@ class FirstSteps:
         self.is_paused = False
         self._name, self._process_set = f"check/{name}", process_set
         self._step = 0
+        self._joins: int | None = None  # how often the ranks had joined before the first step
         self._labels: Sequence[str] = ()
         self._exchanges: list[Handle] = []
 
@@ -91,7 +92,7 @@ class FirstSteps:
         Raises:
             MismatchError: On every rank, when the ranks train different weights.
         """
-        if not self._group.joins:
+        if not self._has_joined:
             self._require_equal_weights()
             self._warn_of_equal_data()
 
@@ -99,7 +100,9 @@ class FirstSteps:
                  gradients: Sequence[np.ndarray]) -> bool:
         if self.is_paused:
             return True
-        if self._group.joins:
+        if self._joins is None:
+            self._joins = self._group.joins
+        if self._has_joined:
             self._step = _EXCHANGES + 1  # The ranks have made different numbers of steps.
         if self.is_done:
             return False
@@ -119,6 +122,11 @@ class FirstSteps:
     @property
     def _group(self) -> Group:
         return self._process_set.group(self._name)
+
+    @property
+    def _has_joined(self) -> bool:
+        """Whether the ranks have joined since the first step."""
+        return self._joins is not None and self._group.joins != self._joins
 
     def _require_equal_weights(self) -> None:
         """Raise MismatchError if the weights differed with the first two reductions."""

@@ -32,9 +32,9 @@ class Execution:
 
 
 _current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-# A weak reference to the engine, and the number of executions by the process set, how often its ranks have joined, and
-# the name of the collective. Numbering restarts after a join(), before which some ranks have had fewer executions.
-_counted: tuple[Callable[[], object], dict[tuple[int, int, str], int]] = lambda: None, {}
+# A weak reference to the engine, and by the process set: how often its ranks have joined, and the number of executions
+# by the name of the collective. Numbering restarts after a join(), before which some ranks have had fewer executions.
+_counted: tuple[Callable[[], object], dict[int, tuple[int, dict[str, int]]]] = lambda: None, {}
 
 
 def current() -> Execution | None:
@@ -60,7 +60,10 @@ def next_number(name: str, process_set: int = 0) -> int:
     if _counted[0]() is not engine:
         _counted = weakref.ref(engine), {}  # Numbering restarts with each engine, on all ranks.
     counts = _counted[1]
-    number = counts[process_set, joins, name] = counts.get((process_set, joins, name), -1) + 1
+    if process_set not in counts or counts[process_set][0] != joins:
+        counts[process_set] = joins, {}
+    numbers = counts[process_set][1]
+    number = numbers[name] = numbers.get(name, -1) + 1
     return number
 
 
