@@ -1,8 +1,16 @@
 """Which rows of a tensor go to which rank, in reduce-scatters and all-to-alls. Pure."""
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from .errors import InvalidRequestError
+
+
+def row_size(shape: Sequence[int]) -> int:
+    """How many elements a row of a tensor of this shape has."""
+    return math.prod(shape[1:])
 
 
 def rows_of_ranks(rows: int, size: int) -> list[int]:
@@ -40,3 +48,15 @@ def received_rows(name: str, table: np.ndarray, rank: int) -> np.ndarray:
             raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender}, {splits}, add up to more than "
                                       f"the {rows} rows of its tensor.")
     return table[:, 1 + rank]
+
+
+def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:
+    """How many elements `rank` sends to each rank and receives from each, and the most that any rank sends to any.
+
+    Args:
+        table: As for received_rows, which has checked it.
+        rank: This rank.
+        elements: Of a row.
+    """
+    parts = table[:, 1:] * elements
+    return parts[rank].tolist(), parts[:, rank].tolist(), int(parts.max())

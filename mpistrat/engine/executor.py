@@ -16,7 +16,7 @@ from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType, Request
-from ..core.rows import received_rows, rows_of_ranks
+from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from .absent import neutral_arrays
 from .adasum import adasum
 
@@ -205,9 +205,9 @@ class Executor:
         self._data.allgather(own, rows.reshape(-1), [len(arrays)] * self._size)
         results = []
         for array, counts in zip(arrays, rows.T, strict=True):
-            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            elements = row_size(array.shape)
             result = self._pool.take((int(counts.sum()), *array.shape[1:]), array.dtype)
-            self._data.allgather(array.reshape(-1), result.reshape(-1), [int(count) * row_size for count in counts])
+            self._data.allgather(array.reshape(-1), result.reshape(-1), [int(count) * elements for count in counts])
             results.append(result)
         return results
 
@@ -218,19 +218,18 @@ class Executor:
         table = np.empty((self._size, own.size), np.int64)
         self._data.allgather(own, table.reshape(-1), [own.size] * self._size)
         received = received_rows(entry.request.name, table, self._rank)
-        row_size = int(np.prod(array.shape[1:], dtype=np.int64))
         result = self._pool.take((int(received.sum()), *array.shape[1:]), array.dtype)
-        self._data.alltoall(array.reshape(-1), result.reshape(-1), [int(rows) * row_size for rows in splits],
-                            [int(rows) * row_size for rows in received], int(table[:, 1:].max()) * row_size)
+        self._data.alltoall(array.reshape(-1), result.reshape(-1),
+                            *exchanged_elements(table, self._rank, row_size(array.shape)))
         return [result, received.astype(splits.dtype)]
 
     def _reducescatter(self, entry: Entry) -> list[np.ndarray]:
         results = []
         for array in entry.arrays:
             rows = rows_of_ranks(array.shape[0], self._size)
-            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            elements = row_size(array.shape)
             result = self._pool.take((rows[self._rank], *array.shape[1:]), array.dtype)
-            self._data.reducescatter(array.reshape(-1), result.reshape(-1), [count * row_size for count in rows],
+            self._data.reducescatter(array.reshape(-1), result.reshape(-1), [count * elements for count in rows],
                                      self._plans.reduction(entry.request))
             results.append(result)
         return results

@@ -18,7 +18,7 @@ from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor
 from ..core.request import CollectiveType
-from ..core.rows import received_rows, rows_of_ranks
+from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
 from .arrays import GpuArray, GpuDevice, GpuInput
@@ -197,10 +197,10 @@ class GpuExecutor(DeviceExecutor):
         results = []
         for i, array in enumerate(arrays):
             counts = [of_rank[i] for of_rank in rows]
-            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            elements = row_size(array.shape)
             result, event = array.allocate((sum(counts), *array.shape[1:]))
             backend.wait_for([event])
-            backend.allgather(array, result, [count * row_size for count in counts])
+            backend.allgather(array, result, [count * elements for count in counts])
             results.append(result)
         return results
 
@@ -209,25 +209,22 @@ class GpuExecutor(DeviceExecutor):
         results = []
         for array in entry.arrays:
             rows = rows_of_ranks(array.shape[0], self._size)
-            row_size = int(np.prod(array.shape[1:], dtype=np.int64))
+            elements = row_size(array.shape)
             result, event = array.allocate((rows[self._rank], *array.shape[1:]))
             backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
             backend.wait_for([event])
-            backend.reducescatter(array, result, [count * row_size for count in rows], reduction)
+            backend.reducescatter(array, result, [count * elements for count in rows], reduction)
             results.append(result)
         return results
 
     def _alltoall(self, entry: Entry) -> list[Any]:
         array, splits = entry.arrays
-        rows = self._exchange([array.shape[0], *splits.tolist()])
-        table = np.array(rows)
+        table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
         received = received_rows(entry.request.name, table, self._rank)
-        row_size = int(np.prod(array.shape[1:], dtype=np.int64))
         result, event = array.allocate((int(received.sum()), *array.shape[1:]))
         backend = self._backends[0]
         backend.wait_for([event])
-        backend.alltoall(array, result, [int(count) * row_size for count in splits],
-                         [int(count) * row_size for count in received], int(table[:, 1:].max()) * row_size)
+        backend.alltoall(array, result, *exchanged_elements(table, self._rank, row_size(array.shape)))
         return [result, received.astype(splits.dtype)]
 
     def _check(self) -> None:
