@@ -211,15 +211,7 @@ class LivenessClient:
     """
 
     def __init__(self, addresses: Sequence[str], port: int, token: bytes, rank: int):
-        reasons = []
-        for address in addresses:
-            try:
-                self._connection = socket.create_connection((address, port), _CONNECT_LIMIT_S)
-                break
-            except OSError as error:
-                reasons.append(f"{address}:{port}: {error}")
-        else:
-            raise OSError("; ".join(reasons) or "it has no address")
+        self._connection = connect_to_first([(address, port) for address in addresses])
         self._connection.sendall(_HELLO.pack(token, rank))
         self._connection.settimeout(None)
         keep_alive(self._connection)
@@ -253,6 +245,18 @@ class LivenessClient:
     def close(self) -> None:
         """Close the connection. May be called twice."""
         self._connection.close()
+
+
+def connect_to_first(addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """Connect to the first of these pairs of address and port that works. Raises OSError with what each has said."""
+    reasons, cause = [], None
+    for address, port in addresses:
+        try:
+            return socket.create_connection((address, port), _CONNECT_LIMIT_S)
+        except OSError as error:
+            reasons.append(f"{address}:{port}: {error}")
+            cause = error
+    raise OSError("; ".join(reasons) or "it has no address") from cause
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataServiceError
-from ..cluster.liveness import keep_alive
+from ..cluster.liveness import connect_to_first, keep_alive
 from ..cluster.ports import local_addresses
 from . import wire
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_LIMIT_S = 3.0  # for one address; a host that drops packets never answers
 _ANSWER_LIMIT_S = 10.0  # for an answer, after the time that the request itself may wait
 _DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # of RFC 5737: it has a route where there is a default route, and no host
 
@@ -122,20 +121,15 @@ class ComputeClient:
             yield connection
 
     def _first_that_works(self, purpose: str) -> socket.socket:
-        reasons, cause = [], None
-        for address in [self._working] if self._working else self._candidates():
-            try:
-                connection = socket.create_connection(address, _CONNECT_LIMIT_S)
-            except OSError as error:
-                reasons.append(f"{address[0]}:{address[1]}: {error}")
-                cause = error
-            else:
-                self._working = address
-                return connection
-        raise DataServiceError(
-            f"the data service on {', '.join(self._addresses)} does not answer this rank, which asks {purpose} "
-            f"({'; '.join(reasons)}). Has its job ended, so that the configuration is an old one? Is there a firewall "
-            "between the hosts?") from cause
+        try:
+            connection = connect_to_first([self._working] if self._working else self._candidates())
+            self._working = connection.getpeername()[:2]
+        except OSError as error:
+            raise DataServiceError(
+                f"the data service on {', '.join(self._addresses)} does not answer this rank, which asks {purpose} "
+                f"({error}). Has its job ended, so that the configuration is an old one? Is there a firewall between "
+                "the hosts?") from error.__cause__  # None if there was no address to try.
+        return connection
 
     def _candidates(self) -> list[tuple[str, int]]:
         """The addresses to try. One that both hosts have (usually of a container bridge) leads back to this host."""
