@@ -10,6 +10,7 @@ from mpistrat.gpu.copy.kernel import TYPES
 from mpistrat.gpu.copy.plan import PIECES_PER_LAUNCH, CopyJob, block_count, copy_tables
 from tests.gpu.memory import LIMIT_S, can_test, download, open_device, upload
 from tests.support import copy_model
+from tests.support.dtypes import dtype_of
 
 # No result leaves the range of its dtype: what becomes of it then differs between a GPU and a CPU.
 SCALES = ((1.0, 1), (0.5, 3), (1.0, 3), (2.0, 1))
@@ -47,7 +48,7 @@ def tolerance(job: CopyJob) -> float:
 
 def check(device: Any, job: CopyJob, shift: int) -> None:
     """Raise AssertionError if the kernel does something else than the model."""
-    from_dtype, to_dtype = copy_model.dtype_of(job.source), copy_model.dtype_of(job.target)
+    from_dtype, to_dtype = dtype_of(job.source), dtype_of(job.target)
     given = values(from_dtype)
     ends = np.cumsum(COUNTS)
     starts = (ends - COUNTS).tolist()

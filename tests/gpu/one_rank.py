@@ -17,7 +17,7 @@ from mpistrat.gpu.nccl.data import NcclData
 from mpistrat.gpu.nccl.types import AVERAGE, AVERAGES_FROM
 from mpistrat.gpu.nccl.types import DTYPES as NUMBERS
 from tests.gpu.memory import DTYPES, LIMIT_S, can_test, download, open_device, upload
-from tests.support.copy_model import dtype_of
+from tests.support.dtypes import dtype_of
 
 BUFFER_BYTES = 2**20
 OPERATIONS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)

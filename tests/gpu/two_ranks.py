@@ -14,7 +14,7 @@ import numpy as np
 import mpistrat
 from mpistrat.api import interop
 from tests.gpu.memory import DTYPES, can_test
-from tests.support.copy_model import dtype_of
+from tests.support.dtypes import dtype_of
 
 
 class Gpu:

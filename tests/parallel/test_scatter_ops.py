@@ -13,6 +13,8 @@ import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError, MismatchError
 from mpistrat.core.rows import rows_of_ranks
 
+from ..support.adasum import adasum_of
+
 DTYPES = ["int32", "int64", "float16", "float32", "float64", ml_dtypes.bfloat16]
 
 
@@ -226,17 +228,6 @@ def test_variables_are_assigned_in_place(way: Callable, rank: int, size: int) ->
 
 
 # -- Adasum -----------------------------------------------------------------------------------------------------------
-
-
-def adasum_of(parts: list[np.ndarray]) -> np.ndarray:
-    """The paper's formula in float64, in pairs of neighbours."""
-    while len(parts) > 1:
-        pairs = []
-        for a, b in zip(parts[::2], parts[1::2]):
-            dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
-            pairs.append((1 - dot / (2 * of_a) if of_a else 1) * a + (1 - dot / (2 * of_b) if of_b else 1) * b)
-        parts = pairs + (parts[-1:] if len(parts) % 2 else [])
-    return parts[0]
 
 
 @pytest.mark.horovod("dtypes-adasum", "adasum", "adasum-ranks")

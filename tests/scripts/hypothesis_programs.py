@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -22,6 +21,8 @@ from hypothesis import strategies as st
 
 import mpistrat
 import mpistrat.tensorflow as hvd
+from tests.support.adasum import adasum_of
+from tests.support.dtypes import dtype_of
 
 HALVES = ("float16", "bfloat16")
 REDUCED = (*HALVES, "float32", "float64", "int8", "uint8", "int32", "int64")
@@ -110,10 +111,6 @@ def programs(draw: st.DrawFn, size: int, sets: Sequence[tuple[int, ...]]) -> Pro
 # -- values, and what numpy makes of them -----------------------------------------------------------------------------
 
 
-def dtype_of(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
 def splits_of(call: Call, step: int, rank: int) -> np.ndarray:
     """How many rows a rank sends to each member."""
     generator = np.random.default_rng([call.number, step, rank, 1])
@@ -151,16 +148,6 @@ def reduced(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.asarray(result).astype(parts[0].dtype)
 
 
-def adasum(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The formula of Maleki et al., "Scaling Distributed Training with Adaptive Summation", by pairs of neighbours."""
-    wide = [part.astype(np.float64) for part in parts]
-    while len(wide) > 1:
-        pairs = [(wide[i], wide[i + 1]) for i in range(0, len(wide) - 1, 2)]
-        wide = [(1 - np.sum(a * b) / (2 * np.sum(a * a) or 1)) * a + (1 - np.sum(a * b) / (2 * np.sum(b * b) or 1)) * b
-                for a, b in pairs] + wide[2 * len(pairs):]
-    return np.asarray(wide[0]).astype(parts[0].dtype)
-
-
 def expected(call: Call, step: int, rank: int, ranks: Sequence[int]) -> list[np.ndarray]:
     """The results on `rank`, if `ranks` take part."""
     if call.kind == "broadcast":
@@ -179,7 +166,8 @@ def expected(call: Call, step: int, rank: int, ranks: Sequence[int]) -> list[np.
         data = np.concatenate(pieces)
         return [data] if call.kind == "alltoall" else [data, np.array(received, np.int32)]
     if call.kind == "adasum":
-        return [adasum(parts) for parts in zip(*of_ranks)]
+        return [adasum_of([part.astype(np.float64) for part in parts]).astype(parts[0].dtype)
+                for parts in zip(*of_ranks)]
     whole = [reduced(call, parts) for parts in zip(*of_ranks)]
     if call.kind not in SCATTERS:
         return whole

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import mpistrat
+from tests.support.dtypes import dtype_of
 from tests.support.pretended_hosts import pretend_hosts
 
 HALVES = ("float16", "bfloat16")
@@ -61,10 +61,6 @@ class Phase:
 
     asynchronous: tuple[Operation, ...]
     blocking: tuple[Operation, ...]
-
-
-def dtype_of(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------

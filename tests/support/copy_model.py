@@ -8,13 +8,7 @@ from mpistrat.core.arithmetic import Scale
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
 from mpistrat.gpu.copy.plan import CopyJob, block_count
 
-
-def dtype_of(name: str) -> np.dtype:
-    """The numpy dtype of a name, bfloat16 included."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    import ml_dtypes  # Without it the other dtypes can be tested.
-    return np.dtype(ml_dtypes.bfloat16)
+from .dtypes import dtype_of
 
 
 def memory_at(address: int, count: int, dtype: np.dtype) -> np.ndarray:

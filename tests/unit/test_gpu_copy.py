@@ -16,6 +16,7 @@ from mpistrat.gpu.copy.kernel import HALVES, source, variant
 from mpistrat.gpu.copy.plan import ALIGNMENT, PIECE, PIECES_PER_LAUNCH, CopyJob, block_count, copy_tables, fused_offsets
 from tests.gpu import kernel
 from tests.support import copy_model
+from tests.support.dtypes import dtype_of
 
 JOBS = kernel.jobs()
 COUNTS = (1, 3, 0, COPY_BLOCK_ELEMENTS, 17, COPY_BLOCK_ELEMENTS + 5)
@@ -30,7 +31,7 @@ def values(dtype: np.dtype, count: int) -> np.ndarray:
 
 def copied(job: CopyJob, run: Callable[[np.ndarray, CopyJob], None], shift: int = 0) -> list[np.ndarray]:
     """What a launch over pieces of all COUNTS leaves; their memory begins `shift` bytes from where it is aligned."""
-    from_dtype, to_dtype = copy_model.dtype_of(job.source), copy_model.dtype_of(job.target)
+    from_dtype, to_dtype = dtype_of(job.source), dtype_of(job.target)
     sources = [np.empty(count * from_dtype.itemsize + 64, np.uint8) for count in COUNTS]
     targets = [np.full(count * to_dtype.itemsize + 64, 0xA5, np.uint8) for count in COUNTS]
     at = [[-array.ctypes.data % ALIGNMENT + shift for array in arrays] for arrays in (sources, targets)]
@@ -88,14 +89,14 @@ def test_every_tensor_begins_aligned_in_the_fusion_buffer(itemsize: int) -> None
 @each_job
 def test_the_model_scales_as_the_paths_for_cpu_tensors_do(job: CopyJob) -> None:
     for result, count in zip(copied(job, copy_model.batched_copy), COUNTS):
-        wide = values(copy_model.dtype_of(job.source), count).astype(
+        wide = values(dtype_of(job.source), count).astype(
             np.float64 if job.source in ("float16", "bfloat16", "float32", "float64") else job.source)
         Scale(job.factor, job.divisor).apply(wide, wide)
         # Half precision is scaled in float32, whatever it becomes.
         names = (job.target, "float32" if job.source.endswith("float16") else job.source)
         tolerance = max({"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6}.get(name, 1e-12) for name in names)
         np.testing.assert_allclose(result.astype(np.float64),
-                                   wide.astype(copy_model.dtype_of(job.target)).astype(np.float64), rtol=tolerance)
+                                   wide.astype(dtype_of(job.target)).astype(np.float64), rtol=tolerance)
 
 
 # -- the kernel's source ----------------------------------------------------------------------------------------------

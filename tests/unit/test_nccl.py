@@ -26,7 +26,8 @@ from mpistrat.gpu.nccl.types import (
     WireFormat,
     wire_format,
 )
-from tests.support import copy_model, gpu_stand_in
+from tests.support import gpu_stand_in
+from tests.support.dtypes import dtype_of
 from tests.support.gpu_stand_in import Communicator, Device
 
 SUM = OPERATIONS[ReduceOp.SUM]
@@ -255,7 +256,7 @@ def test_the_numbers_are_those_of_cupys_nccl() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_an_average_of_floats_is_nccls_own_and_needs_no_scaling(dtype: str) -> None:
     job = Job(size=4)
-    values = np.ones(3, copy_model.dtype_of(dtype))
+    values = np.ones(3, dtype_of(dtype))
     job.reduce(values, scale=Scale(1.0, 4))
     job.reduce(values, values, scale=Scale(1.0, 4))
     assert [entry[3] for entry in job.device.log if entry[0] == "allReduce"] == [AVERAGE, AVERAGE]
