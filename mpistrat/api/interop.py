@@ -1,6 +1,6 @@
 """Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
 
-`tensor_of` converts a caller's value for the engine. For each known library, a subclass of `AnyLibrary` has what is
+`tensors_of` converts a caller's values for the engine. For each known library, a subclass of `AnyLibrary` has what is
 special about it. The libraries themselves are not imported here, because a caller that passes a tensor has imported its
 library. The one exception is cupy, for tensors on a GPU. Any thread may call the functions of this module.
 """
@@ -19,12 +19,12 @@ import numpy as np
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.install import pip, pip_extra
 from ..core.request import DEVICE_CPU, DEVICE_GPU
-from ..gpu.arrays import GpuArray, GpuInput
+from ..gpu.arrays import Allocated, GpuArray, GpuInput, GpuStream
 from ..gpu.host_copies import HostCopies
 from . import runtime
 
 if TYPE_CHECKING:
-    from ..gpu.device import Device, Event  # imports cupy
+    from ..gpu.device import Device, Event  # They import cupy.
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -68,6 +68,24 @@ class Tensor(NamedTuple):
         return DEVICE_GPU if isinstance(self.array, GpuInput) else DEVICE_CPU
 
 
+class Imported(NamedTuple):
+    """A tensor on a GPU.
+
+    Attributes:
+        array: Its memory.
+        stream: The contents are complete when this stream has done its work so far.
+        allocate: As in GpuInput: allocates results in memory of the caller's library.
+    """
+
+    array: GpuArray
+    stream: GpuStream
+    allocate: Callable[[tuple[int, ...]], Allocated]
+
+    def as_input(self, device: "Device", ready: "Event | None") -> GpuInput:
+        """The tensor for the engine."""
+        return gpu_input(self.array, device, ready, self.allocate)
+
+
 class AnyLibrary:
     """Tensors of unknown libraries, numbers and sequences. Results are numpy arrays, or cupy arrays on a GPU.
 
@@ -85,10 +103,10 @@ class AnyLibrary:
         """Return a CPU result for the caller, over the same memory where that is possible."""
         return array
 
-    def to_gpu(self, value: Any, device: "Device") -> GpuInput:
-        """Return the GPU tensor for the engine. Its `allocate` makes results in memory of the caller's library."""
-        array, ready = device.imported(value)
-        return gpu_input(device.seen(array), device, ready, _in_cupys_memory(device, array.dtype))
+    def on_gpu(self, value: Any, device: "Device") -> Imported:
+        """Import a tensor on a GPU. The host does not wait."""
+        array, stream = device.imported(value)
+        return Imported(device.seen(array), stream, _in_cupys_memory(device, array.dtype))
 
     def from_gpu(self, result: GpuArray) -> Any:
         """Return a GPU result for the caller."""
@@ -105,9 +123,9 @@ class Numpy(AnyLibrary):
 class Cupy(AnyLibrary):
     """cupy arrays. Results are allocated in the order of the stream that is cupy's current one at the call."""
 
-    def to_gpu(self, value: Any, device: "Device") -> GpuInput:
+    def on_gpu(self, value: Any, device: "Device") -> Imported:
         array = device.contiguous(value)
-        return gpu_input(device.seen(array), device, device.record(), _in_cupys_memory(device, array.dtype))
+        return Imported(device.seen(array), device.current_stream(), _in_cupys_memory(device, array.dtype))
 
 
 class Torch(AnyLibrary):
@@ -128,17 +146,19 @@ class Torch(AnyLibrary):
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    def to_gpu(self, value: Any, device: "Device") -> GpuInput:
+    def on_gpu(self, value: Any, device: "Device") -> Imported:
         torch = _module("torch")
-        array, ready = device.imported(value)
+        array, imports = device.imported(value)
         stream = torch.cuda.current_stream(value.device)
         dtype, where = value.dtype, value.device
 
-        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
+        def allocate(shape: tuple[int, ...]) -> Allocated:
             with torch.cuda.stream(stream):
-                return as_result(torch.empty(shape, dtype=dtype, device=where), device)
+                made = torch.empty(shape, dtype=dtype, device=where)
+                imported, imports = device.imported(made)
+            return GpuArray(device.seen(imported).address, tuple(made.shape), imported.dtype, made), imports
 
-        return gpu_input(device.seen(array), device, ready, allocate)
+        return Imported(device.seen(array), imports, allocate)
 
 
 class Jax(AnyLibrary):
@@ -167,26 +187,49 @@ KINDS: dict[str, AnyLibrary] = {"numpy": Numpy(), "cupy": Cupy(), "torch": Torch
 _OTHERS = AnyLibrary()
 
 
-def tensor_of(value: TensorLike) -> Tensor:
-    """Convert a tensor, number or sequence for the engine. Local.
+def tensors_of(values: Sequence[TensorLike]) -> list[Tensor]:
+    """Convert the tensors, numbers or sequences of one request for the engine. Local.
 
     Raises:
-        InvalidRequestError: The value is not an array, its library cannot export it, or it is on a GPU other than that
+        InvalidRequestError: A value is not an array, its library cannot export it, or it is on a GPU other than that
             of this rank's earlier tensors.
-        MissingDependencyError: The value is on a GPU, and cupy is not installed.
+        MissingDependencyError: A value is on a GPU, and cupy is not installed.
     """
-    library = KINDS.get(type(value).__module__.partition(".")[0], _OTHERS)
+    libraries = [KINDS.get(type(value).__module__.partition(".")[0], _OTHERS) for value in values]
+    # All tensors are imported before the first event is recorded, so that one event serves all of a stream.
+    imported = [_imported(library, value) for library, value in zip(libraries, values, strict=True)]
+    events: dict[int, Event] = {}
+    return [_on_host(library, value) if on_gpu is None else _on_gpu(library, on_gpu, events)
+            for library, value, on_gpu in zip(libraries, values, imported, strict=True)]
+
+
+def _imported(library: AnyLibrary, value: TensorLike) -> "tuple[Device, Imported] | None":
+    """A tensor on this rank's GPU; None if it is not on a GPU."""
     number = _gpu_of(value)
-    if number is not None:
-        if library.gpu_problem:
-            raise InvalidRequestError(library.gpu_problem)
-        device = this_ranks_gpu(number)
+    if number is None:
+        return None
+    if library.gpu_problem:
+        raise InvalidRequestError(library.gpu_problem)
+    device = this_ranks_gpu(number)
+    with device.current():
+        return device, _convert(value, lambda: library.on_gpu(value, device))
+
+
+def _on_gpu(library: AnyLibrary, on_gpu: "tuple[Device, Imported]", events: "dict[int, Event]") -> Tensor:
+    """A tensor on a GPU for the engine, with the event of its stream, which is added to `events`, by address."""
+    device, imported = on_gpu
+    stream = imported.stream
+    if stream.ptr not in events:
         with device.current():
-            on_gpu = _convert(value, lambda: library.to_gpu(value, device))
-        if go_by_host():
-            copies = _copies_of(device)
-            return Tensor(copies.fetched(on_gpu), lambda result: library.from_gpu(copies.returned(result, on_gpu)))
-        return Tensor(on_gpu, library.from_gpu)
+            events[stream.ptr] = device.record(stream)
+    array = imported.as_input(device, events[stream.ptr])
+    if go_by_host():
+        copies = _copies_of(device)
+        return Tensor(copies.fetched(array), lambda result: library.from_gpu(copies.returned(result, array)))
+    return Tensor(array, library.from_gpu)
+
+
+def _on_host(library: AnyLibrary, value: TensorLike) -> Tensor:
     array = np.asarray(_convert(value, lambda: library.to_numpy(value)), order="C")
     return Tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")), library.from_numpy)
 
@@ -272,19 +315,13 @@ def why_no_cupy() -> str:
     return ""
 
 
-def as_result(made: Any, device: "Device") -> "tuple[GpuArray, Event]":
-    """Return a library's uninitialised tensor as a result array, and an event after the memory's previous use."""
-    imported, event = device.imported(made)
-    return GpuArray(device.seen(imported).address, tuple(made.shape), imported.dtype, made), event
-
-
-def gpu_input(array: GpuArray, device: "Device", ready: "Event",
-              allocate: "Callable[..., tuple[GpuArray, Event]]") -> GpuInput:
+def gpu_input(array: GpuArray, device: "Device", ready: "Event | None",
+              allocate: Callable[[tuple[int, ...]], Allocated]) -> GpuInput:
     """Return the array as a GpuInput, with the given fields."""
     return GpuInput(array.address, array.shape, array.dtype, array.owner, device, ready, allocate)
 
 
-def _in_cupys_memory(device: "Device", dtype: np.dtype) -> "Callable[[tuple[int, ...]], tuple[GpuArray, Event]]":
+def _in_cupys_memory(device: "Device", dtype: np.dtype) -> Callable[[tuple[int, ...]], Allocated]:
     """A function that allocates cupy arrays in the order of the stream that is cupy's current one now.
 
     The caller gets the array, and may drop it while its work on that stream still reads it. The next use of the memory
@@ -292,10 +329,9 @@ def _in_cupys_memory(device: "Device", dtype: np.dtype) -> "Callable[[tuple[int,
     """
     stream = device.current_stream()
 
-    def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
+    def allocate(shape: tuple[int, ...]) -> Allocated:
         with stream:
-            made = device.empty(shape, dtype)
-            return device.seen(made), device.record(stream)
+            return device.seen(device.empty(shape, dtype)), stream
 
     return allocate
 

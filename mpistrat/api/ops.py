@@ -36,7 +36,7 @@ from ..core.request import (
 from ..core.rows import even_splits
 from . import runtime
 from .group import Group
-from .interop import Tensor, TensorLike, tensor_of
+from .interop import Tensor, TensorLike, tensors_of
 from .pickling import dumps
 from .process_sets import ProcessSet, global_process_set, resolved
 
@@ -282,21 +282,21 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 def _allreduce(arrays: Sequence[TensorLike], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
                postscale: float, process_set: ProcessSet, finish: Callable[[list[Any]], T],
                blocking: bool = False) -> AsyncResult[T]:
-    group, tensors = resolved(process_set).group(name), [tensor_of(array) for array in arrays]
+    group, tensors = resolved(process_set).group(name), tensors_of(arrays)
     request = allreduce_request(name, specs_of([t.array for t in tensors]), resolve_op(op, average), float(prescale),
                                 float(postscale), device=_device_of(name, tensors))
     return _submit(group, request, tensors, finish, blocking)
 
 
 def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
+    group, tensors = resolved(process_set).group(name), tensors_of([array])
     request = allgather_request(name, specs_of([t.array for t in tensors]), _device_of(name, tensors))
     return _submit(group, request, tensors, _first, blocking)
 
 
 def _reducescatter(arrays: Sequence[TensorLike], name: str, op: ReduceOp | None, prescale: float, postscale: float,
                    process_set: ProcessSet, finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    group, tensors = resolved(process_set).group(name), [tensor_of(array) for array in arrays]
+    group, tensors = resolved(process_set).group(name), tensors_of(arrays)
     request = reducescatter_request(name, specs_of([t.array for t in tensors]), resolve_op(op, None), float(prescale),
                                     float(postscale), device=_device_of(name, tensors))
     return _submit(group, request, tensors, finish, blocking)
@@ -304,18 +304,18 @@ def _reducescatter(arrays: Sequence[TensorLike], name: str, op: ReduceOp | None,
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
               blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
+    group, tensors = resolved(process_set).group(name), tensors_of([array])
     device = _device_of(name, tensors)
     size, shape = group.topology.size, tensors[0].array.shape
     counts = np.asarray(even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
-    tensors.append(tensor_of(counts.astype(np.int32, casting="same_kind")))
+    tensors += tensors_of([counts.astype(np.int32, casting="same_kind")])
     request = alltoall_request(name, specs_of([t.array for t in tensors]), size, device)
     return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
 
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
                blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), [tensor_of(array)]
+    group, tensors = resolved(process_set).group(name), tensors_of([array])
     request = broadcast_request(name, specs_of([t.array for t in tensors]), root_rank, group.topology.job_ranks,
                                 device=_device_of(name, tensors))
     return _submit(group, request, tensors, _first, blocking)

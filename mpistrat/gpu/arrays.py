@@ -101,6 +101,10 @@ class GpuDevice(Protocol):
     def nccl_group(self) -> AbstractContextManager[None]: ...
 
 
+# An uninitialised array, and the stream whose work so far may still use its memory; None: no work uses it any more.
+Allocated = tuple[GpuArray, GpuStream | None]
+
+
 @dataclass(frozen=True, eq=False)
 class GpuInput(GpuArray):
     """A tensor submitted for a collective, in place of a numpy array.
@@ -110,12 +114,12 @@ class GpuInput(GpuArray):
 
     Attributes:
         device: This rank's GPU.
-        ready: An event after all work that the contents depend on.
-        allocate: Returns an uninitialised array of the given shape, of the same library and dtype, and an event after
-            all work that still uses its memory. It may return the memory of the input, if the shape is the same: an
-            all-reduce or a broadcast is then in place.
+        ready: An event after all work that the contents depend on; None: the contents are complete. The tensors of a
+            request have one event for each stream.
+        allocate: Returns an array of the given shape, of the same library and dtype. It may return the memory of the
+            input, if the shape is the same: an all-reduce or a broadcast is then in place.
     """
 
     device: GpuDevice
-    ready: GpuEvent
-    allocate: Callable[[tuple[int, ...]], tuple[GpuArray, GpuEvent]]
+    ready: GpuEvent | None
+    allocate: Callable[[tuple[int, ...]], Allocated]

@@ -95,8 +95,8 @@ class Device:
     def lendable(self, nbytes: int) -> GpuArray | None:
         """As `scratch`, for a library that imports the memory, and gives it back while its work is still enqueued.
 
-        The memory is lent again only. So only the library's own work may use it at first: that of the same stream, or
-        after which the stream has been waited for.
+        The next block of this method may have the same memory, while the library's work on the old block is still
+        enqueued. So the first work on a block must be on the library's stream, or come after a wait for that stream.
         """
         return self._allocated(nbytes, self._lending)
 
@@ -153,18 +153,13 @@ class Device:
         stream: GpuStream = cupy.cuda.get_current_stream()
         return stream
 
-    def imported(self, tensor: Any) -> tuple[Any, "Event"]:
-        """Import a tensor of another library as a C-contiguous cupy array, with an event after its contents.
+    def imported(self, tensor: Any) -> tuple[Any, GpuStream]:
+        """Import a tensor of another library as a C-contiguous cupy array; also return the stream of its contents.
 
-        By the DLPack protocol the library makes our stream wait for the tensor. The host does not wait.
+        By the DLPack protocol the library makes this stream wait for the tensor. The host does not wait.
         """
         with self._imports:
-            array = cupy.ascontiguousarray(cupy.from_dlpack(tensor))
-            return array, self.record(self._imports)
-
-    def complete(self) -> "Event":
-        """An event that waits for no work of the caller: for a tensor whose library has waited on the host already."""
-        return self.record(self._imports)
+            return cupy.ascontiguousarray(cupy.from_dlpack(tensor)), self._imports
 
     # -- NCCL ---------------------------------------------------------------------------------------------------------
 

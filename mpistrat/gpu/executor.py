@@ -21,7 +21,7 @@ from ..core.request import CollectiveType
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
-from .arrays import GpuArray, GpuDevice, GpuInput
+from .arrays import GpuArray, GpuDevice, GpuInput, GpuStream
 from .backend import Completion, GpuBackend, last_of_streams
 from .connect import connect, exchange_over
 from .staged import StagedData
@@ -81,7 +81,7 @@ class GpuExecutor(DeviceExecutor):
             if not self._backends:
                 self._connect(device)
             with self._watchdog.guarding() if self._watchdog else nullcontext():
-                self._enqueue(entries, divisor)
+                self._enqueue(device, entries, divisor)
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[GpuInput]:
         if self._device is None:
@@ -89,17 +89,20 @@ class GpuExecutor(DeviceExecutor):
         with self._device.current():
             return uploaded(self._device, arrays)
 
-    def _enqueue(self, entries: Sequence[Entry], divisor: int | None) -> None:
+    def _enqueue(self, device: GpuDevice, entries: Sequence[Entry], divisor: int | None) -> None:
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         # The splits of an all-to-all are on the host.
-        events = [array.ready for entry in entries for array in entry.arrays if isinstance(array, GpuInput)]
+        events = [array.ready for entry in entries for array in entry.arrays
+                  if isinstance(array, GpuInput) and array.ready is not None]
+        streams: dict[int, GpuStream] = {}
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
             # others wait for it in a collective.
             allocated = [array.allocate(array.shape) for array in entry.arrays] if is_fused(entry.request) else []
             works.append((entry, [array for array, _ in allocated]))
-            events += [event for _, event in allocated]
+            streams.update((stream.ptr, stream) for _, stream in allocated if stream is not None)
+        events += [device.record(stream) for stream in streams.values()]
         events = last_of_streams(events)
         for backend in self._backends:
             backend.wait_for(events)
@@ -198,8 +201,7 @@ class GpuExecutor(DeviceExecutor):
         for i, array in enumerate(arrays):
             counts = [of_rank[i] for of_rank in rows]
             elements = row_size(array.shape)
-            result, event = array.allocate((sum(counts), *array.shape[1:]))
-            backend.wait_for([event])
+            result = self._allocated(array, (sum(counts), *array.shape[1:]), backend)
             backend.allgather(array, result, [count * elements for count in counts])
             results.append(result)
         return results
@@ -210,9 +212,8 @@ class GpuExecutor(DeviceExecutor):
         for array in entry.arrays:
             rows = rows_of_ranks(array.shape[0], self._size)
             elements = row_size(array.shape)
-            result, event = array.allocate((rows[self._rank], *array.shape[1:]))
             backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
-            backend.wait_for([event])
+            result = self._allocated(array, (rows[self._rank], *array.shape[1:]), backend)
             backend.reducescatter(array, result, [count * elements for count in rows], reduction)
             results.append(result)
         return results
@@ -221,11 +222,17 @@ class GpuExecutor(DeviceExecutor):
         array, splits = entry.arrays
         table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
         received = received_rows(entry.request.name, table, self._rank)
-        result, event = array.allocate((int(received.sum()), *array.shape[1:]))
         backend = self._backends[0]
-        backend.wait_for([event])
+        result = self._allocated(array, (int(received.sum()), *array.shape[1:]), backend)
         backend.alltoall(array, result, *exchanged_elements(table, self._rank, row_size(array.shape)))
         return [result, received.astype(splits.dtype)]
+
+    def _allocated(self, array: GpuInput, shape: tuple[int, ...], backend: GpuBackend) -> GpuArray:
+        """Allocate a result. The work of `backend` from now on starts after the earlier work on the memory."""
+        result, stream = array.allocate(shape)
+        if stream is not None:
+            backend.wait_for([array.device.record(stream)])
+        return result
 
     def _check(self) -> None:
         for backend in self._backends:

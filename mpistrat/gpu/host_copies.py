@@ -23,17 +23,19 @@ class HostCopies:
         """Return the contents in host memory. Waits for the GPU."""
         with self._device.current():
             memory = self._device.pinned(tensor.nbytes)
-            self._device.wait(self._stream, tensor.ready)
+            if tensor.ready is not None:
+                self._device.wait(self._stream, tensor.ready)
             self._copy(memory.ctypes.data, tensor.address, tensor.nbytes)
         return memory.view(tensor.dtype).reshape(tensor.shape)
 
     def returned(self, result: np.ndarray, tensor: GpuInput) -> GpuArray:
         """Copy the result to memory of the library of `tensor`. Waits for the GPU."""
         with self._device.current():
-            made, event = tensor.allocate(result.shape)
+            made, stream = tensor.allocate(result.shape)
             memory = self._device.pinned(result.nbytes)
             memory.view(result.dtype)[:] = result.reshape(-1)
-            self._device.wait(self._stream, event)
+            if stream is not None:
+                self._device.wait(self._stream, self._device.record(stream))
             self._copy(made.address, memory.ctypes.data, result.nbytes)
         return made
 

@@ -1,12 +1,13 @@
 """Copies of host arrays on the GPU as inputs of a collective, for a rank that has no tensor of its own to give."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..core.errors import EngineError
-from .arrays import GpuArray, GpuDevice, GpuEvent, GpuInput
+from .arrays import Allocated, GpuArray, GpuDevice, GpuInput
 
 
 def uploaded(device: GpuDevice, arrays: Sequence[np.ndarray]) -> list[GpuInput]:
@@ -23,14 +24,15 @@ def uploaded(device: GpuDevice, arrays: Sequence[np.ndarray]) -> list[GpuInput]:
         memory = _memory(device, array.nbytes)
         device.copy(memory.address, staged.ctypes.data, array.nbytes, stream)
 
-        def allocate(shape: tuple[int, ...], dtype: np.dtype = array.dtype) -> tuple[GpuArray, GpuEvent]:
+        def allocate(shape: tuple[int, ...], dtype: np.dtype = array.dtype) -> Allocated:
             result = _memory(device, math.prod(shape) * dtype.itemsize)
-            return GpuArray(result.address, shape, dtype, result), device.record(stream)
+            # Only this module's inputs and results use the memory, and these are freed when their work is complete.
+            return GpuArray(result.address, shape, dtype, result), None
 
         # The owner keeps the pinned memory too, until the collective is complete.
-        inputs.append(GpuInput(memory.address, array.shape, array.dtype, (memory, staged), device,
-                               device.record(stream), allocate))
-    return inputs
+        inputs.append(GpuInput(memory.address, array.shape, array.dtype, (memory, staged), device, None, allocate))
+    ready = device.record(stream)
+    return [dataclasses.replace(array, ready=ready) for array in inputs]
 
 
 def _memory(device: GpuDevice, nbytes: int) -> GpuArray:

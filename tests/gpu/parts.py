@@ -48,6 +48,7 @@ class Machine:
         pytest: pytest, with ml_dtypes.
         tensorflow: TensorFlow that sees a GPU.
         sanitizer: compute-sanitizer.
+        profiler: nsys.
     """
 
     gpu: str = ""
@@ -56,6 +57,7 @@ class Machine:
     pytest: str = ""
     tensorflow: str = ""
     sanitizer: str = ""
+    profiler: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,20 @@ _RANKS = (_PYTHON, "-m", "mpistrat", "run", "-np", "2", "--", _PYTHON)
 _PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
 
 PARTS = (
-    Part("copy kernel, every job", (_PYTHON, "-m", "tests.gpu.kernel"), 90),
+    Part("copy kernel, every job", (_PYTHON, "-m", "tests.gpu.kernel"), 80),
     Part("copy kernel under compute-sanitizer",
-         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel"), 100, ("gpu", "sanitizer")),
-    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 80, ("gpu", "nccl")),
-    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 80, ("gpu", "mpi")),
+         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel"), 90, ("gpu", "sanitizer")),
+    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 60, ("gpu", "nccl")),
+    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 70, ("gpu", "mpi")),
     Part("figures, one rank", (_PYTHON, "tests/scripts/gpu_figures.py"), 50, ("gpu", "nccl", "mpi")),
     Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 50, ("gpu", "mpi")),
+    Part("calls of CUDA per step", (_PYTHON, "-m", "tests.gpu.calls"), 30, ("gpu", "nccl", "profiler")),
+    Part("calls of CUDA per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 60,
+         ("gpu", "nccl", "profiler", "tensorflow")),
     Part("tests of arrays, two ranks",
          (*_RANKS, *_PYTEST, "tests/unit/test_gpu_device.py", "tests/unit/test_gpu_copy.py",
-          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 70, ("gpu", "mpi", "pytest")),
-    Part("tests of TensorFlow, two ranks", (*_RANKS, *_PYTEST, "tests/parallel/test_gpu_tensorflow.py"), 80,
+          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 50, ("gpu", "mpi", "pytest")),
+    Part("tests of TensorFlow, two ranks", (*_RANKS, *_PYTEST, "tests/parallel/test_gpu_tensorflow.py"), 60,
          ("gpu", "mpi", "pytest", "tensorflow")),
 )
 
@@ -120,7 +125,7 @@ def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
         tensorflow = "" if isinstance(seen, int) and seen else f"TensorFlow sees no GPU ({seen})"
     mpi = _lacking("mpi4py") or _why_no_mpirun(environ)
     return Machine(gpu, nccl, mpi, _lacking("pytest") or _lacking("ml_dtypes"), tensorflow,
-                   "" if shutil.which("compute-sanitizer") else "no compute-sanitizer in PATH")
+                   *("" if shutil.which(tool) else f"no {tool} in PATH" for tool in ("compute-sanitizer", "nsys")))
 
 
 def run_all(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Outcome]:

@@ -56,6 +56,34 @@ def test_broadcast(hvd: Any, rank: int, size: int) -> None:
     np.testing.assert_array_equal(result.numpy(), np.full((2, 3), size - 1))
 
 
+def test_results_of_eager_calls_are_allocated_before_the_exports_that_wait_for_earlier_work(
+        hvd: Any, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_eager
+    events: list[str] = []
+    device_type = type(gpu_eager.device_of(tf.zeros([1])))
+    lendable, to_dlpack = device_type.lendable, tf.experimental.dlpack.to_dlpack
+    monkeypatch.setattr(device_type, "lendable", lambda *of: events.append("result") or lendable(*of))
+    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", lambda of: events.append("export") or to_dlpack(of))
+    tensors = [tf.fill([3], float(rank)), tf.fill([2], float(rank))]
+    assert [result.numpy()[0] for result in hvd.grouped_allreduce(tensors, op=hvd.Max)] == [size - 1] * 2
+    assert hvd.broadcast(tensors[0], 0).numpy().tolist() == [0] * 3
+    assert events == ["result", "result", "export", "export", "result", "export"]
+    hvd.allgather(tensors[0])
+    assert events[6:] == ["export", "export"]  # Its size is known only after the collective has begun.
+
+
+def test_an_eager_result_may_be_changed_and_kept(hvd: Any, rank: int, size: int) -> None:
+    kept = []
+    for step in range(20):
+        result = hvd.allreduce(tf.fill([1000], float(rank + step)), op=hvd.Max)
+        kept.append(result[:500])
+        variable = tf.Variable(result)
+        variable.assign_add(tf.ones([1000]))
+        np.testing.assert_array_equal(variable.numpy(), np.full(1000, size + step))
+    for step, half in enumerate(kept):
+        np.testing.assert_array_equal(half.numpy(), np.full(500, size - 1 + step))
+
+
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_compression_rounds_what_is_wider_without_a_cast_in_the_graph(name: str, in_graph: bool, hvd: Any, rank: int,

@@ -213,9 +213,6 @@ class Device:
     def seen(self, array: Array) -> GpuArray:
         return GpuArray(array.memory.ctypes.data, array.shape, array.dtype, array)
 
-    def complete(self) -> Event:
-        return self.record(self.stream())
-
     def contiguous(self, array: Array) -> Array:
         return array
 

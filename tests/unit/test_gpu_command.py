@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.gpu.calls import STEPS, counts_per_step, profiled
 from tests.gpu.parts import PARTS, ROOT, Machine, Part, look_at_machine, run_all, summary
 
 
@@ -49,8 +51,41 @@ def test_without_a_gpu_every_part_says_why_it_is_skipped() -> None:
     assert all(f"skipped: {reason}" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["kernel", "one_rank"])
+@pytest.mark.parametrize("name", ["kernel", "one_rank", "calls"])
 def test_the_programs_of_the_parts_run_on_the_stand_in(name: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"tests.gpu.{name}", "--stand-in"], cwd=ROOT, capture_output=True,
                           text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+REPORT = f"""Generating SQLite file steps.sqlite from steps.nsys-rep
+Processing [steps.sqlite] with [cuda_api_sum.py]...
+
+Time (%),Total Time (ns),Num Calls,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name
+70.0,1,{3 * STEPS},1.0,1.0,1,1,0.0,cuLaunchKernel
+20.0,1,{2 * STEPS},1.0,1.0,1,1,0.0,cudaStreamSynchronize
+5.0,1,{STEPS},1.0,1.0,1,1,0.0,cudaEventSynchronize_v3020
+5.0,1,{STEPS // 2},1.0,1.0,1,1,0.0,cudaMalloc
+"""
+
+
+def test_the_profilers_report_becomes_calls_per_step() -> None:
+    assert counts_per_step(REPORT) == {"waits": 3, "allocations": 0.5, "frees": 0}
+    with pytest.raises(ValueError, match="no calls of CUDA: SKIPPED"):
+        counts_per_step("SKIPPED: steps.sqlite does not contain CUDA trace data.")
+
+
+def test_the_profiler_runs_the_steps_and_then_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiler = tmp_path / "nsys"
+    profiler.write_text(f"""#!{sys.executable}
+import sys
+if sys.argv[1] == "profile":
+    assert sys.argv[-4:] == ["-m", "tests.gpu.calls", "--steps-of", "arrays"], sys.argv
+    open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+else:
+    open(sys.argv[-1]).close()
+    print({REPORT!r})
+""")
+    profiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert profiled("arrays") == {"waits": 3, "allocations": 0.5, "frees": 0}

@@ -83,7 +83,9 @@ class Job:
 
     def input(self, *values: np.ndarray) -> list[GpuInput]:
         """The values, as door C hands them over."""
-        return [Cupy().to_gpu(self.device.tensor(value), self.device) for value in values]
+        imported = [Cupy().on_gpu(self.device.tensor(value), self.device) for value in values]
+        ready = self.device.record()
+        return [array.as_input(self.device, ready) for array in imported]
 
     def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
         """Submit a sum."""
@@ -110,6 +112,24 @@ def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
     assert not handle.done()
     job.settle()
     assert values_of(handle) == [[0, 1, 2], [1, 1]]
+
+
+def test_a_step_records_as_many_events_for_many_tensors_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+    for count in (1, 100):
+        job = Job()
+        job.submit("first", np.ones(1))  # connects
+        job.settle()
+        calls: list[Any] = []
+        record = job.device.record
+        monkeypatch.setattr(job.device, "record", lambda *streams, record=record, calls=calls: (
+            calls.append(streams) or record(*streams)))
+        handle = job.submit("many", *[np.ones(2)] * count)
+        job.device.run_all()  # the tensors' contents, one after the other
+        job.settle()
+        assert values_of(handle) == [[1, 1]] * count
+        recorded.append(len(calls))
+    assert recorded[0] == recorded[1] <= 8
 
 
 def test_tensors_that_travel_in_different_dtypes_are_not_fused() -> None:

@@ -59,4 +59,4 @@ def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions(monkeypatch: p
     monkeypatch.setattr(interop, "_gpu_of", lambda value: 0)
     tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})()
     with pytest.raises(InvalidRequestError, match=r"goes to the functions of mpistrat\.tensorflow"):
-        interop.tensor_of(tensor)
+        interop.tensors_of([tensor])

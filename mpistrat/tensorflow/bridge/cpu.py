@@ -92,7 +92,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         In a graph, TensorFlow's own exception with the same text.
     """
     if tf.executing_eagerly():
-        return _run_eagerly(make_request, tensors)
+        return _run_eagerly(make_request, tensors, shapes)
     require_function()
     dtypes = [t.dtype for t in tensors]
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
@@ -146,10 +146,11 @@ def require_function() -> None:
                                   "session runs. Put the step into a tf.function.")
 
 
-def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+                 shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
     try:
         if gpu_eager.are_on_gpu(tensors):
-            return gpu_eager.run(make_request, tensors)
+            return gpu_eager.run(make_request, tensors, shapes)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
         results = runtime.current().engine_of(request).run(request, arrays).wait()

@@ -1,7 +1,11 @@
 """Collectives on eager tensors on a GPU: exported to the engine by DLPack, without a copy. For graphs see `gpu_graph`.
 
-TensorFlow's export blocks the calling thread until the tensor's memory is ready, so a list of tensors costs one wait.
-Memory for results is TensorFlow's own, in the order of its compute stream.
+TensorFlow's export blocks the calling thread until the GPU has done the work on TensorFlow's compute stream, so a list
+of tensors costs one wait. The caller waits for the collective in any case.
+
+Results are memory that TensorFlow imports (see `gpu_memory`). It is allocated before the exports: when these have
+waited, no earlier work still reads the memory, and so the engine need not wait for TensorFlow's stream. Only a result
+whose size depends on the other ranks (of a gather) is allocated later, in memory of TensorFlow's own, and exported too.
 """
 
 import dataclasses
@@ -12,31 +16,14 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop import AnyLibrary, go_by_host, gpu_input, this_ranks_gpu
+from ...api.interop import go_by_host, gpu_input, this_ranks_gpu
 from ...core.request import DEVICE_GPU, Request
-from ...gpu.arrays import GpuArray, GpuInput
-from .gpu_memory import exported, uninitialised
+from ...gpu.arrays import Allocated, GpuArray, GpuInput
+from .gpu_memory import exported, shared, uninitialised
 from .own_executor import at_once
 
 if TYPE_CHECKING:
-    from ...gpu.device import Device, Event  # It needs cupy.
-
-
-class TensorFlow(AnyLibrary):
-    """TensorFlow's eager tensors."""
-
-    def to_gpu(self, value: tf.Tensor, device: "Device") -> GpuInput:
-        array = exported(value, device)
-        dtype, where = value.dtype, value.device
-
-        def allocate(shape: tuple[int, ...]) -> "tuple[GpuArray, Event]":
-            with at_once(), tf.device(where):
-                return _as_result(uninitialised(shape, dtype), device)
-
-        return gpu_input(array, device, device.complete(), allocate)
-
-
-_LIBRARY = TensorFlow()
+    from ...gpu.device import Device  # It needs cupy.
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
@@ -49,27 +36,46 @@ def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
             and not go_by_host())
 
 
-def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence[tf.Tensor],
+        shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
     """Run one collective on eager tensors of this rank's GPU and return as many results, on the same GPU. Collective.
 
     Args:
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
+        shapes: The shape of each result, as far as it is known before the collective.
 
     Raises:
-        As `api.interop.tensor_of` and `AsyncResult.wait`.
+        As `api.interop.this_ranks_gpu` and `AsyncResult.wait`.
     """
     device = device_of(tensors[0])
-    with device.current():
-        arrays = [_LIBRARY.to_gpu(tensor, device) for tensor in tensors]
+    with device.current(), at_once():
+        results = [_result(shape, tensor, device) for shape, tensor in zip(shapes, tensors, strict=True)]
+        arrays = [_input(tensor, result, device) for tensor, result in zip(tensors, results, strict=True)]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
-    results = runtime.current().engine_of(request).run(request, arrays).wait()
-    return [result.owner for result in results]
+    return [result.owner for result in runtime.current().engine_of(request).run(request, arrays).wait()]
 
 
-def _as_result(made: tf.Tensor, device: "Device") -> "tuple[GpuArray, Event]":
-    """An uninitialised tensor as a result array, and an event after the memory's previous use."""
-    return dataclasses.replace(exported(made, device), owner=made), device.complete()
+def _result(shape: tf.TensorShape, like: tf.Tensor, device: "Device") -> GpuArray | None:
+    """Memory for a result, owned by the tensor that the caller gets; None if the shape is not known."""
+    if not shape.is_fully_defined():
+        return None
+    made = shared(shape.as_list(), like, device)
+    return dataclasses.replace(made.array, owner=made.tensor)
+
+
+def _input(tensor: tf.Tensor, result: GpuArray | None, device: "Device") -> GpuInput:
+    """A tensor as the engine's input. Waits until it is complete."""
+    dtype, where = tensor.dtype, tensor.device
+
+    def allocate(shape: tuple[int, ...]) -> Allocated:
+        if result is not None and result.shape == shape:
+            return result, None
+        with at_once(), tf.device(where):
+            made = uninitialised(shape, dtype)
+            return dataclasses.replace(exported(made, device), owner=made), None
+
+    return gpu_input(exported(tensor, device), device, None, allocate)
 
 
 def device_of(tensor: tf.Tensor) -> "Device":
