@@ -1,5 +1,8 @@
 """Run tests/parallel, the same pytest session on every rank, with 2 and with 3 ranks."""
 
+import re
+from collections.abc import Callable
+
 import pytest
 
 from ..support.jobs import ROOT, needs_mpirun, run_job
@@ -15,12 +18,25 @@ PARTS["rest"] = [file for file in FILES if not any(file in part for part in PART
 ONCE = {(3, "checks"), (3, "features")}
 
 
+@pytest.fixture
+def watch(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Print the progress of a session that runs in a job, which takes minutes."""
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+
+    def show(text: str) -> None:
+        for percentage in re.findall(r"\d+%(?=\])", text):
+            reporter.write(f" {percentage}", flush=True)
+
+    return show
+
+
 @needs_mpirun
 @pytest.mark.parametrize("ranks, part", [
     pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
     for ranks in (2, 3) for part in PARTS if (ranks, part) not in ONCE])
-def test_every_rank_passes(ranks: int, part: str) -> None:
-    job = run_job(ranks, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]], limit_s=1200)
+def test_every_rank_passes(ranks: int, part: str, watch: Callable[[str], None]) -> None:
+    job = run_job(ranks, ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]], limit_s=1200,
+                  watch=watch)
     assert job.code == 0, job.output
     assert " passed" in job.output, job.output
     print(job.output)

@@ -16,6 +16,7 @@ from mpistrat.api.launch_env import launched_size
 collect_ignore_glob = [] if launched_size(os.environ)[0] > 1 else ["*.py"]
 
 
+@pytest.hookimpl(trylast=True)  # after the reporter has been made
 def pytest_configure(config: pytest.Config) -> None:
     if launched_size(os.environ)[0] <= 1:
         return

@@ -24,6 +24,7 @@ from mpistrat.core.install import pip_extra
 
 ROOT = Path(__file__).parents[2]
 JOB_VARIABLE = "TEST_JOB_ID"
+started: list[str] = []  # the jobs so far
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,22 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason=f"no mpirun ({pi
 
 
 def run_job(ranks: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120,
-            mpirun_args: Sequence[str] = ()) -> Finished:
+            mpirun_args: Sequence[str] = (), watch: Callable[[str], None] | None = None) -> Finished:
     """Run `command` on `ranks` ranks and return what it left. The command's output is stdout and stderr together.
 
-    After `limit_s` every Python process of the job prints its stacks, everything is killed, and the test fails with the
-    output and the processes that were left. Plain `python` stands for this interpreter.
+    `watch` is called each second with what has been printed since its last call. After `limit_s` every Python process
+    of the job prints its stacks, everything is killed, and the test fails with the output and the processes that were
+    left. Plain `python` stands for this interpreter.
     """
     mpirun = find_mpirun()
     assert mpirun is not None
     words = [sys.executable if word == "python" else str(word) for word in command]
     line = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *mpirun_args, *words]
-    return run_limited(line, env=env, limit_s=limit_s)
+    return run_limited(line, env=env, limit_s=limit_s, watch=watch)
 
 
-def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120) -> Finished:
+def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120,
+                watch: Callable[[str], None] | None = None) -> Finished:
     """As run_job, for any command line. It is done when its first process ends."""
     job = uuid.uuid4().hex
     began = time.monotonic()
@@ -89,7 +92,7 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
         process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, stdout=output,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            process.wait(limit_s)
+            _await(process, limit_s, output, watch)
             seconds, ended_at = time.monotonic() - began, time.time()
             left = living_after(job, 5)
             return Finished(process.returncode, _content(output), seconds, ended_at, left)
@@ -106,6 +109,23 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
                 stuck.kill()
             process.kill()
             process.wait()
+
+
+def _await(process: "subprocess.Popen[bytes]", limit_s: float, output: IO[bytes],
+           watch: Callable[[str], None] | None) -> None:
+    """Wait until the process has ended. Raises TimeoutExpired after the limit."""
+    ends_at, seen = time.monotonic() + limit_s, 0
+    while watch is not None:
+        try:
+            process.wait(min(1.0, max(ends_at - time.monotonic(), 0.0)))
+            return
+        except subprocess.TimeoutExpired:
+            text = _content(output)
+            watch(text[seen:])
+            seen = len(text)
+            if time.monotonic() >= ends_at:
+                raise
+    process.wait(limit_s)
 
 
 def _content(file: IO[bytes]) -> str:
@@ -134,6 +154,7 @@ def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
     A killed mpirun leaves it behind, and a later mpirun that gets the same process id would not start: "The PMIx
     server's listener thread failed to start".
     """
+    started.append(job)
     result = {name: value for name, value in os.environ.items()
               if not name.startswith(("MPISTRAT_", "HOROVOD_", "OMPI_", "PMI", "PRTE_"))}
     result.update({
