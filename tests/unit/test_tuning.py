@@ -1,6 +1,8 @@
 """Every tuning constant is explained where it is defined, and used somewhere else."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import mpistrat
@@ -21,3 +23,16 @@ def test_every_constant_is_used() -> None:
     names = {line.split(" = ")[0] for block in BLOCKS for line in block if not line.startswith("#")}
     used = {word for path in PACKAGE.rglob("*.py") if path != TUNING for word in re.findall(r"\w+", path.read_text())}
     assert names and not names - used
+
+
+def test_a_program_runs_with_another_value_of_a_constant(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nfrom mpistrat.transport.shm import two_shot\n"
+                       "print(two_shot.SHM_ONE_SHOT_BYTES, sys.argv[1:])\n")
+
+    def run(assignment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "tests.tuned", assignment, str(program), "a=b"], text=True,
+                              cwd=PACKAGE.parent, capture_output=True, timeout=60, check=False)
+
+    assert run("SHM_ONE_SHOT_BYTES=2*1024").stdout == "2048 ['a=b']\n"
+    assert "has no constant SHM_ONE" in run("SHM_ONE=1").stderr
