@@ -8,7 +8,7 @@ import contextlib
 import logging
 import mmap
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import MpistratError
 from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, LocalChannel
@@ -19,6 +19,9 @@ from ..transport.host_link import HostLink
 from ..transport.local import ThreadGroup
 from ..transport.shm.segment import HostMemory, Regions
 from ..transport.unix_socket import UnixSocketChannel
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +63,13 @@ class _Job:
     """Arguments that all builders share.
 
     Attributes:
-        comm: An mpi4py communicator of all ranks.
+        comm: All ranks.
         link: Shares memory among the ranks of this host.
         channel: Messages among the ranks of this host, over sockets.
         mpi: Collectives over MPI, for operations that shared memory does not do.
     """
 
-    comm: Any
+    comm: "MPI.Intracomm"
     topology: Topology
     settings: Settings
     link: HostLink
@@ -83,8 +86,8 @@ class _Job:
 _Parts = tuple[DataPlane, LocalChannel, AgreementRound | None]
 
 
-def backends_over(comm: Any, topology: Topology, settings: Settings) -> Backends:
-    """Build the backends for a job of several ranks. Collective over `comm`, an mpi4py communicator.
+def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings) -> Backends:
+    """Build the backends for a job of several ranks. Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
     memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0.
@@ -178,7 +181,7 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
                "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
 
 
-def _connect_host(comm: Any, topology: Topology) -> tuple[HostLink, UnixSocketChannel]:
+def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
     Raises:

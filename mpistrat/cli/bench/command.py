@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from typing import Any
 
 from ...core.errors import LaunchError
 from ..arguments import Parser
@@ -50,7 +49,7 @@ def _measure(options: argparse.Namespace) -> None:
     from .measure import measure, measurements
     from .output import output
     from .report import Table, as_json
-    comm: Any = None
+    comm = None
     if mpistrat.size() > 1:
         from mpi4py import MPI
         comm = MPI.COMM_WORLD.Dup()
