@@ -7,13 +7,14 @@ says otherwise: the engine calls it on all ranks in the same order, with argumen
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from .arithmetic import Reduction
 from .errors import EngineError
 from .handle import Entry
+from .protocols import Array
 
 
 class Prepared:
@@ -128,7 +129,7 @@ class DeviceExecutor:
         """
         raise NotImplementedError("there is no device to execute on")
 
-    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Any]:
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
         """Copies of arrays on the device, as what an Entry has.
 
         Raises:

@@ -24,7 +24,7 @@ Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """A learning rate or a momentum as a number. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))
 

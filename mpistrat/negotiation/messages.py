@@ -7,7 +7,7 @@ Reading checks types, lengths and ranges. A message that does not fit raises Mes
 
 import array
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgpack
 
@@ -48,8 +48,8 @@ def _require(fits: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _are_pairs(values: Any, first: type, second: tuple[type, ...]) -> bool:
-    return is_tuple_of(tuple, values) and all(
+def _are_pairs(values: object, first: type, second: tuple[type, ...]) -> bool:
+    return is_tuple_of(values, tuple) and all(
         len(pair) == 2 and type(pair[0]) is first and type(pair[1]) in second for pair in values)
 
 
@@ -113,10 +113,10 @@ class Announcement(NamedTuple):
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
         ids, requests, ended, failure, recall, is_stalled, blocked, joined = fields
         _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
-        _require(is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
+        _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "requests without ranks")
         for _, ranks in requests:
             _require(ranks is None or are_in(RANKS, ranks), "ranks that are none")
-        _require(is_tuple_of(tuple, ended) and all(
+        _require(is_tuple_of(ended, tuple) and all(
             len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "ranks that have ended")
         _require(failure is None or type(failure) is str, "a failure that is no text")
         _require(type(recall) is bool, "a recall that is neither yes nor no")
@@ -193,18 +193,19 @@ class Decision(NamedTuple):
         _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
         _require(type(ended) is bool and type(opens_vote) is bool, "what is neither yes nor no")
         _require(type(end_text) is str, "a reason that is no text")
-        _require(is_tuple_of(tuple, absent) and all(are_in(RANKS, ranks) for ranks in absent)
+        _require(is_tuple_of(absent, tuple) and all(are_in(RANKS, ranks) for ranks in absent)
                  and len(absent) in (0, len(agreed)), "ranks that are absent and are none")
         _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "a last rank that is none")
         return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
                    end_text, opens_vote, absent, last_joined)
 
 
-def _agreed(item: Any) -> int | tuple[int | None, Request]:
+def _agreed(item: object) -> int | tuple[int | None, Request]:
     if type(item) is int:
         _require(item in COUNTS, "a number of a request that is none")
         return item
-    _require(type(item) is tuple and len(item) == 2, "agreed on what is no request")
+    if type(item) is not tuple or len(item) != 2:
+        raise ValueError("agreed on what is no request")
     number, request = item
     _require(number is None or (type(number) is int and number in COUNTS), "a number of a request that is none")
     return number, Request.from_tuple(request)

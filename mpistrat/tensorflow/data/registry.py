@@ -155,7 +155,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.state, self.key = state, key
         super().__init__(("", 0), _Handler)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Close the connection, which socketserver does. The other side says what it has waited for."""
 
 
