@@ -34,7 +34,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         can_show_more: Whether --traceback would show more.
     """
     if code == 0:
-        # A job inside the job has failed, and a rank has made the best of it.
+        # The reports are those of another job, which a rank has started, and whose failure it has handled.
         return b"".join(each.text for each in words), _lines_of(_groups(reports))
     groups = _groups(_causes(reports))
     end = f"the job has ended with exit code {code}"

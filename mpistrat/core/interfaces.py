@@ -21,7 +21,8 @@ class Prepared:
     """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce.
 
     Attributes:
-        is_packed: The other ranks can read what they need of this rank, once they know that they can.
+        is_packed: This rank's part is in memory that the other ranks can read. They read it without waiting for this
+            rank if they know that (`all_packed` in DataPlane.finish).
     """
 
     __slots__ = ("is_packed", "reduction", "sources", "targets")

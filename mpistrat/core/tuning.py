@@ -33,9 +33,9 @@ IDLE_RESULT_ROUNDS = 64
 # Not measured (no cluster was at hand): 16,384 ranks make 4 levels, and no rank receives more than 16 messages a step.
 FAN_OUT = 16
 
-# Seconds without an outcome after which a rank has its fast-path vote recalled, and negotiates in full.
-# Not measured: under ENGINE_IDLE_POLL_S, so that an idle engine recalls the vote at its second look.
-VOTE_RECALL_S = 0.04
+# Seconds without an outcome after which a rank asks rank 0 to end the vote, so that the ranks negotiate in full.
+# Not measured: under ENGINE_IDLE_POLL_S, so that an idle engine asks at its second look.
+VOTE_TIMEOUT_S = 0.04
 
 # Seconds between two looks at whether an unanswered vote is to be reported.
 # Not measured: reports are due after a minute or more.

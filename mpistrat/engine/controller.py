@@ -151,7 +151,8 @@ class Controller:
             return True
         now = self.clock()
         has_finished = self.executor.device.poll()
-        # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
+        # Poll before taking submissions. `poll` consumes wake-ups, and a submission is queued before its wake-up is sent.
+        # In the opposite order, a submission between the two calls would lose its wake-up, and the driver could sleep.
         messages = self.control.poll()
         entries = self.queue.take_new()
         self._proposals.take(entries, now, self._may_agree)
@@ -196,9 +197,9 @@ class Controller:
         """Execute what rank 0 has decided, as soon as no vote is open."""
         while self._learned and not self.life.ended.is_set():
             learned = self._learned[0]
-            # Relayed at once, for it ends an open vote; but only when the decisions before it have been executed. A
-            # child that has entered the collective of one reads no further messages, and all that was relayed must
-            # have been sent before this rank enters it.
+            # Relayed before it is executed, since the children must end an open vote first, too. Not relayed before the
+            # earlier decisions have been executed: `_execute` waits until all relayed messages are delivered, and a
+            # child inside the collective of an earlier decision reads no messages.
             self._relay(learned)
             if self._proposals.end_vote(now):
                 self._learned.popleft()

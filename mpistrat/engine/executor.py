@@ -98,7 +98,7 @@ class Executor:
         self._pool.next_turn()
 
     def absent_entry(self, request: Request) -> Entry:
-        """What this rank, which has joined, takes part with in a collective of the other ranks."""
+        """The entry with which this rank, which waits in join(), takes part in a collective of the other ranks."""
         arrays = neutral_arrays(request)
         return Entry(request, arrays if request.device != DEVICE_GPU else self.device.uploaded(arrays),
                      Handle(request.name))

@@ -96,9 +96,12 @@ def _threads(tasks: Path) -> set[int]:
 
 
 def _waits_for_lock(file: str) -> bool:
-    """Whether a thread of Python that waits without a limit, in a function of this file, waits for a lock of Python's.
+    """Whether a thread of Python waits for a lock of Python's, given that it waits without a limit.
 
-    The functions of Python's own library do, and those that wait for a collective.
+    It does if its innermost function is in Python's own library, or is the one that waits for a collective.
+
+    Args:
+        file: The file of the innermost function.
     """
     return file == _HANDLE or (file.startswith(_PYTHONS) and "site-packages" not in file)
 

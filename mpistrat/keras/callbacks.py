@@ -86,7 +86,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             broadcast_variables(variables, self.root_rank, self._process_set)
             for layer in all_layers(self.model):
                 if isinstance(layer, keras.layers.Normalization):
-                    layer.finalize_state()  # It computes with constants, which it makes from its variables here.
+                    layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

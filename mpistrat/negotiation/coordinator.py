@@ -63,7 +63,7 @@ class Coordinator:
         self._news_ended: list[tuple[int, int]] = []
         self._failure: str | None = None
         self._is_stalled = False  # the reason for the failure
-        self._is_recalled = False
+        self._must_end_vote = False
         self._ended: dict[int, int] = {}
         self._someone_ended = False
         self._ended_was_told = False
@@ -101,9 +101,9 @@ class Coordinator:
         """How many decisions this rank has learned."""
         return self._blocked.decisions
 
-    def recall(self) -> None:
-        """Ask rank 0 for a decision, which may be empty: it ends an open vote."""
-        self._is_recalled = True
+    def request_vote_end(self) -> None:
+        """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
+        self._must_end_vote = True
 
     def receive(self, source: int, data: bytes, now: float) -> None:
         """Take the Announcement of a child.
@@ -124,7 +124,7 @@ class Coordinator:
         self._someone_ended = self._someone_ended or bool(message.ended)
         if message.failure is not None:
             self.fail(message.failure, message.is_stalled)
-        self._is_recalled = self._is_recalled or message.recall
+        self._must_end_vote = self._must_end_vote or message.ends_vote
         self._blocked.note(source, message.blocked)
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
@@ -223,13 +223,13 @@ class Coordinator:
                     requests += [(r, tuple(sorted(ranks))) for r, ranks in pending.by_request().items()]
         ended, self._news_ended = tuple(self._news_ended), []
         failure, self._failure = self._failure, None
-        recall, self._is_recalled = self._is_recalled, False
+        ends_vote, self._must_end_vote = self._must_end_vote, False
         joined = self._joined.take_news()
-        if not (ids or requests or ended or failure or recall or is_news or joined):
+        if not (ids or requests or ended or failure or ends_vote or is_news or joined):
             return None
         is_stalled = failure is not None and self._is_stalled
         self._blocked.sent(blocked)
-        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled, blocked, joined)
+        return Announcement(tuple(ids), tuple(requests), ended, failure, ends_vote, is_stalled, blocked, joined)
 
     def _decide(self, ready: list[Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
@@ -263,8 +263,8 @@ class Coordinator:
             self._joined.note_progress(now)
         have_all_joined = len(self._joined.ranks) == self.size and end is None
         tell_ended = bool(self._ended) and not self._ended_was_told
-        recall, self._is_recalled = self._is_recalled, False
-        if self._finished or not (agreed or errors or end or tell_ended or recall or have_all_joined):
+        ends_vote, self._must_end_vote = self._must_end_vote, False
+        if self._finished or not (agreed or errors or end or tell_ended or ends_vote or have_all_joined):
             return None
         self._ended_was_told = self._ended_was_told or tell_ended
         self._finished = end is not None

@@ -15,8 +15,8 @@ Rounds and decisions have the same order on all ranks:
 - A rank that receives a decision votes against, and executes the decision once the vote has ended. All ranks receive
   it, so all of them vote, and no rank waits for long.
 
-A rank that does not enter mpistrat does not vote. A rank that has waited for such a rank asks rank 0 to recall the vote
-by a decision. The coordinator then finds out which ranks miss, and reports them.
+A rank that calls no collective does not vote. A rank that has waited for such a rank for VOTE_TIMEOUT_S asks rank 0 to
+end the vote by a decision. The coordinator then finds out which ranks miss, and reports them.
 
 Used by the thread that drives the engine.
 """
@@ -28,7 +28,7 @@ from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, Outcome
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
-from ..core.tuning import MOST_SKIPPED_VOTES, VOTE_RECALL_S, VOTE_REPORT_POLL_S
+from ..core.tuning import MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_S, VOTE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ class FastPath:
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
-        """Whether this rank has waited so long that rank 0 should recall the vote. True once in a round."""
-        if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_RECALL_S:
+        """Whether this rank has waited so long that rank 0 should end the vote. True once in a round."""
+        if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
             return False
         self._was_late = True
         return True
@@ -139,7 +139,7 @@ class FastPath:
         """Seconds after which `is_late` and `check` must be called again."""
         if not self._agreement.has_voted:
             return 60.0
-        return VOTE_REPORT_POLL_S if self._was_late else VOTE_RECALL_S
+        return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
     def check(self, now: float) -> None:
         """Report ranks that have not voted. Their engines do not run, or the network does not work.

@@ -71,7 +71,7 @@ class Announcement(NamedTuple):
         requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
         failure: Why a rank's engine failed.
-        recall: A rank has voted, and other ranks have not: rank 0 must end the vote.
+        ends_vote: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
         blocked: The number of decisions after which the whole subtree is blocked (see blocked.py); None: it is not.
         joined: Ranks of the subtree that have called join(), in the order in which they did so.
@@ -81,7 +81,7 @@ class Announcement(NamedTuple):
     requests: tuple[tuple[Request, tuple[int, ...] | None], ...] = ()
     ended: tuple[tuple[int, int], ...] = ()
     failure: str | None = None
-    recall: bool = False
+    ends_vote: bool = False
     is_stalled: bool = False
     blocked: int | None = None
     joined: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class Announcement(NamedTuple):
         _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
         fields = _fields_from_bytes(data)
         _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        ids, requests, ended, failure, recall, is_stalled, blocked, joined = fields
+        ids, requests, ended, failure, ends_vote, is_stalled, blocked, joined = fields
         _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
         _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "requests without ranks")
         for _, ranks in requests:
@@ -119,12 +119,12 @@ class Announcement(NamedTuple):
         _require(is_tuple_of(ended, tuple) and all(
             len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "ranks that have ended")
         _require(failure is None or type(failure) is str, "a failure that is no text")
-        _require(type(recall) is bool, "a recall that is neither yes nor no")
+        _require(type(ends_vote) is bool, "an end of a vote that is neither yes nor no")
         _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
         _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "a number of decisions that is none")
         _require(are_in(RANKS, joined), "ranks that have joined and are none")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   recall, is_stalled, blocked, joined)
+                   ends_vote, is_stalled, blocked, joined)
 
 
 class EndReason(str, Enum):

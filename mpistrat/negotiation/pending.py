@@ -13,7 +13,7 @@ class Pending:
 
     Attributes:
         since: When the first rank submitted it.
-        passed_on: How many ranks the parent has been told of, one by one.
+        passed_on: How many ranks the latest message to the parent listed for this request.
     """
 
     __slots__ = ("_complete", "_node", "_parts", "_whole", "passed_on", "since")

@@ -173,7 +173,7 @@ def test_nobody_votes_against_before_a_vote_is_called() -> None:
     assert not first.has_voted
 
 
-def test_a_vote_that_is_not_answered_is_to_be_recalled_once() -> None:
+def test_a_vote_that_is_not_answered_is_to_be_ended_once() -> None:
     first, second = voters()
     assert not first.is_late(1e6)
     first.propose(entry("a"), False, 0.0)
@@ -545,7 +545,7 @@ def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_again
 def test_a_decision_waits_until_the_vote_has_ended() -> None:
     ranks = Steps(3)
     ours = ranks.vote_of_the_first()
-    ranks.controllers[0]._coordinator.recall()
+    ranks.controllers[0]._coordinator.request_vote_end()
     ranks.step(0, 1)
     assert ranks.is_open() == [True] * 3  # Rank 2 has not heard of it, so nobody knows how it votes.
     assert [len(c._learned) for c in ranks.controllers] == [1, 1, 0]
@@ -581,7 +581,7 @@ def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monk
 def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
     ranks = Steps(2)
     ours = ranks.vote_of_the_first()
-    ranks.controllers[0]._coordinator.recall()
+    ranks.controllers[0]._coordinator.request_vote_end()
     ranks.step(0)
     theirs = ranks.put(1, "a", is_awaited=True)
     assert ranks.controllers[1].may_propose

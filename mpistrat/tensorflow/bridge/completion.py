@@ -94,7 +94,7 @@ class CompletionQueues:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # Re-entrant: a signal handler may interrupt any statement.
-        self._name = f"mpistrat_wakeup_{next(_instances)}"
+        self._name = f"mpistrat_completions_{next(_instances)}"
         self._slots: list[_Slot] = []  # by number
         self._free: list[_Slot] = []
         self._taken: OrderedDict[int, _Slot] = OrderedDict()  # by number

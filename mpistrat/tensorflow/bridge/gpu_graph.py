@@ -180,7 +180,7 @@ class _GpuCallSite:
     def submit(self, shape_of_key: np.ndarray, mark: np.ndarray, *past: np.int64) -> Arrays:
         """Submit the tensors, which are complete; return a ticket for the results."""
         keep_thread_state()
-        del mark  # That it is here is what counts.
+        del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         copies, results = _packed[runtime.current()].pop(int(shape_of_key[0]))
         suffix = executions.suffix(int(past[0])) if past else ""
         execution = executions.next_number(self._name, self._process_set) if self._counts else 0
