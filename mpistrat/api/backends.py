@@ -59,8 +59,8 @@ def backends_alone() -> Backends:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """Arguments that all builders share.
+class _Setup:
+    """What all functions that build backends need.
 
     Attributes:
         comm: All ranks.
@@ -98,39 +98,39 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings)
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology)
     wait = PeerWait(topology, range(topology.size), settings.limit_s)
-    job = _Job(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait))
+    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait))
     parts: _Parts | None = None
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
-        parts = _build_for_hosts(job) if job.remote_ranks else _build_for_one_host(job)
+        parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
     elif max(topology.local_sizes) == 1 and settings.fast_path:
-        parts = _build_for_single_rank_hosts(job)
-    data, channel, agreement = parts or (job.mpi, sockets, None)
+        parts = _build_for_single_rank_hosts(setup)
+    data, channel, agreement = parts or (setup.mpi, sockets, None)
     link.close()
     if agreement is not None:
         channel.watch(agreement.has_news)
-    leads = agreement is not None and rank == local_ranks[0] and bool(job.remote_ranks)
+    leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
     control = MpiControl(comm.Dup(), channel, local_ranks, neighbours_of(rank, topology.size), leads, wait)
     _log_choice(topology, settings, data, agreement)
     return Backends(control, data, agreement)
 
 
-def _build_for_one_host(job: _Job) -> _Parts | None:
+def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.data import SharedMemoryData
     from ..transport.shm.ring import ShmRing, ring_bytes
-    local_ranks, chunk = job.topology.local_ranks, SharedMemoryData.chunk_bytes
+    local_ranks, chunk = setup.topology.local_ranks, SharedMemoryData.chunk_bytes
     edges = edges_among(local_ranks)
     regions = Regions(plane=SharedMemoryData.memory_bytes(len(local_ranks), chunk), channel=ring_bytes(edges))
-    memory = _shared_memory(job, regions.nbytes)
+    memory = _shared_memory(setup, regions.nbytes)
     if memory is None:
         return None
-    channel = ShmRing(memory, regions.start_of["channel"], edges, job.channel)
-    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if job.settings.fast_path else None
-    return SharedMemoryData(memory, chunk, job.mpi), channel, agreement
+    channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
+    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if setup.settings.fast_path else None
+    return SharedMemoryData(memory, chunk, setup.mpi), channel, agreement
 
 
-def _build_for_hosts(job: _Job) -> _Parts | None:
+def _build_for_hosts(setup: _Setup) -> _Parts | None:
     """Shared memory within each host, MPI between hosts. None if some ranks cannot share memory. Collective."""
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
@@ -138,34 +138,34 @@ def _build_for_hosts(job: _Job) -> _Parts | None:
     from ..transport.hierarchical.piggyback import Piggyback
     from ..transport.mpi.peer_wait import PeerWait
     from ..transport.shm.ring import ShmRing, ring_bytes
-    topology, settings, chunk = job.topology, job.settings, HierarchicalData.chunk_bytes
+    topology, settings, chunk = setup.topology, setup.settings, HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
     slot_bytes = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0
     regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
                       piggyback=Piggyback.memory_bytes(count, slot_bytes))
-    memory = _shared_memory(job, regions.nbytes)
+    memory = _shared_memory(setup, regions.nbytes)
     if memory is None:
         return None
-    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, job.channel), None, None
+    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, setup.channel), None, None
     if slot_bytes:
         piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, slot_bytes)
     if settings.fast_path:
-        agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(job.comm, topology, piggyback),
-                                          job.remote_ranks)
+        agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
+                                          setup.remote_ranks)
     cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s)
-    data = HierarchicalData(memory, chunk, job.mpi, cross_comm(job.comm, topology), min(topology.local_sizes),
+    data = HierarchicalData(memory, chunk, setup.mpi, cross_comm(setup.comm, topology), min(topology.local_sizes),
                             cross_wait, piggyback)
     return data, channel, agreement
 
 
-def _build_for_single_rank_hosts(job: _Job) -> _Parts:
+def _build_for_single_rank_hosts(setup: _Setup) -> _Parts:
     """Each host has one rank: arrays go over MPI, and the fast path runs between hosts. Collective."""
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.leader_exchange import leader_exchange
-    private = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, job.topology.local_ranks)
-    agreement = HierarchicalAgreement(private, job.channel.wake_rank, leader_exchange(job.comm, job.topology, None),
-                                      job.remote_ranks)
-    return job.mpi, job.channel, agreement
+    private = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, setup.topology.local_ranks)
+    leaders = leader_exchange(setup.comm, setup.topology, None)
+    agreement = HierarchicalAgreement(private, setup.channel.wake_rank, leaders, setup.remote_ranks)
+    return setup.mpi, setup.channel, agreement
 
 
 def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreement: AgreementRound | None) -> None:
@@ -209,13 +209,13 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, 
     return link, channel
 
 
-def _shared_memory(job: _Job, data_bytes: int) -> HostMemory | None:
+def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
 
     Raises:
         MpistratError: On all ranks, if any rank cannot and MPISTRAT_CPU_OPERATIONS=shared_memory.
     """
-    topology, settings = job.topology, job.settings
+    topology, settings = setup.topology, setup.settings
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
     is_extended = settings.limit_s and len(topology.hosts) > 1
     limit_s = settings.limit_s + _EXTRA_WAIT_S if is_extended else settings.limit_s
@@ -226,12 +226,12 @@ def _shared_memory(job: _Job, data_bytes: int) -> HostMemory | None:
         problem = ""
         if is_due and not problems:
             try:
-                with contextlib.closing(job.link.share()) as file:
+                with contextlib.closing(setup.link.share()) as file:
                     memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology)
             except OSError as error:
                 problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
                            f"{error}")
-        problems |= {rank: text for rank, text in enumerate(job.comm.allgather(problem)) if text}
+        problems |= {rank: text for rank, text in enumerate(setup.comm.allgather(problem)) if text}
     if not problems:
         return memory
     text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())

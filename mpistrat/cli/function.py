@@ -40,7 +40,7 @@ Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments an
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What one rank has done.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def file_of(rank: int) -> str:
-    """The name of the file with a rank's Outcome."""
+    """The name of the file with a rank's RankResult."""
     return f"rank.{rank}"
 
 
@@ -154,7 +154,7 @@ def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, s
 
 def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     """The results of all ranks. Raises RunError if a rank has none."""
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, RankResult] = {}
     for rank in range(ranks):
         path = directory / file_of(rank)
         if path.exists():
@@ -173,7 +173,7 @@ def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     return [_loaded(rank, outcomes[rank]) for rank in range(ranks)]
 
 
-def _loaded(rank: int, outcome: Outcome) -> Any:
+def _loaded(rank: int, outcome: RankResult) -> Any:
     assert outcome.result is not None
     try:
         return pickle.loads(outcome.result)
@@ -182,7 +182,7 @@ def _loaded(rank: int, outcome: Outcome) -> Any:
                        "arrays.") from error
 
 
-def _exception(outcome: Outcome) -> BaseException | None:
+def _exception(outcome: RankResult) -> BaseException | None:
     """The exception itself, as the cause; None if it cannot be unpickled here. Its traceback is in the text."""
     try:
         found = pickle.loads(outcome.exception) if outcome.exception is not None else None

@@ -151,8 +151,8 @@ class Controller:
             return True
         now = self.clock()
         has_finished = self.executor.device.poll()
-        # Poll before taking submissions. `poll` consumes wake-ups, and a submission is queued before its wake-up is sent.
-        # In the opposite order, a submission between the two calls would lose its wake-up, and the driver could sleep.
+        # Poll before taking submissions: `poll` consumes wake-ups, and a submission is queued before it sends one. The
+        # other way round, a submission between the two calls would lose its wake-up, and the driver could sleep.
         messages = self.control.poll()
         entries = self.queue.take_new()
         self._proposals.take(entries, now, self._may_agree)

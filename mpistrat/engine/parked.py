@@ -54,7 +54,7 @@ _PYTHONS = os.path.dirname(threading.__file__) + os.sep
 _of_libraries: set[int] = set()  # Threads that stay when the engine ends: MPI is initialised once.
 
 
-class Wait(Enum):
+class ThreadWait(Enum):
     """How a thread waits for another thread of the process."""
 
     NOT = 0  # It does something, or waits for something else.
@@ -62,7 +62,7 @@ class Wait(Enum):
     UNLIMITED = 2
 
 
-def wait_of(text: str, machine: str) -> Wait:
+def wait_of(text: str, machine: str) -> ThreadWait:
     """How a thread waits.
 
     Args:
@@ -71,13 +71,13 @@ def wait_of(text: str, machine: str) -> Wait:
     """
     call, *arguments = text.split()
     if call in map(str, _SLEEPS.get(machine, ())):
-        return Wait.LIMITED
+        return ThreadWait.LIMITED
     if call != str(_FUTEX.get(machine)) or len(arguments) < 4:
-        return Wait.NOT
+        return ThreadWait.NOT
     operation, limit = int(arguments[1], 16), int(arguments[3], 16)
     if not operation & _PRIVATE or operation & _COMMANDS not in (_WAIT, _WAIT_BITSET):
-        return Wait.NOT
-    return Wait.LIMITED if limit else Wait.UNLIMITED
+        return ThreadWait.NOT
+    return ThreadWait.LIMITED if limit else ThreadWait.UNLIMITED
 
 
 @contextmanager
@@ -142,9 +142,9 @@ class ThreadScan:
             # Python's threads first: on a rank that is busy, it is most often the main thread.
             for thread in sorted(_threads(self._tasks) - ignored, key=lambda thread: thread not in pythons):
                 wait = wait_of((self._tasks / str(thread) / "syscall").read_text(), self._machine)
-                if wait is Wait.NOT or (wait is Wait.LIMITED and thread in pythons):
+                if wait is ThreadWait.NOT or (wait is ThreadWait.LIMITED and thread in pythons):
                     return None
-                times_run[thread] = self._times_run(thread) if wait is Wait.UNLIMITED else 0
+                times_run[thread] = self._times_run(thread) if wait is ThreadWait.UNLIMITED else 0
         except (OSError, ValueError):
             return None  # A thread has ended, or Linux does not give the calls.
         return times_run

@@ -559,7 +559,7 @@ def test_a_decision_waits_until_the_vote_has_ended() -> None:
 
 
 def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child in the collective of one decision does not read the next, which may be larger than its mailbox."""
+    """A child in the collective of one decision does not read the next, which may be larger than its ring."""
     ranks = Steps(2)
     ranks.open_vote()
     control, events = ranks.controllers[0].control, []

@@ -36,7 +36,7 @@ _QUEUES = 2**20  # the largest number of queues
 _instances = itertools.count()
 
 
-class _Wait:
+class _PendingWait:
     """A wait, from the ticket to the fetch of the result.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Slot:
 
     def __init__(self, number: int, queue: tf.Tensor):
         self.number, self.queue = number, queue
-        self.wait: _Wait | None = None
+        self.wait: _PendingWait | None = None
         self.serialized = np.array(tf.io.serialize_tensor(queue).numpy(), object)
         self._ticket = [np.empty(0), np.empty(0), self.serialized]
         self._renew()
@@ -74,12 +74,12 @@ class _Slot:
         ticket, count, _ = self._ticket
         return sys.getrefcount(ticket) + sys.getrefcount(count) + sys.getrefcount(ticket.base)
 
-    def begin(self, handle: Handle, execution: int) -> tuple[Arrays, _Wait]:
+    def begin(self, handle: Handle, execution: int) -> tuple[Arrays, _PendingWait]:
         """Start a wait; return its ticket, and the wait. The callback must return these arrays, not copies."""
         if self._references() != self._idle:
             self._renew()  # A tensor of an earlier execution still refers to the memory.
         self._ticket[0][...] = execution * _QUEUES + self.number
-        self.wait = _Wait(self.queue, handle)
+        self.wait = _PendingWait(self.queue, handle)
         return self._ticket.copy(), self.wait  # The list's own references keep `is_abandoned` false.
 
     def is_abandoned(self) -> bool:
@@ -170,7 +170,7 @@ class CompletionQueues:
         slot.wait = None
         self._free.append(slot)
 
-    def _wake(self, waits: list[_Wait]) -> None:
+    def _wake(self, waits: list[_PendingWait]) -> None:
         queues = [wait.queue for wait in waits]
         with at_once():
             for count in COMPLETION_QUEUES_WRITTEN:

@@ -35,7 +35,7 @@ class ComputeService:
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None):
         self.key = key or secrets.token_bytes(32)
-        self._state = _State(dispatchers, workers_per_dispatcher)
+        self._state = _Registrations(dispatchers, workers_per_dispatcher)
         self._server = _Server(self._state, self.key)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2},
                                         name="mpistrat-data-service", daemon=True)
@@ -60,7 +60,7 @@ class ComputeService:
         self.close()
 
 
-class _State:
+class _Registrations:
     """Who has registered. Every method takes the values of a request, and returns those of its answer."""
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int):
@@ -151,7 +151,7 @@ class _Server(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self, state: _State, key: bytes):
+    def __init__(self, state: _Registrations, key: bytes):
         self.state, self.key = state, key
         super().__init__(("", 0), _Handler)
 
