@@ -7,10 +7,8 @@ A process of its own supervises mpirun, because that handles signals in ways tha
 other threads, and may not be on the main thread.
 """
 
-import ctypes
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,13 +27,13 @@ from . import horovodrun
 from .arguments import mpirun_options
 from .hostfile import parse_list, read_hostfile
 from .mpirun import Job, LaunchCommand, compose, find_mpirun, identify, this_machine
+from .parent_end import parent_guard
 from .supervisor import supervise
 
 CALL, STARTED = "call", "started"  # files in the directory
 _RANK_MODULE = "mpistrat.cli.function_rank"
 _POLL_S = 0.05
 _END_S = 60.0  # The supervisor kills mpirun and what it leaves within about 40 s.
-_PR_SET_PDEATHSIG = 1
 Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
 
 
@@ -193,9 +191,8 @@ def _exception(outcome: RankResult) -> BaseException | None:
 
 def _supervise(parent: int, argv: Sequence[str]) -> int:
     """Supervise mpirun in this process, which ends the job when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        return 1  # The parent ended before prctl took effect.
+    if not parent_guard(parent)():
+        return 1
     try:
         return supervise(LaunchCommand(tuple(argv)), os.environ)
     except LaunchError as error:

@@ -12,7 +12,6 @@ from each other, and it may be killed before it can end its ranks. So `supervise
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import secrets
@@ -31,12 +30,12 @@ from ..core.errors import LaunchError
 from .forward import Forwarder
 from .mpirun import LaunchCommand
 from .output import Output
+from .parent_end import parent_guard
 from .summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -238,11 +237,10 @@ def processes_of_run(name: str) -> list[processes.Process]:
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:
     """Return the function that runs in the new process before it becomes mpirun."""
-    set_option = ctypes.CDLL(None).prctl
+    guard = parent_guard(parent)
 
     def prepare() -> None:
-        set_option(_PR_SET_PDEATHSIG, signal.SIGTERM)  # sent to mpirun if this process is killed
-        if os.getppid() != parent:
-            os._exit(1)  # This process was killed before prctl took effect.
+        if not guard():  # mpirun gets SIGTERM if this process is killed.
+            os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return prepare

@@ -45,7 +45,7 @@ class Coordinator:
         topology: Where the ranks are, for messages; None: all on one host.
     """
 
-    def __init__(self, rank: int, size: int, cache_capacity: int = 1024, stall_warning_s: float | None = None,
+    def __init__(self, rank: int, size: int, cache_capacity: int, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None, topology: Topology | None = None):
         self.rank, self.size = rank, size
         self._topology = topology or Topology(rank, ("",) * size)

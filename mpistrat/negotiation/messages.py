@@ -36,10 +36,19 @@ def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
     return kind + bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
 
 
-def _fields_from_bytes(data: bytes) -> tuple:
+def _fields_of(data: bytes, kind: bytes, count: int) -> tuple:
+    """The fields of a message of this kind, `count` of them. A message that has only numbers has these as its only one.
+
+    Raises:
+        ValueError: `data` is no such message. The values of the fields are not checked.
+    """
+    if data.startswith(_NUMBERS):
+        return (_numbers_from_bytes(data),)
+    _require(data.startswith(kind), f"it begins with {data[:1]!r}")
     fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
                              max_bin_len=0, max_ext_len=0)
     _require(type(fields) is tuple, "no fields")
+    _require(len(fields) == count, f"{len(fields)} fields")
     return fields
 
 
@@ -95,22 +104,15 @@ class Announcement(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
-        """The inverse of to_bytes.
-
-        Raises:
-            MessageError: `data` is not an announcement. The text names the rank `sender`.
-        """
+        """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Announcement."""
         return _read(cls, data, sender)
 
     @classmethod
     def read(cls, data: bytes) -> "Announcement":
         """As from_bytes, but raises ValueError."""
-        kind = data[:1]
-        if kind == _NUMBERS:
-            return cls(_numbers_from_bytes(data))
-        _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
-        fields = _fields_from_bytes(data)
-        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        fields = _fields_of(data, _ANNOUNCEMENT, len(cls._fields))
+        if len(fields) == 1:
+            return cls(*fields)
         ids, requests, ended, failure, ends_vote, is_stalled, blocked, joined = fields
         _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
         _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "requests without ranks")
@@ -172,22 +174,15 @@ class Decision(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
-        """The inverse of to_bytes.
-
-        Raises:
-            MessageError: `data` is not a decision. The text names the rank `sender`.
-        """
+        """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Decision."""
         return _read(cls, data, sender)
 
     @classmethod
     def read(cls, data: bytes) -> "Decision":
         """As from_bytes, but raises ValueError."""
-        kind = data[:1]
-        if kind == _NUMBERS:
-            return cls(_numbers_from_bytes(data))
-        _require(kind == _DECISION, f"it begins with {kind!r}")
-        fields = _fields_from_bytes(data)
-        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        fields = _fields_of(data, _DECISION, len(cls._fields))
+        if len(fields) == 1:
+            return cls(*fields)
         agreed, errors, ended, end, end_text, opens_vote, absent, last_joined = fields
         _require(type(agreed) is tuple, "nothing agreed")
         _require(_are_pairs(errors, str, (str,)), "errors that are no texts")

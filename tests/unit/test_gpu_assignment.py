@@ -223,6 +223,6 @@ def test_a_strategy_that_is_made_too_late_for_pinning_warns(module: Any, caplog:
 
 
 def test_it_needs_init() -> None:
-    found = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
+    module = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
     with pytest.raises(mpistrat.NotInitializedError):
         module.pin_gpu()

@@ -5,7 +5,7 @@ import json
 import math
 
 from ...core.errors import LaunchError
-from ..arguments import Parser
+from ..arguments import Parser, positive_int
 from ..text import counted
 from .cases import CASES
 from .cost_model import Machine, allreduce_s, efficiency, fit
@@ -151,10 +151,4 @@ def _case(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"a number from 1 is needed. Received: {text}")
-    return count
+    return positive_int(text, f"a number from 1 is needed. Received: {text}")
