@@ -134,8 +134,7 @@ class Runtime:
         return [group for _, group in sorted(self.registry.groups.items())]
 
     def _report_waiting(self, waited_s: float) -> None:
-        logger.info("rank %d has shut down and has waited %.0f s for the other ranks to do so", self.topology.rank,
-                    waited_s)
+        log_step(self.topology.rank, "has shut down, and has waited %.0f s for the other ranks to do so", waited_s)
 
 
 def log_step(rank: int, message: str, *values: object) -> None:

@@ -87,6 +87,9 @@ class Controller:
         self.joins = 0
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
+        logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
+                     topology.job_ranks[topology.rank], topology.size, self._coordinator.parent,
+                     list(self._coordinator.children), "off" if agreement is None else "on")
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
         """In place of the setting: end when ranks have waited so long for others. The same on all ranks.

@@ -249,7 +249,7 @@ class GpuExecutor(DeviceExecutor):
         """Log a text once, on rank 0."""
         if self._rank == 0 and text not in self._logged:
             self._logged.add(text)
-            logger.info("%s", text)
+            logger.info("rank 0: %s", text)
 
 
 def _inputs(entry: Entry) -> Sequence[GpuInput]:

@@ -71,6 +71,7 @@ class FastPath:
                  abort_s: float | None):
         self._is_possible, self._agreement = agreement is not None, agreement or _NoAgreement()
         self._topology, self._warning_s, self.abort_s = topology, warning_s, abort_s
+        self._job_rank = topology.job_ranks[topology.rank]
         self.is_open = False
         self._entry: Entry | None = None
         self._since = 0.0
@@ -82,6 +83,7 @@ class FastPath:
     def open(self) -> None:
         """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
+        logger.debug("rank %d: a vote begins", self._job_rank)
 
     def is_worth_opening(self) -> bool:
         """On rank 0: whether to open a vote. Each vote that ends in its first round makes the next ones rarer."""
@@ -126,6 +128,8 @@ class FastPath:
         else:
             self.is_open = False
             self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, MOST_SKIPPED_VOTES)
+            logger.debug("rank %d: the vote ends after %d operations; rank 0 skips %d chances before the next one",
+                         self._job_rank, self._agreements, self._to_skip)
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
@@ -133,6 +137,8 @@ class FastPath:
         if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
             return False
         self._was_late = True
+        logger.debug("rank %d: no outcome after %.2f s; rank 0 is asked to end the vote", self._job_rank,
+                     now - self._since)
         return True
 
     def next_check_s(self) -> float:

@@ -157,6 +157,32 @@ def test_different_proposals_come_back_and_end_the_vote() -> None:
     assert not first.is_open and not second.is_open
 
 
+def test_the_log_has_the_begin_and_the_end_of_votes_with_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "mpistrat"):
+        first, second = (FastPath(agreement, Topology(i, ("here", "here"), (3, 5)), None, None)
+                         for i, agreement in enumerate(agreements(2)))
+        for voting in (first, second):
+            voting.open()
+        for name in ("a", "b"):
+            first.propose(entry("a"), False, 0.0)
+            assert first.is_late(1.0)
+            second.propose(entry(name), False, 0.0)
+            first.settle()
+            second.settle()
+    late = "rank 3: no outcome after 1.00 s; rank 0 is asked to end the vote"
+    end = "the vote ends after 1 operations; rank 0 skips 0 chances before the next one"
+    assert caplog.messages == ["rank 3: a vote begins", "rank 5: a vote begins", late, late, f"rank 3: {end}",
+                               f"rank 5: {end}"]
+
+
+def test_the_log_has_the_place_of_a_rank_in_the_tree(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "mpistrat"):
+        Steps(3)
+    assert caplog.messages == [
+        f"rank {rank} of 3: negotiates with parent {parent} and children {children} of the tree; votes are on"
+        for rank, parent, children in ((0, None, [1, 2]), (1, 0, []), (2, 0, []))]
+
+
 def test_a_rank_that_votes_against_ends_the_vote() -> None:
     first, second = voters()
     ours = entry("a")

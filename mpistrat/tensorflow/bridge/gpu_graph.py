@@ -81,7 +81,8 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
 def _has_cupy() -> bool:
     reason = why_no_cupy()
     if reason:
-        logger.warning("GPU tensors of a tf.function are copied to the host, for they need cupy: %s", reason)
+        logger.warning("rank %d: GPU tensors of a tf.function are copied to the host, since cupy is missing: %s",
+                       runtime.current().topology.rank, reason)
     return not reason
 
 
