@@ -23,6 +23,7 @@ from ..api.pickling import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip
+from ..core.tuning import RUN_START_POLL_S
 from . import horovodrun
 from .arguments import mpirun_options
 from .hostfile import parse_list, read_hostfile
@@ -32,7 +33,6 @@ from .supervisor import supervise
 
 CALL, STARTED = "call", "started"  # files in the directory
 _RANK_MODULE = "mpistrat.cli.function_rank"
-_POLL_S = 0.05
 _END_S = 60.0  # The supervisor kills mpirun and what it leaves within about 40 s.
 Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
 
@@ -138,7 +138,7 @@ def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, s
             if time.monotonic() >= until:
                 raise RunError(f"the ranks have not started within {start_timeout_s:g} s. Can this host reach the "
                                "others by ssh, and they each other? start_timeout is the limit, in seconds.")
-            time.sleep(_POLL_S)
+            time.sleep(RUN_START_POLL_S)
         return process.wait()
     finally:
         if process.poll() is None:  # KeyboardInterrupt, or the time is up

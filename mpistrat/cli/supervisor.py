@@ -27,6 +27,7 @@ from ..api.launch_env import RUN_NAME, RUN_REPORTS
 from ..api.launcher_watch import ABORTED
 from ..api.report import SUMMARY
 from ..core.errors import LaunchError
+from ..core.tuning import SUPERVISOR_POLL_S
 from .forward import Forwarder
 from .mpirun import LaunchCommand
 from .output import Output
@@ -35,7 +36,6 @@ from .summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _Run:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
         self._forwarder.end(lambda: self._summary(code, dialect))
         # A reader of stderr that does not read may keep the thread.
-        while not self._forwarder.join(_POLL_S) and not self._termination.is_urgent:
+        while not self._forwarder.join(SUPERVISOR_POLL_S) and not self._termination.is_urgent:
             self._next_signal(0.0)
 
     def _summary(self, code: int, dialect: str) -> bytes:
@@ -221,7 +221,7 @@ class _Run:
                     with contextlib.suppress(OSError):  # It has just ended.
                         os.kill(process.pid, signal.SIGKILL)
                 return
-            self._next_signal(_POLL_S)
+            self._next_signal(SUPERVISOR_POLL_S)
 
     def _say(self, text: str) -> None:
         self._forwarder.say(f"mpistrat run: {text}")

@@ -16,6 +16,14 @@ Called by the controller, in the thread that drives.
 from ..core.errors import MessageError
 from ..core.request import CollectiveType, Request
 from ..core.topology import Topology
+from ..core.tuning import (
+    LONGEST_CYCLE_S,
+    STALL_ABORT_LONGEST_POLL_S,
+    STALL_ABORT_LOOKS,
+    STALL_LONGEST_POLL_S,
+    STALL_SHORTEST_POLL_S,
+    STALL_WARNING_LOOKS,
+)
 from .answers import AnswerWatch
 from .blocked import BlockedRanks
 from .joined import JOIN, JoinedRanks, problem_without
@@ -168,8 +176,8 @@ class Coordinator:
     def next_check_s(self, now: float) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
         if not (self._pending or self._unanswered or self._joined.ranks) or self._warning_s is None:
-            return 60.0
-        return max(0.05, min(self._warning_s / 4, 1.0))
+            return LONGEST_CYCLE_S
+        return max(STALL_SHORTEST_POLL_S, min(self._warning_s / STALL_WARNING_LOOKS, STALL_LONGEST_POLL_S))
 
     def check(self, now: float) -> None:
         """Check that rank 0 answers: AnswerWatch.check, with the limit on stalls. To be called in every cycle.
@@ -306,7 +314,7 @@ class Coordinator:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if self._abort_s is not None and now >= self._next_check:
             # A check of all pending names takes long, and the end may come a moment later.
-            self._next_check = now + min(self._abort_s / 10, 0.5)
+            self._next_check = now + min(self._abort_s / STALL_ABORT_LOOKS, STALL_ABORT_LONGEST_POLL_S)
             stalled = self.stalled(now, self._abort_s)
             if stalled:
                 return EndReason.STALL, describe_stall(self._topology, self._incomplete(), stalled, now) + \

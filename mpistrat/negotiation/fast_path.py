@@ -28,7 +28,7 @@ from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, Outcome
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
-from ..core.tuning import MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_S, VOTE_TIMEOUT_S
+from ..core.tuning import LONGEST_CYCLE_S, MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_S, VOTE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class FastPath:
     def next_check_s(self) -> float:
         """Seconds after which `is_late` and `check` must be called again."""
         if not self._agreement.has_voted:
-            return 60.0
+            return LONGEST_CYCLE_S
         return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
     def check(self, now: float) -> None:

@@ -12,6 +12,7 @@ import socketserver
 import threading
 from typing import Any
 
+from ...core.tuning import DATA_SERVICE_END_POLL_S
 from ..cluster.liveness import keep_alive
 from ..cluster.ports import local_addresses
 from . import wire
@@ -37,7 +38,7 @@ class ComputeService:
         self.key = key or secrets.token_bytes(32)
         self._state = _Registrations(dispatchers, workers_per_dispatcher)
         self._server = _Server(self._state, self.key)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2},
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(DATA_SERVICE_END_POLL_S,),
                                         name="mpistrat-data-service", daemon=True)
         self._thread.start()
 
