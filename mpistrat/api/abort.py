@@ -1,7 +1,9 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
-`prepare` installs this as the reaction to an uncaught exception. Without it, the other ranks would wait for this one
-until the stall limit.
+init() calls `prepare`, which installs this as the reaction to an uncaught exception of the main thread
+(sys.excepthook). Without it, the other ranks would wait for this one until the stall limit. A rank that cannot shut
+down in order, because others do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for these ranks without a
+limit. All functions are local.
 """
 
 import atexit

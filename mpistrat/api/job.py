@@ -1,4 +1,8 @@
-"""Runtime: what exists from init() to shutdown(). runtime.py makes and closes it."""
+"""Runtime: what exists from init() to shutdown(): the settings, the group of all ranks, and the process sets.
+
+runtime.py makes and closes it, and gives it to the other modules. Any thread may read it; one thread at a time closes
+it.
+"""
 
 import logging
 import time

@@ -2,6 +2,7 @@
 
 All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks. Before
 anything changes, the ranks exchange what they want to do. So an error is an error on all ranks, and changes nothing.
+init(), add_process_set() and remove_process_set() call it, on the caller's thread; `add` and `remove` are collective.
 """
 
 import json

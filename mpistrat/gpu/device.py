@@ -1,6 +1,8 @@
 """This rank's GPU: memory, streams, events, the copy kernel and NCCL, by cupy. The only module that imports cupy.
 
-It implements the Protocols of `arrays` and `nccl.types`.
+It implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests. Importing
+it fails where cupy is missing; api.interop.make_device names the remedy. Any thread may use a Device, and one thread at
+a time a Communicator.
 """
 
 import ctypes

@@ -1,4 +1,8 @@
-"""Keras callbacks: broadcast the initial weights, average metrics over the ranks, and schedule learning rates."""
+"""Keras callbacks: broadcast the initial weights, average metrics over the ranks, and schedule learning rates.
+
+Names and arguments are Horovod's. Users pass the callbacks to fit, and Keras calls them in the thread that called fit.
+Those that communicate are collective: all ranks pass them, in the same order.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

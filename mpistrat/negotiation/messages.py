@@ -2,7 +2,9 @@
 
 The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
 code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
-Reading checks types, lengths and ranges. A message that does not fit raises MessageError.
+Reading checks types, lengths and ranges, and raises MessageError for any other message: ranks of another version may
+take part, and a message must not make this rank fail later, in another place. The coordinator makes and reads the
+messages, the controller sends them. Pure.
 """
 
 import array

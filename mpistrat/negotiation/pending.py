@@ -1,4 +1,8 @@
-"""A request that some ranks of a subtree have submitted, and not all. Pure."""
+"""A request that some ranks of a subtree have submitted, and not all. Pure.
+
+The coordinator has one Pending for each such name. Once it is complete, the coordinator passes it on to its parent, or
+decides on it.
+"""
 
 from ..core.request import Request
 from .tree import Node, subtree

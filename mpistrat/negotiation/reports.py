@@ -1,4 +1,7 @@
-"""Sentences on what ranks disagree about, and on ranks that others wait for. Pure."""
+"""Sentences on what ranks disagree about, and on ranks that others wait for. Pure.
+
+The coordinator of rank 0 calls these functions, for its errors and warnings; the sentences name ranks of the job.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
