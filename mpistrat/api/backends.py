@@ -66,7 +66,7 @@ class _Setup:
         comm: All ranks.
         link: Shares memory among the ranks of this host.
         channel: Messages among the ranks of this host, over sockets.
-        mpi: Collectives over MPI, for operations that shared memory does not do.
+        mpi: Collectives over MPI, for operations that shared memory does not support.
     """
 
     comm: "MPI.Intracomm"

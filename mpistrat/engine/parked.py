@@ -17,8 +17,9 @@ library may wait for one that sleeps, and goes on by itself. (TensorFlow lets th
 in this way, for seconds.) Such a thread counts as one that waits only if the process has submitted a collective in a
 graph: then it waits for the graph. Otherwise it must wait for a lock of Python's.
 
-What is left is a graph in which something sleeps in a library. That leads to a wrong report only if the ranks also call
-collectives in different orders (see negotiation/blocked.py), and one of them depends on what sleeps.
+One mistake remains possible: a graph waits for an operation that sleeps in a library, and the process counts as parked.
+A wrong report follows only if the ranks also call collectives in different orders (see negotiation/blocked.py), and one
+of these collectives depends on the operation that sleeps.
 
 CUDA's threads wait for a device, so a process that uses a GPU is never parked. Neither is any process where Linux does
 not give the system calls: on some processors, and in some containers.

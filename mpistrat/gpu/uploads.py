@@ -1,4 +1,4 @@
-"""Copies of host arrays on the GPU as inputs of a collective, for a rank that waits in join() without tensors of its own.
+"""Copies of host arrays on the GPU as inputs of a collective, for a rank in join() that has no tensors of its own.
 
 Used by the engine's thread, within `GpuDevice.current()`.
 """

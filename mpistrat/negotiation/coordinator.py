@@ -33,8 +33,8 @@ from .pending import Pending
 from .reports import describe_deadlock, describe_ended, describe_half_done, describe_mismatch, describe_stall
 from .tree import Node
 
-# If all ranks wait in graphs, rank 0 waits so long before it calls that a deadlock. In a graph, another collective may
-# come after an operation that sleeps in a library, which engine/parked.py does not see.
+# Seconds for which all ranks must be blocked before rank 0 reports a deadlock, if all requests in flight are of graphs.
+# A graph may submit another collective after an operation that sleeps in a library, which engine/parked.py cannot see.
 _GRAPHS_S = 10.0
 
 
@@ -68,13 +68,13 @@ class Coordinator:
         self._blocked_since: float | None = None  # On rank 0: all ranks are, since then.
         self._joined = JoinedRanks(self._node)
         self._ready: list[Pending] = []  # complete since the last advance, in order
-        self._news_ended: list[tuple[int, int]] = []
+        self._new_ended: list[tuple[int, int]] = []  # (rank, completed operations), since the last advance
         self._failure: str | None = None
         self._is_stalled = False  # the reason for the failure
         self._must_end_vote = False
-        self._ended: dict[int, int] = {}
-        self._someone_ended = False
-        self._ended_was_told = False
+        self._ended: dict[int, int] = {}  # on rank 0: completed operations of each rank that has ended
+        self._has_ended_ranks = False  # some rank has called shutdown()
+        self._is_end_sent = False  # on rank 0: a decision has had `ended`
         self._last_report = 0.0
         self._next_check = 0.0
         self._finished = False
@@ -92,8 +92,8 @@ class Coordinator:
 
     def end(self, completed: int) -> None:
         """This rank has called shutdown() after `completed` operations."""
-        self._news_ended.append((self.rank, completed))
-        self._someone_ended = True
+        self._new_ended.append((self.rank, completed))
+        self._has_ended_ranks = True
 
     def fail(self, text: str, is_stall: bool = False) -> None:
         """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
@@ -128,8 +128,8 @@ class Coordinator:
             self._report(source, request, None if ranks is None else set(ranks), now)
         if message.joined:
             self._joined.note(source, message.joined, now)
-        self._news_ended += message.ended
-        self._someone_ended = self._someone_ended or bool(message.ended)
+        self._new_ended += message.ended
+        self._has_ended_ranks = self._has_ended_ranks or bool(message.ended)
         if message.failure is not None:
             self.fail(message.failure, message.is_stalled)
         self._must_end_vote = self._must_end_vote or message.ends_vote
@@ -151,11 +151,11 @@ class Coordinator:
                 if number is not None:
                     self._numbers.add(request, number)
                 requests.append(request)
-        self._someone_ended = self._someone_ended or decision.ended
+        self._has_ended_ranks = self._has_ended_ranks or decision.ended
         self._unanswered.end(request.name for request in requests)
         self._unanswered.end(name for name, _ in decision.errors)
         if self._joined.ranks:
-            # Without the ranks that have joined, these have stayed incomplete here.
+            # Rank 0 completed these without the ranks that have joined. Here they are still incomplete.
             for name in (*(request.name for request in requests), *(name for name, _ in decision.errors)):
                 self._pending.pop(name, None)
         if decision.last_joined:
@@ -222,14 +222,14 @@ class Coordinator:
         blocked, is_news = self._blocked.to_send()
         # Incomplete requests are passed on only when rank 0 needs them: for a report, because a rank has ended or
         # joined, or because all ranks may wait for each other.
-        every = 0.0 if self._someone_ended or self._joined.ranks or blocked is not None else \
+        after_s = 0.0 if self._has_ended_ranks or self._joined.ranks or blocked is not None else \
             None if self._warning_s is None else self._warning_s / 2
-        if every is not None:
+        if after_s is not None:
             for pending in self._pending.values():
-                if now - pending.since >= every and (present := len(pending.present())) != pending.passed_on:
+                if now - pending.since >= after_s and (present := len(pending.present())) != pending.passed_on:
                     pending.passed_on = present
                     requests += [(r, tuple(sorted(ranks))) for r, ranks in pending.by_request().items()]
-        ended, self._news_ended = tuple(self._news_ended), []
+        ended, self._new_ended = tuple(self._new_ended), []
         failure, self._failure = self._failure, None
         ends_vote, self._must_end_vote = self._must_end_vote, False
         joined = self._joined.take_news()
@@ -257,26 +257,26 @@ class Coordinator:
                 errors.append((next(iter(by_request)).name, text))
                 if any(request.in_graph for request in by_request):
                     half_done = half_done or text
-        for rank, completed in self._news_ended:
+        for rank, completed in self._new_ended:
             self._ended[rank] = completed
-        self._news_ended = []
+        self._new_ended = []
         end, text = self._reason_to_end(now)
         if half_done and end is None:
             end, text = EndReason.MISMATCH, describe_half_done(half_done)
         if not ready and end is None and self._is_deadlock(now):
             end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._incomplete())
         if self._failure is not None:
-            agreed = []  # The rank that failed takes part in no further collective.
+            agreed = []  # The failed rank takes part in no further collective.
         if agreed:
             self._joined.note_progress(now)
         have_all_joined = len(self._joined.ranks) == self.size and end is None
-        tell_ended = bool(self._ended) and not self._ended_was_told
+        sends_ended = bool(self._ended) and not self._is_end_sent
         ends_vote, self._must_end_vote = self._must_end_vote, False
-        if self._finished or not (agreed or errors or end or tell_ended or ends_vote or have_all_joined):
+        if self._finished or not (agreed or errors or end or sends_ended or ends_vote or have_all_joined):
             return None
-        self._ended_was_told = self._ended_was_told or tell_ended
+        self._is_end_sent = self._is_end_sent or sends_ended
         self._finished = end is not None
-        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text,
+        return Decision(tuple(agreed), tuple(errors), sends_ended, end, text,
                         absent=tuple(absent) if agreed and any(absent) else (),
                         last_joined=(self._joined.ranks[-1],) if have_all_joined else ())
 
@@ -313,7 +313,7 @@ class Coordinator:
             if len(self._ended) == self.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if self._abort_s is not None and now >= self._next_check:
-            # A check of all pending names takes long, and the end may come a moment later.
+            # Not in every cycle: checking all pending names takes long, and the end may be this late.
             self._next_check = now + min(self._abort_s / STALL_ABORT_LOOKS, STALL_ABORT_LONGEST_POLL_S)
             stalled = self.stalled(now, self._abort_s)
             if stalled:

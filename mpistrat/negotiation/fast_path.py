@@ -1,11 +1,11 @@
 """Agreement on an operation by a vote of all ranks, without a message to rank 0.
 
-The coordinator needs a message to rank 0 and one back. A vote is shorter, and serves ranks that wait for one operation
+The coordinator needs a message to rank 0 and one back. A vote is shorter. It is for ranks that wait for one operation
 after the other:
 
 1. Rank 0 opens a vote with a decision, when its own caller has waited for the one operation that was decided on.
-2. From then on, each rank votes in one round after the other, and does nothing else. A rank votes for the fingerprint
-   of an operation if its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
+2. From then on, the ranks vote in rounds, and execute nothing else. A rank votes for the fingerprint of an operation if
+   its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
 3. If all ranks have voted for the same fingerprint, all of them execute that operation, and the next round begins.
    If not, the vote has ended, and the coordinator gets everything, including what was voted for.
 
@@ -13,7 +13,7 @@ Rounds and decisions have the same order on all ranks:
 
 - A rank with an operation at the coordinator votes against in every round, until the vote has ended.
 - A rank that receives a decision votes against, and executes the decision once the vote has ended. All ranks receive
-  it, so all of them vote, and no rank waits for long.
+  it, so all of them vote, and the round is complete soon.
 
 A rank that calls no collective does not vote. A rank that has waited for such a rank for VOTE_TIMEOUT_S asks rank 0 to
 end the vote by a decision. The coordinator then finds out which ranks miss, and reports them.

@@ -29,7 +29,7 @@ def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
 
 def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
     if not data.startswith(_NUMBERS_HEADER) or len(data) % 8:
-        raise ValueError("numbers that are cut off")
+        raise ValueError("numbers of requests that are cut off")
     return tuple(memoryview(data)[8:].cast("Q"))
 
 
@@ -116,17 +116,17 @@ class Announcement(NamedTuple):
         if len(fields) == 1:
             return cls(*fields)
         ids, requests, ended, failure, ends_vote, is_stalled, blocked, joined = fields
-        _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
-        _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "requests without ranks")
+        _require(are_in(COUNTS, ids), "invalid numbers of requests")
+        _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "invalid requests")
         for _, ranks in requests:
-            _require(ranks is None or are_in(RANKS, ranks), "ranks that are none")
+            _require(ranks is None or are_in(RANKS, ranks), "invalid ranks of a request")
         _require(is_tuple_of(ended, tuple) and all(
-            len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "ranks that have ended")
-        _require(failure is None or type(failure) is str, "a failure that is no text")
-        _require(type(ends_vote) is bool, "an end of a vote that is neither yes nor no")
-        _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
-        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "a number of decisions that is none")
-        _require(are_in(RANKS, joined), "ranks that have joined and are none")
+            len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "invalid ended ranks")
+        _require(failure is None or type(failure) is str, "a failure that is not a text")
+        _require(type(ends_vote) is bool, "ends_vote is not a bool")
+        _require(type(is_stalled) is bool, "is_stalled is not a bool")
+        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "an invalid number of decisions")
+        _require(are_in(RANKS, joined), "invalid ranks that have joined")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
                    ends_vote, is_stalled, blocked, joined)
 
@@ -186,23 +186,23 @@ class Decision(NamedTuple):
         if len(fields) == 1:
             return cls(*fields)
         agreed, errors, ended, end, end_text, opens_vote, absent, last_joined = fields
-        _require(type(agreed) is tuple, "nothing agreed")
-        _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
-        _require(type(ended) is bool and type(opens_vote) is bool, "what is neither yes nor no")
-        _require(type(end_text) is str, "a reason that is no text")
+        _require(type(agreed) is tuple, "agreed requests that are not a tuple")
+        _require(_are_pairs(errors, str, (str,)), "errors that are not texts")
+        _require(type(ended) is bool and type(opens_vote) is bool, "ended or opens_vote is not a bool")
+        _require(type(end_text) is str, "a reason that is not a text")
         _require(is_tuple_of(absent, tuple) and all(are_in(RANKS, ranks) for ranks in absent)
-                 and len(absent) in (0, len(agreed)), "ranks that are absent and are none")
-        _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "a last rank that is none")
+                 and len(absent) in (0, len(agreed)), "invalid absent ranks")
+        _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "an invalid last rank")
         return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
                    end_text, opens_vote, absent, last_joined)
 
 
 def _agreed(item: object) -> int | tuple[int | None, Request]:
     if type(item) is int:
-        _require(item in COUNTS, "a number of a request that is none")
+        _require(item in COUNTS, "an invalid number of a request")
         return item
     if type(item) is not tuple or len(item) != 2:
-        raise ValueError("agreed on what is no request")
+        raise ValueError("an agreed item that is not a request")
     number, request = item
-    _require(number is None or (type(number) is int and number in COUNTS), "a number of a request that is none")
+    _require(number is None or (type(number) is int and number in COUNTS), "an invalid number of a request")
     return number, Request.from_tuple(request)

@@ -86,7 +86,7 @@ class FdExchange:
                 self._listener.settimeout(left_s)
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise OSError(f"ranks {sorted(missing)} have not come to rank {self._rank} on the same host for "
+                raise OSError(f"ranks {sorted(missing)} have not connected to rank {self._rank} on the same host in "
                               f"{_LIMIT_S:.0f} s. Do they run in containers that do not share their network?") from None
             with connection:
                 rank = self._identify(connection)
@@ -102,8 +102,7 @@ class FdExchange:
         assert self.invitation is not None
         process, user, _ = peer_of(connection)
         if user != os.geteuid():
-            logger.debug("rank %d: process %d of user %d, which is not this one, was turned away", self._rank, process,
-                         user)
+            logger.debug("rank %d: process %d of another user, %d, was rejected", self._rank, process, user)
             return None
         connection.settimeout(_GREETING_LIMIT_S)
         greeting = b""
@@ -114,7 +113,7 @@ class FdExchange:
             proof, rank = _GREETING.unpack(greeting)
             if hmac.compare_digest(proof, self.invitation.secret[:_PROOF_BYTES]):
                 return int(rank)
-        logger.debug("rank %d: process %d of this user does not belong to the job, and was turned away", self._rank,
+        logger.debug("rank %d: process %d of this user does not belong to the job, and was rejected", self._rank,
                      process)
         return None
 

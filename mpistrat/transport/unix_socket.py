@@ -200,7 +200,7 @@ class UnixSocketChannel:
             try:
                 self._own.send(_WAKE)
             except BlockingIOError:
-                self._is_woken = False  # The queue is full, so this wait returns. The next one may need it.
+                self._is_woken = False  # The queue is full, so `wait` returns anyway. A later `wake` must try again.
 
     def wake_rank(self, rank: int) -> None:
         """Make the `wait` of another rank of this host return."""
