@@ -30,7 +30,7 @@ from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
 from .bridge import executions
 from .bridge.observers import Observer
-from .bridge.own_executor import at_once
+from .bridge.own_executor import SynchronousExecution
 from .types import Variable
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _digests_of_weights(variables: Sequence["weakref.ref[Variable]"]) -> Digests
     found = [variable() for variable in variables]
     if any(variable is None for variable in found):
         return []
-    with at_once():
+    with SynchronousExecution():
         return [_digest([tf.convert_to_tensor(variable).numpy()]) for variable in found]
 
 

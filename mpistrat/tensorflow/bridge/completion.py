@@ -26,7 +26,7 @@ from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
 from ..types import Arrays
-from .own_executor import at_once
+from .own_executor import SynchronousExecution
 
 # A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue
 # (one); and the queue's handle.
@@ -120,7 +120,7 @@ class CompletionQueues:
     def _grow(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(tf.init_scope())
-            stack.enter_context(at_once())
+            stack.enter_context(SynchronousExecution())
             stack.enter_context(tf.device("CPU:0"))
             for number in range(len(self._slots), len(self._slots) + COMPLETION_QUEUES_MADE):
                 queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
@@ -161,7 +161,7 @@ class CompletionQueues:
                 self._taken.move_to_end(number)
                 continue
             del self._taken[number]
-            with at_once():
+            with SynchronousExecution():
                 while tf.raw_ops.QueueSizeV2(handle=slot.queue) > 0:
                     tf.raw_ops.QueueDequeueV2(handle=slot.queue, component_types=[tf.int64])
             self._release(slot)
@@ -172,7 +172,7 @@ class CompletionQueues:
 
     def _wake(self, waits: list[_PendingWait]) -> None:
         queues = [wait.queue for wait in waits]
-        with at_once():
+        with SynchronousExecution():
             for count in COMPLETION_QUEUES_WRITTEN:
                 while len(queues) >= count:
                     _run_here(self._enqueues[count], [self._element, *queues[:count]])

@@ -47,7 +47,7 @@ from .cpu import MakeRequest
 from .executions import Execution
 from .gpu_memory import Shared, copied, shared, uninitialised
 from .observers import Observer
-from .own_executor import at_once
+from .own_executor import SynchronousExecution
 from .program_order import calls_in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
 
@@ -167,7 +167,7 @@ class _GpuCallSite:
         keep_thread_state()
         tensors, carriers = inputs[:self._tensors], inputs[self._tensors:]
         device = gpu_eager.device_of(tensors[0])
-        with at_once():
+        with SynchronousExecution():
             copies = results = [copied(tensor, device) for tensor in tensors]
             if carriers:
                 results = [shared([carrier.shape[0], *tensor.shape[1:]], tensor, device)
@@ -194,7 +194,7 @@ class _GpuCallSite:
 
     def _submitted(self, copies: Sequence[Shared], results: Sequence[Shared], suffix: str) -> Handle:
         if self._observer is not None:
-            with at_once():
+            with SynchronousExecution():
                 if not self._observer([copy.tensor.numpy() for copy in copies]):
                     self._observer = None
         arrays = [_input(copy, result) for copy, result in zip(copies, results, strict=True)]
@@ -216,5 +216,5 @@ def _input(copy: Shared, result: Shared) -> GpuInput:
 
 @cache
 def _mark(device: str) -> tf.Tensor:
-    with at_once(), tf.device(device):
+    with SynchronousExecution(), tf.device(device):
         return tf.zeros([1])
