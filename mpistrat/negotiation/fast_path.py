@@ -83,7 +83,7 @@ class FastPath:
     def open(self) -> None:
         """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
-        logger.debug("rank %d: a vote begins", self._job_rank)
+        logger.debug("rank %d: a vote of the fast path begins", self._job_rank)
 
     def is_worth_opening(self) -> bool:
         """On rank 0: whether to open a vote. Each vote that ends in its first round makes the next ones rarer."""
@@ -128,8 +128,8 @@ class FastPath:
         else:
             self.is_open = False
             self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, MOST_SKIPPED_VOTES)
-            logger.debug("rank %d: the vote ends after %d operations; rank 0 skips %d chances before the next one",
-                         self._job_rank, self._agreements, self._to_skip)
+            logger.debug("rank %d: the vote of the fast path ends after %d operations; rank 0 skips %d chances before the "
+                         "next one", self._job_rank, self._agreements, self._to_skip)
         return entry, outcome
 
     def is_late(self, now: float) -> bool:

@@ -170,9 +170,9 @@ def test_the_log_has_the_begin_and_the_end_of_votes_with_the_rank(caplog: pytest
             first.settle()
             second.settle()
     late = "rank 3: no outcome after 1.00 s; rank 0 is asked to end the vote"
-    end = "the vote ends after 1 operations; rank 0 skips 0 chances before the next one"
-    assert caplog.messages == ["rank 3: a vote begins", "rank 5: a vote begins", late, late, f"rank 3: {end}",
-                               f"rank 5: {end}"]
+    end = "the vote of the fast path ends after 1 operations; rank 0 skips 0 chances before the next one"
+    begin = "a vote of the fast path begins"
+    assert caplog.messages == [f"rank 3: {begin}", f"rank 5: {begin}", late, late, f"rank 3: {end}", f"rank 5: {end}"]
 
 
 def test_the_log_has_the_place_of_a_rank_in_the_tree(caplog: pytest.LogCaptureFixture) -> None:
