@@ -128,8 +128,8 @@ class FastPath:
         else:
             self.is_open = False
             self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, MOST_SKIPPED_VOTES)
-            logger.debug("rank %d: the vote of the fast path ends after %d operations; rank 0 skips %d chances before the "
-                         "next one", self._job_rank, self._agreements, self._to_skip)
+            logger.debug("rank %d: the vote of the fast path ends after %d operations; rank 0 skips %d chances before "
+                         "the next one", self._job_rank, self._agreements, self._to_skip)
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
