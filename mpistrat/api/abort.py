@@ -1,7 +1,9 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
-`prepare` installs this as the reaction to an uncaught exception. Without it, the other ranks would wait for this one
-until the stall limit.
+init() calls `prepare`, which installs this as the reaction to an uncaught exception of the main thread
+(sys.excepthook). Without it, the other ranks would wait for this one until the stall limit. A rank that cannot shut
+down in order, because others do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for these ranks without a
+limit. All functions are local.
 """
 
 import atexit
@@ -21,9 +23,10 @@ from .launch_env import launched_rank
 # Ranks that cannot reach each other detect a stall at different times, each after its own wait. If the first of them
 # aborted at once, the others would not get to raise their error.
 _STALL_SPREAD_S = 2.0
-# A rank that has left by sys.exit() ends the job with its exit code. The ranks that wait for it must not do so first.
+# A rank that has left by sys.exit() ends the job with its exit code. The ranks that wait for it must not end it first.
 _EXIT_SPREAD_S = 2.0
-# mpirun ends the other ranks when the first has ended, and most errors of a script come on all ranks at about one time.
+# A rank that fails before init() ends so much later, since mpirun ends all ranks when the first one has ended. Most
+# errors of a script occur on all ranks at about the same time, and each rank can then print its report.
 _EARLY_WAIT_S = 0.5
 _SHUTDOWN_ERROR = f"{OWN_ERRORS}ShutdownError:"
 _ABORT_LIMIT_S = 20.0  # from the call of MPI_Abort to the end of this process

@@ -8,7 +8,7 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 _TIMELINE = ("there is no timeline yet. Profile a rank with tf.profiler, or measure the collectives with "
              "`mpistrat bench`.")
@@ -76,7 +76,7 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
     """
     sentences = {**EVERYWHERE, **(absent or {})}
 
-    def raise_error(name: str) -> Any:
+    def raise_error(name: str) -> NoReturn:
         raise AttributeError(_sentence(module, name, sentences))
 
     return raise_error

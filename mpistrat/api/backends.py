@@ -8,7 +8,7 @@ import contextlib
 import logging
 import mmap
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import MpistratError
 from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, LocalChannel
@@ -19,6 +19,9 @@ from ..transport.host_link import HostLink
 from ..transport.local import ThreadGroup
 from ..transport.shm.segment import HostMemory, Regions
 from ..transport.unix_socket import UnixSocketChannel
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +59,17 @@ def backends_alone() -> Backends:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """Arguments that all builders share.
+class _Setup:
+    """What all functions that build backends need.
 
     Attributes:
-        comm: An mpi4py communicator of all ranks.
+        comm: All ranks.
         link: Shares memory among the ranks of this host.
         channel: Messages among the ranks of this host, over sockets.
-        mpi: Collectives over MPI, for operations that shared memory does not do.
+        mpi: Collectives over MPI, for operations that shared memory does not support.
     """
 
-    comm: Any
+    comm: "MPI.Intracomm"
     topology: Topology
     settings: Settings
     link: HostLink
@@ -83,8 +86,8 @@ class _Job:
 _Parts = tuple[DataPlane, LocalChannel, AgreementRound | None]
 
 
-def backends_over(comm: Any, topology: Topology, settings: Settings) -> Backends:
-    """Build the backends for a job of several ranks. Collective over `comm`, an mpi4py communicator.
+def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings) -> Backends:
+    """Build the backends for a job of several ranks. Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
     memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0.
@@ -95,39 +98,39 @@ def backends_over(comm: Any, topology: Topology, settings: Settings) -> Backends
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology)
     wait = PeerWait(topology, range(topology.size), settings.limit_s)
-    job = _Job(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait))
+    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait))
     parts: _Parts | None = None
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
-        parts = _build_for_hosts(job) if job.remote_ranks else _build_for_one_host(job)
+        parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
     elif max(topology.local_sizes) == 1 and settings.fast_path:
-        parts = _build_for_single_rank_hosts(job)
-    data, channel, agreement = parts or (job.mpi, sockets, None)
+        parts = _build_for_single_rank_hosts(setup)
+    data, channel, agreement = parts or (setup.mpi, sockets, None)
     link.close()
     if agreement is not None:
         channel.watch(agreement.has_news)
-    leads = agreement is not None and rank == local_ranks[0] and bool(job.remote_ranks)
+    leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
     control = MpiControl(comm.Dup(), channel, local_ranks, neighbours_of(rank, topology.size), leads, wait)
     _log_choice(topology, settings, data, agreement)
     return Backends(control, data, agreement)
 
 
-def _build_for_one_host(job: _Job) -> _Parts | None:
+def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.data import SharedMemoryData
     from ..transport.shm.ring import ShmRing, ring_bytes
-    local_ranks, chunk = job.topology.local_ranks, SharedMemoryData.chunk_bytes
+    local_ranks, chunk = setup.topology.local_ranks, SharedMemoryData.chunk_bytes
     edges = edges_among(local_ranks)
     regions = Regions(plane=SharedMemoryData.memory_bytes(len(local_ranks), chunk), channel=ring_bytes(edges))
-    memory = _shared_memory(job, regions.nbytes)
+    memory = _shared_memory(setup, regions.nbytes)
     if memory is None:
         return None
-    channel = ShmRing(memory, regions.start_of["channel"], edges, job.channel)
-    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if job.settings.fast_path else None
-    return SharedMemoryData(memory, chunk, job.mpi), channel, agreement
+    channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
+    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if setup.settings.fast_path else None
+    return SharedMemoryData(memory, chunk, setup.mpi), channel, agreement
 
 
-def _build_for_hosts(job: _Job) -> _Parts | None:
+def _build_for_hosts(setup: _Setup) -> _Parts | None:
     """Shared memory within each host, MPI between hosts. None if some ranks cannot share memory. Collective."""
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
@@ -135,34 +138,34 @@ def _build_for_hosts(job: _Job) -> _Parts | None:
     from ..transport.hierarchical.piggyback import Piggyback
     from ..transport.mpi.peer_wait import PeerWait
     from ..transport.shm.ring import ShmRing, ring_bytes
-    topology, settings, chunk = job.topology, job.settings, HierarchicalData.chunk_bytes
+    topology, settings, chunk = setup.topology, setup.settings, HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
     slot_bytes = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0
     regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
                       piggyback=Piggyback.memory_bytes(count, slot_bytes))
-    memory = _shared_memory(job, regions.nbytes)
+    memory = _shared_memory(setup, regions.nbytes)
     if memory is None:
         return None
-    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, job.channel), None, None
+    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, setup.channel), None, None
     if slot_bytes:
         piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, slot_bytes)
     if settings.fast_path:
-        agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(job.comm, topology, piggyback),
-                                          job.remote_ranks)
+        agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
+                                          setup.remote_ranks)
     cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s)
-    data = HierarchicalData(memory, chunk, job.mpi, cross_comm(job.comm, topology), min(topology.local_sizes),
+    data = HierarchicalData(memory, chunk, setup.mpi, cross_comm(setup.comm, topology), min(topology.local_sizes),
                             cross_wait, piggyback)
     return data, channel, agreement
 
 
-def _build_for_single_rank_hosts(job: _Job) -> _Parts:
+def _build_for_single_rank_hosts(setup: _Setup) -> _Parts:
     """Each host has one rank: arrays go over MPI, and the fast path runs between hosts. Collective."""
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.leader_exchange import leader_exchange
-    private = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, job.topology.local_ranks)
-    agreement = HierarchicalAgreement(private, job.channel.wake_rank, leader_exchange(job.comm, job.topology, None),
-                                      job.remote_ranks)
-    return job.mpi, job.channel, agreement
+    private = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, setup.topology.local_ranks)
+    leaders = leader_exchange(setup.comm, setup.topology, None)
+    agreement = HierarchicalAgreement(private, setup.channel.wake_rank, leaders, setup.remote_ranks)
+    return setup.mpi, setup.channel, agreement
 
 
 def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreement: AgreementRound | None) -> None:
@@ -178,7 +181,7 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
                "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
 
 
-def _connect_host(comm: Any, topology: Topology) -> tuple[HostLink, UnixSocketChannel]:
+def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
     Raises:
@@ -206,13 +209,13 @@ def _connect_host(comm: Any, topology: Topology) -> tuple[HostLink, UnixSocketCh
     return link, channel
 
 
-def _shared_memory(job: _Job, data_bytes: int) -> HostMemory | None:
+def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
 
     Raises:
         MpistratError: On all ranks, if any rank cannot and MPISTRAT_CPU_OPERATIONS=shared_memory.
     """
-    topology, settings = job.topology, job.settings
+    topology, settings = setup.topology, setup.settings
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
     is_extended = settings.limit_s and len(topology.hosts) > 1
     limit_s = settings.limit_s + _EXTRA_WAIT_S if is_extended else settings.limit_s
@@ -223,17 +226,17 @@ def _shared_memory(job: _Job, data_bytes: int) -> HostMemory | None:
         problem = ""
         if is_due and not problems:
             try:
-                with contextlib.closing(job.link.share()) as file:
+                with contextlib.closing(setup.link.share()) as file:
                     memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology)
             except OSError as error:
                 problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
                            f"{error}")
-        problems |= {rank: text for rank, text in enumerate(job.comm.allgather(problem)) if text}
+        problems |= {rank: text for rank, text in enumerate(setup.comm.allgather(problem)) if text}
     if not problems:
         return memory
     text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
     if topology.rank == 0:
-        logger.warning("%s. MPI is used instead, which is slower.", text)
+        logger.warning("rank 0: %s. MPI is used instead, which is slower.", text)
     return None

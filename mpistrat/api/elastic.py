@@ -8,7 +8,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import ops, runtime
 from .elastic_sampler import ElasticSampler
@@ -37,6 +37,11 @@ class ObjectState:
         self._saved_samplers: list[tuple[ElasticSampler, dict[str, Any]]] = []
         self._set(kwargs)
         self.save()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: object) -> None: ...
 
     def save(self) -> None:
         """Keep a copy of the state in memory. Local."""

@@ -10,12 +10,13 @@ import builtins
 import sys
 import threading
 from collections.abc import Callable
+from types import GetSetDescriptorType
 from typing import Any, NoReturn
 
-_base_code: Any = builtins.SystemExit.__dict__["code"]
+_base_code: GetSetDescriptorType = builtins.SystemExit.__dict__["code"]
 _previous: Callable[..., NoReturn] = sys.exit
 _is_noted = False
-_final: Any = None  # the status that Python has read
+_final: object = None  # the status that Python has read
 
 
 class SystemExit(builtins.SystemExit):
@@ -31,14 +32,14 @@ class SystemExit(builtins.SystemExit):
         return status
 
     @code.setter
-    def code(self, value: Any) -> None:
+    def code(self, value: object) -> None:
         _base_code.__set__(self, value)
 
-    def __reduce__(self) -> tuple[type[builtins.SystemExit], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[builtins.SystemExit], tuple[object, ...]]:
         return builtins.SystemExit, self.args
 
 
-def exit(status: Any = None, /) -> NoReturn:
+def exit(status: object = None, /) -> NoReturn:
     """Exit the interpreter by raising SystemExit(status). In the place of sys.exit after `note`."""
     # Python ignores a SystemExit of another thread if it is of the base class itself.
     if threading.current_thread() is not threading.main_thread():

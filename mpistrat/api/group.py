@@ -5,7 +5,7 @@ their own, from 0. Groups share nothing but the processes. So two sets that over
 order, and sets without a common rank do not wait for each other.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from ..engine.parked import ThreadScan
 from ..gpu.executor import GpuExecutor
 from .backends import Backends
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 
 class Group:
     """One rank's part in a group. Constructing it starts the engine.
@@ -27,7 +30,7 @@ class Group:
         settings: The same on all ranks.
         topology: The ranks of the group, and their hosts.
         backends: Of these ranks.
-        comm: An mpi4py communicator of these ranks; None for one rank.
+        comm: These ranks; None for one rank.
         scan: Looks at the threads of this process, for all groups that it is in.
 
     Attributes:
@@ -35,7 +38,7 @@ class Group:
         engine: Executes the collectives of the group.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: Any,
+    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
                  scan: ThreadScan):
         self.topology, self.comm, self.scan = topology, comm, scan
         self._backends = backends

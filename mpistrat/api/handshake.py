@@ -13,11 +13,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import SettingsError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class RankInfo:
     script: str
 
 
-def exchange_info(mpi: ModuleType, comm: Any) -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order. Collective over the mpi4py communicator `comm`."""
+def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
+    """Return the RankInfo of every rank, in rank order. Collective over `comm`."""
     shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
     memory_group = shared.bcast(comm.Get_rank())
     shared.Free()

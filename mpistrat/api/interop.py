@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
     """
 
     array: np.ndarray | GpuInput
-    restore: Callable[[Any], Any]
+    restore: Callable[[Any], object]
 
     @property
     def device(self) -> str:
@@ -95,20 +95,21 @@ class AnyLibrary:
 
     gpu_problem = ""
 
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: TensorLike) -> np.ndarray:
         """Return the contents, without a copy where that is possible."""
-        return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value)
+        # numpy's type of the argument also asks for the optional arguments of __dlpack__, which numpy can do without.
+        return np.from_dlpack(cast("Any", value)) if hasattr(value, "__dlpack__") else np.asarray(value)
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> object:
         """Return a CPU result for the caller, over the same memory where that is possible."""
         return array
 
-    def on_gpu(self, value: Any, device: "Device") -> Imported:
+    def on_gpu(self, value: TensorLike, device: "Device") -> Imported:
         """Import a tensor on a GPU. The host does not wait."""
         array, stream = device.imported(value)
         return Imported(device.seen(array), stream, _in_cupys_memory(device, array.dtype))
 
-    def from_gpu(self, result: GpuArray) -> Any:
+    def from_gpu(self, result: GpuArray) -> object:
         """Return a GPU result for the caller."""
         return result.owner
 
@@ -116,14 +117,14 @@ class AnyLibrary:
 class Numpy(AnyLibrary):
     """numpy arrays and scalars."""
 
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: TensorLike) -> np.ndarray:
         return np.asarray(value)
 
 
 class Cupy(AnyLibrary):
     """cupy arrays. Results are allocated in the order of the stream that is cupy's current one at the call."""
 
-    def on_gpu(self, value: Any, device: "Device") -> Imported:
+    def on_gpu(self, value: TensorLike, device: "Device") -> Imported:
         array = device.contiguous(value)
         return Imported(device.seen(array), device.current_stream(), _in_cupys_memory(device, array.dtype))
 
@@ -140,7 +141,7 @@ class Torch(AnyLibrary):
             raise MissingDependencyError(f"bfloat16 in numpy needs ml_dtypes ({pip('ml_dtypes')}).") from error
         return np.from_dlpack(value.view(_module("torch").int16)).view(bfloat16)
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> object:
         torch = _module("torch")
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -164,13 +165,13 @@ class Torch(AnyLibrary):
 class Jax(AnyLibrary):
     """jax arrays. They are read-only, so a GPU result is allocated by cupy, and jax imports it through DLPack."""
 
-    def to_numpy(self, value: Any) -> np.ndarray:
+    def to_numpy(self, value: TensorLike) -> np.ndarray:
         return np.asarray(value)
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> object:
         return _module("jax").numpy.asarray(array)
 
-    def from_gpu(self, result: GpuArray) -> Any:
+    def from_gpu(self, result: GpuArray) -> object:
         return _module("jax").dlpack.from_dlpack(result.owner)
 
 

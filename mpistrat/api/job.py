@@ -1,8 +1,12 @@
-"""Runtime: what exists from init() to shutdown(). runtime.py makes and closes it."""
+"""Runtime: what exists from init() to shutdown(): the settings, the group of all ranks, and the process sets.
+
+runtime.py makes and closes it, and gives it to the other modules. Any thread may read it; one thread at a time closes
+it.
+"""
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequestError, ShutdownError, StallError
 from ..core.request import Request
@@ -14,6 +18,9 @@ from ..transport.mpi import library
 from . import abort
 from .group import Group
 from .registry import Registry
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +45,8 @@ class Runtime:
         return self.world.topology
 
     @property
-    def comm(self) -> Any:
-        """An mpi4py communicator of all ranks; None for one rank without MPI."""
+    def comm(self) -> "MPI.Intracomm | None":
+        """All ranks; None for one rank without MPI."""
         return self.world.comm
 
     @property
@@ -83,7 +90,7 @@ class Runtime:
         errors = [group.error for group in groups if group.error is not None]
         error = errors[0] if errors else None
         is_well = all(isinstance(each, StallError) for each in errors)
-        if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks():
+        if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks(self.comm):
             return
         if self.comm is not None and isinstance(error, ShutdownError) and not had_ended:
             abort.end_job_for_sys_exit(str(error))  # The other ranks wait for this one, which has left.
@@ -102,10 +109,10 @@ class Runtime:
         """
         self._in_cluster = True
 
-    def _wait_for_all_ranks(self) -> bool:
+    def _wait_for_all_ranks(self, comm: "MPI.Comm") -> bool:
         """Wait until all ranks have called `close`. Returns False if they have not within the stall limit."""
         limit_s = self.settings.limit_s
-        if library.wait_for_all(self.comm, limit_s):
+        if library.wait_for_all(comm, limit_s):
             return True
         from ..transport.mpi.peer_wait import never_free
         never_free(self)  # MPI still has requests that use its memory.
@@ -131,8 +138,7 @@ class Runtime:
         return [group for _, group in sorted(self.registry.groups.items())]
 
     def _report_waiting(self, waited_s: float) -> None:
-        logger.info("rank %d has shut down and has waited %.0f s for the other ranks to do so", self.topology.rank,
-                    waited_s)
+        log_step(self.topology.rank, "has shut down, and has waited %.0f s for the other ranks to do so", waited_s)
 
 
 def log_step(rank: int, message: str, *values: object) -> None:

@@ -1,7 +1,7 @@
-"""Refuse init() in a process that a rank started and that would take the rank's place in the job.
+"""Refuse init() in a child process of a rank, which MPI would mistake for the rank.
 
-A child process inherits the rank's environment, so the MPI library would take it for the rank. This happens by mistake
-with multiprocessing's "spawn" start method, which imports the script again in a new process.
+A child process inherits the rank's environment, and with it the rank's identity in the job. A child calls
+init() by mistake with multiprocessing's "spawn" start method, which imports the script again in a new process.
 """
 
 import os

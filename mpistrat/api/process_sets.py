@@ -5,7 +5,7 @@ Each member then has a Group for the set, with its own engine. The methods here 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -13,13 +13,16 @@ from ..core.errors import InvalidRequestError, NotInitializedError
 from ..core.topology import rank_list
 from .group import Group
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
 _UNKNOWN = "Process set does not exist or has not been registered."  # Horovod's words
 
 
 def _checked(ranks: object) -> tuple[int, ...]:
     """The ranks, ascending. Raises InvalidRequestError unless they are different whole numbers."""
-    values: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [ranks]
+    values: list = list(ranks) if isinstance(ranks, Iterable) else [ranks]
     if not all(isinstance(rank, int | np.integer) and not isinstance(rank, bool) and rank >= 0 for rank in values) \
             or len(set(values)) < len(values):
         raise InvalidRequestError("a process set is made from different ranks, or from an mpi4py communicator. "
@@ -42,13 +45,13 @@ class ProcessSet:
         ValueError: `ranks_or_comm` is not a list of different whole numbers.
     """
 
-    def __init__(self, ranks_or_comm: Any):
+    def __init__(self, ranks_or_comm: "Iterable[int] | int | MPI.Comm"):
         self.process_set_id: int | None = None
-        self.mpi_comm: Any = None
+        self.mpi_comm: MPI.Comm | None = None
         self._ranks: tuple[int, ...] | None = None
         self._group: Group | None = None  # of members only
         if hasattr(ranks_or_comm, "Get_group"):
-            self.mpi_comm = ranks_or_comm
+            self.mpi_comm = cast("MPI.Comm", ranks_or_comm)
         else:
             self._ranks = _checked(ranks_or_comm)
 

@@ -2,11 +2,11 @@
 
 All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks. Before
 anything changes, the ranks exchange what they want to do. So an error is an error on all ranks, and changes nothing.
+init(), add_process_set() and remove_process_set() call it, on the caller's thread; `add` and `remove` are collective.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.settings import Settings
@@ -111,9 +111,9 @@ class Registry:
         for process_set in self._sets.values():
             process_set.bind(0 if process_set is global_process_set else None)
 
-    def _require_all(self, said: Sequence[Any]) -> None:
-        """Raise an error if the ranks that have joined have not said anything."""
-        if len(said) < self._world.topology.size:
+    def _require_all(self, received: Sequence[object]) -> None:
+        """Raise an error if items are missing from the received ones: ranks that wait in join() send none."""
+        if len(received) < self._world.topology.size:
             raise InvalidRequestError("process sets cannot change while some ranks wait in join().")
 
     def _ranks_of(self, process_set: ProcessSet) -> Ranks:
@@ -146,7 +146,8 @@ class Registry:
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
             return Group(self._settings, topology, backends_alone(), None, self._world.scan)
-        comm: Any = world.Create_group(world.Get_group().Incl(ranks), number)
+        assert world is not None  # Several ranks have been connected over MPI.
+        comm = world.Create_group(world.Get_group().Incl(ranks), number)
         backends = backends_over(comm, topology, self._settings)
         return Group(self._settings, topology, backends, comm, self._world.scan)
 

@@ -1,8 +1,9 @@
-"""How a rank that fails says why: on stderr, for a reader or for `mpistrat run`.
+"""The report of a rank that fails: the rank prints it to stderr (`announce`), `mpistrat run` reads it (ReportReader).
 
 Under `mpistrat run` a rank prints a report in place of the traceback: marked lines, each with the rank, so that the
-lines of several ranks may mix. `mpistrat run` collects them, and prints one summary after the job has ended. The lines
-can be read as they are, too, where they go elsewhere.
+lines of several ranks may mix. `mpistrat run` collects them, and prints one summary after the job has ended. If stderr
+goes elsewhere, the lines can be read as they are. Without `mpistrat run` a rank prints one sentence beside the
+traceback. api/abort.py calls `announce`, on the thread of the exception.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..core import forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
@@ -29,8 +29,10 @@ from .launcher_watch import LauncherWatch, launcher_here
 from .own_place import require_own_place
 from .process_sets import NOT_INITIALIZED, ProcessSet
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
+logger = logging.getLogger(__name__)
 
 _runtime: Runtime | None = None
 _watch: LauncherWatch | None = None
@@ -65,7 +67,8 @@ def is_initialized() -> bool:
     return _runtime is not None
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(comm: "MPI.Comm | Iterable[int] | None" = None,
+         process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
     Without a launcher in the environment the job has one rank, and no MPI library is loaded.
@@ -91,7 +94,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         runtime.registry.add(known)
 
 
-def _connect(comm: Any) -> Runtime:
+def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
     """Return the Runtime, after connecting to the other ranks if there is none. Collective then."""
     global _runtime
     with _lock:
@@ -178,7 +181,7 @@ def _init_alone() -> Runtime:
     return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None, ThreadScan()))
 
 
-def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
+def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
     """Start a job over MPI. Collective."""
     mpi = library.load_mpi()
     # From here on the other ranks wait for this one, so an error on this rank must end the job.

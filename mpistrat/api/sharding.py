@@ -4,8 +4,8 @@ The libraries of the arrays are not imported here: a caller that passes an array
 """
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, Protocol, SupportsInt, TypeGuard, cast
 
 import numpy as np
 
@@ -17,7 +17,37 @@ UNEVEN = ("drop", "pad")
 _INFINITE, _UNKNOWN = -1, -2
 
 
-def shard(*data: Any, uneven: str = "drop") -> Any:
+class _Rows(Protocol):
+    """What has rows: an array, a tensor, a list, an object of pandas. `rows` is a slice, or numbers of rows."""
+
+    def __getitem__(self, rows: Any, /) -> Any: ...
+
+
+class _Dataset(Protocol):
+    """The methods of a tf.data.Dataset that this module calls."""
+
+    element_spec: object
+
+    def cardinality(self) -> SupportsInt: ...
+
+    def shard(self, num_shards: int, index: int) -> "_Dataset": ...
+
+    def take(self, count: int) -> "_Dataset": ...
+
+    def skip(self, count: int) -> "_Dataset": ...
+
+    def repeat(self) -> "_Dataset": ...
+
+    def concatenate(self, dataset: "_Dataset") -> "_Dataset": ...
+
+    def zip(self, datasets: object) -> "_Dataset": ...
+
+    def window(self, size: int, *, drop_remainder: bool) -> "_Dataset": ...
+
+    def flat_map(self, map_func: Callable[..., "_Dataset"]) -> "_Dataset": ...
+
+
+def shard(*data: object, uneven: str = "drop") -> Any:
     """Return this rank's rows of `data`, the same number on every rank, so that all ranks take as many steps.
 
         x, y = hvd.shard(x, y)
@@ -59,16 +89,18 @@ def _title(number: int) -> str:
     return f"argument {number + 1} of shard()"
 
 
-def _part(data: Any, rank: int, size: int, uneven: str, title: str) -> Any:
+def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object:
     if isinstance(data, Mapping):
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
-    return _elements(data, rank, size, uneven) if _is_dataset(data) else _rows(data, rank, size, uneven, title)
+    if _is_dataset(data):
+        return _elements(data, rank, size, uneven)
+    return _rows(cast("_Rows", data), rank, size, uneven, title)
 
 
 # -- the number of rows -----------------------------------------------------------------------------------------------
 
 
-def _check_counts(data: tuple[Any, ...], size: int) -> None:
+def _check_counts(data: tuple[object, ...], size: int) -> None:
     """Raise InvalidRequestError unless all arrays have the same number of rows, and at least one for each rank."""
     counts: dict[str, int] = {}
     for number, argument in enumerate(data):
@@ -88,7 +120,7 @@ def _check_counts(data: tuple[Any, ...], size: int) -> None:
                                   "at least one.")
 
 
-def _count(data: Any, title: str) -> int:
+def _count(data: object, title: str) -> int:
     """The number of rows; _INFINITE or _UNKNOWN for some datasets."""
     if _is_dataset(data):
         return int(data.cardinality())
@@ -100,7 +132,7 @@ def _count(data: Any, title: str) -> int:
                                   "files.")
     try:
         shape = getattr(data, "shape", None)
-        return int(len(data) if shape is None else shape[0])
+        return int(len(cast("Sized", data)) if shape is None else shape[0])
     except (TypeError, ValueError, IndexError) as error:
         raise InvalidRequestError(f"{title} ({type(data).__name__}) has no known number of rows: {error}. shard() "
                                   "takes arrays that can be sliced, and tf.data.Dataset.") from error
@@ -109,7 +141,7 @@ def _count(data: Any, title: str) -> int:
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(array: Any, rank: int, size: int, uneven: str, title: str) -> Any:
+def _rows(array: _Rows, rank: int, size: int, uneven: str, title: str) -> object:
     count = _count(array, title)
     own = range(rank, count if uneven == "pad" else count // size * size, size)
     wanted = -(-count // size) if uneven == "pad" else len(own)
@@ -126,7 +158,7 @@ def _rows(array: Any, rank: int, size: int, uneven: str, title: str) -> Any:
     return part
 
 
-def _take(array: Any, part: Any, rows: list[int]) -> Any:
+def _take(array: _Rows, part: object, rows: list[int]) -> object:
     """The rows with these numbers, of the same type as `part`, which has all of them but the last."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
@@ -143,11 +175,11 @@ def _take(array: Any, part: Any, rows: list[int]) -> Any:
 # -- datasets of TensorFlow -------------------------------------------------------------------------------------------
 
 
-def _is_dataset(data: Any) -> bool:
+def _is_dataset(data: object) -> TypeGuard[_Dataset]:
     return all(hasattr(data, name) for name in ("element_spec", "cardinality", "shard", "window"))
 
 
-def _elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
+def _elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
     count = int(dataset.cardinality())
     if size == 1 or count == _INFINITE:
         return dataset.shard(size, rank)
@@ -158,7 +190,7 @@ def _elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
     return dataset.take(count // size * size).shard(size, rank)
 
 
-def _grouped_elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
+def _grouped_elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
     """This rank's elements of a dataset whose number of elements is not known. The dataset is read once.
 
     Each group of `size` elements is a window, and each rank takes one element of it. A window takes elements of any
@@ -170,7 +202,7 @@ def _grouped_elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
             "shard() cannot group the elements of a dataset that contain None if their number is not known. Leave the "
             f"None out, or use dataset.apply(tf.data.experimental.assert_cardinality(n)). Received: {dataset}")
 
-    def of_window(*window: Any) -> Any:
+    def of_window(*window: object) -> _Dataset:
         # flat_map passes the components of a tuple as arguments. A window of nested elements is a nest of datasets.
         elements = dataset.zip(window if type(dataset.element_spec) is tuple else window[0])
         if uneven == "pad":

@@ -149,11 +149,16 @@ def read_hosts(options: argparse.Namespace) -> HostList | None:
     return read_hostfile(options.hostfile) if options.hostfile is not None else None
 
 
-def _ranks(text: str) -> int:
+def positive_int(text: str, problem: str) -> int:
+    """Return the whole number from 1 on that `text` is. Raises ArgumentTypeError with `problem` if it is none."""
     try:
-        ranks = int(text)
+        number = int(text)
     except ValueError:
-        ranks = 0
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; write for example: -np 2")
-    return ranks
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(problem)
+    return number
+
+
+def _ranks(text: str) -> int:
+    return positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")

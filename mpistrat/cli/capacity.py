@@ -2,6 +2,7 @@
 
 from ..core.errors import LaunchError
 from .mpirun import Job, Machine, is_local
+from .text import counted
 
 MANY_PER_SLOT = 4
 MOST_PER_SLOT = 100
@@ -17,7 +18,7 @@ def check_count(job: Job, machine: Machine, is_forced: bool) -> str:
         LaunchError: There are more than MOST_PER_SLOT ranks for each, and `is_forced` is False.
     """
     if is_local(job, machine):
-        slots, found = machine.cores, f"{machine.cores} core{'s' * (machine.cores > 1)} of this host"
+        slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
     elif job.hosts is not None and job.hosts.slots is not None:
         slots, found = job.hosts.slots, f"{job.hosts.slots} slots of the hosts"
     else:

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..core.tuning import STDERR_READ_BYTES
 from .output import Output
 
-_CHUNK = 2**16
 _STDERR = 2
 # Processes that a job has left may keep the pipe open. It counts as ended when it is quiet for so long, or after as
 # many bytes as a pipe can hold.
@@ -68,8 +68,8 @@ class Forwarder:
         while left > 0:
             ready = {descriptor for descriptor, _ in poll.poll(self._timeout_ms())}
             if self._wake_in in ready:
-                os.read(self._wake_in, _CHUNK)
-            data = os.read(self._source, _CHUNK) if self._source in ready else None
+                os.read(self._wake_in, STDERR_READ_BYTES)
+            data = os.read(self._source, STDERR_READ_BYTES) if self._source in ready else None
             now = self._clock()
             self._write((self._output.feed(data, now) if data else b"") + self._output.due(now))
             self._write_said()

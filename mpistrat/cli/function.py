@@ -7,10 +7,8 @@ A process of its own supervises mpirun, because that handles signals in ways tha
 other threads, and may not be on the main thread.
 """
 
-import ctypes
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,22 +23,22 @@ from ..api.pickling import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip
+from ..core.tuning import RUN_START_POLL_S
 from . import horovodrun
 from .arguments import mpirun_options
 from .hostfile import parse_list, read_hostfile
 from .mpirun import Job, LaunchCommand, compose, find_mpirun, identify, this_machine
+from .parent_end import parent_guard
 from .supervisor import supervise
 
 CALL, STARTED = "call", "started"  # files in the directory
 _RANK_MODULE = "mpistrat.cli.function_rank"
-_POLL_S = 0.05
 _END_S = 60.0  # The supervisor kills mpirun and what it leaves within about 40 s.
-_PR_SET_PDEATHSIG = 1
 Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What one rank has done.
 
     Attributes:
@@ -59,7 +57,7 @@ class Outcome:
 
 
 def file_of(rank: int) -> str:
-    """The name of the file with a rank's Outcome."""
+    """The name of the file with a rank's RankResult."""
     return f"rank.{rank}"
 
 
@@ -140,7 +138,7 @@ def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, s
             if time.monotonic() >= until:
                 raise RunError(f"the ranks have not started within {start_timeout_s:g} s. Can this host reach the "
                                "others by ssh, and they each other? start_timeout is the limit, in seconds.")
-            time.sleep(_POLL_S)
+            time.sleep(RUN_START_POLL_S)
         return process.wait()
     finally:
         if process.poll() is None:  # KeyboardInterrupt, or the time is up
@@ -154,7 +152,7 @@ def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, s
 
 def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     """The results of all ranks. Raises RunError if a rank has none."""
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, RankResult] = {}
     for rank in range(ranks):
         path = directory / file_of(rank)
         if path.exists():
@@ -173,7 +171,7 @@ def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     return [_loaded(rank, outcomes[rank]) for rank in range(ranks)]
 
 
-def _loaded(rank: int, outcome: Outcome) -> Any:
+def _loaded(rank: int, outcome: RankResult) -> Any:
     assert outcome.result is not None
     try:
         return pickle.loads(outcome.result)
@@ -182,7 +180,7 @@ def _loaded(rank: int, outcome: Outcome) -> Any:
                        "arrays.") from error
 
 
-def _exception(outcome: Outcome) -> BaseException | None:
+def _exception(outcome: RankResult) -> BaseException | None:
     """The exception itself, as the cause; None if it cannot be unpickled here. Its traceback is in the text."""
     try:
         found = pickle.loads(outcome.exception) if outcome.exception is not None else None
@@ -193,9 +191,8 @@ def _exception(outcome: Outcome) -> BaseException | None:
 
 def _supervise(parent: int, argv: Sequence[str]) -> int:
     """Supervise mpirun in this process, which ends the job when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        return 1  # The parent ended before prctl took effect.
+    if not parent_guard(parent)():
+        return 1
     try:
         return supervise(LaunchCommand(tuple(argv)), os.environ)
     except LaunchError as error:

@@ -16,7 +16,7 @@ from typing import Any
 from ..api import ops, runtime
 from ..api.pickling import dumps
 from ..core.errors import CollectiveError, LaunchError, MpistratError
-from .function import CALL, STARTED, Outcome, file_of, write
+from .function import CALL, STARTED, RankResult, file_of, write
 
 
 def main(directory: Path, output: Path | None) -> None:
@@ -49,12 +49,12 @@ def main(directory: Path, output: Path | None) -> None:
                 write(directory / file_of(other), pickle.dumps(found))
 
 
-def _outcome(call: bytes, path: Path | None) -> Outcome:
+def _outcome(call: bytes, path: Path | None) -> RankResult:
     """Call the function, and write what it has done to `path`. An exception is raised again after that."""
     try:
         function: Callable[..., Any]
         function, args, kwargs = pickle.loads(call)
-        outcome = Outcome(_result(function(*args, **kwargs)), host=platform.node())
+        outcome = RankResult(_result(function(*args, **kwargs)), host=platform.node())
     except BaseException as error:
         if path is not None:
             write(path, pickle.dumps(_failure(error)))
@@ -74,7 +74,7 @@ def _result(result: object) -> bytes:
                         f"arrays. Received: {type(result)}") from error
 
 
-def _failure(error: BaseException) -> Outcome:
+def _failure(error: BaseException) -> RankResult:
     try:
         exception = dumps(error)
     except Exception:
@@ -83,7 +83,7 @@ def _failure(error: BaseException) -> Outcome:
     # TensorFlow puts an error that was raised in a graph into the text of its own exception.
     is_consequence = isinstance(error, CollectiveError) or (
         not isinstance(error, MpistratError) and CollectiveError.__module__ in text)
-    return Outcome(error=text, exception=exception, is_consequence=is_consequence,
+    return RankResult(error=text, exception=exception, is_consequence=is_consequence,
                    host=platform.node())
 
 

@@ -8,8 +8,9 @@ exception.
 import re
 from collections.abc import Iterable
 
-HOLD_S = 2.0  # An error waits so long for the report of the rank, which says the same.
-HEADING_S = 0.1  # The first line of a stack waits so long for the second.
+# An error is held back for so long. It is not shown if the rank's report, which has the same message, arrives by then.
+HOLD_S = 2.0
+HEADING_S = 0.1  # The first line of a stack is held back for so long, until the second line shows whose stack it is.
 _MOST_KEYS = 10_000
 
 # "2024-01-31 09:30:00.123456: I tensorflow/core/util/port.cc:153] text" and "I0000 00:00:1706.123456  4711 port.cc:153]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ..api.error_text import OWN_ERRORS
 from ..api.report import Report
+from ..core.topology import runs_of
 from .banners import Ending, Words
 from .hostfile import HYDRA
 
@@ -34,7 +35,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         can_show_more: Whether --traceback would show more.
     """
     if code == 0:
-        # A job inside the job has failed, and a rank has made the best of it.
+        # The reports are those of another job, which a rank has started, and whose failure it has handled.
         return b"".join(each.text for each in words), _lines_of(_groups(reports))
     groups = _groups(_causes(reports))
     end = f"the job has ended with exit code {code}"
@@ -102,13 +103,7 @@ def _who(reports: Sequence[Report]) -> str:
     """Ranks and hosts: "rank 1 on node1", "ranks 0-3, 5 on node1, node2"."""
     ranks = sorted({report.rank for report in reports})
     hosts = sorted({report.host for report in reports})
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    numbers = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs_of(ranks))
     places = ", ".join(hosts) if len(hosts) <= _MOST_HOSTS else f"{len(hosts)} hosts"
     return f"rank{'s' * (len(ranks) > 1)} {numbers} on {places}"
 

@@ -12,7 +12,6 @@ from each other, and it may be killed before it can end its ranks. So `supervise
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import secrets
@@ -28,15 +27,15 @@ from ..api.launch_env import RUN_NAME, RUN_REPORTS
 from ..api.launcher_watch import ABORTED
 from ..api.report import SUMMARY
 from ..core.errors import LaunchError
+from ..core.tuning import SUPERVISOR_POLL_S
 from .forward import Forwarder
 from .mpirun import LaunchCommand
 from .output import Output
+from .parent_end import parent_guard
 from .summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
-_POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class _Run:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
         self._forwarder.end(lambda: self._summary(code, dialect))
         # A reader of stderr that does not read may keep the thread.
-        while not self._forwarder.join(_POLL_S) and not self._termination.is_urgent:
+        while not self._forwarder.join(SUPERVISOR_POLL_S) and not self._termination.is_urgent:
             self._next_signal(0.0)
 
     def _summary(self, code: int, dialect: str) -> bytes:
@@ -222,7 +221,7 @@ class _Run:
                     with contextlib.suppress(OSError):  # It has just ended.
                         os.kill(process.pid, signal.SIGKILL)
                 return
-            self._next_signal(_POLL_S)
+            self._next_signal(SUPERVISOR_POLL_S)
 
     def _say(self, text: str) -> None:
         self._forwarder.say(f"mpistrat run: {text}")
@@ -238,11 +237,10 @@ def processes_of_run(name: str) -> list[processes.Process]:
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:
     """Return the function that runs in the new process before it becomes mpirun."""
-    set_option = ctypes.CDLL(None).prctl
+    guard = parent_guard(parent)
 
     def prepare() -> None:
-        set_option(_PR_SET_PDEATHSIG, signal.SIGTERM)  # sent to mpirun if this process is killed
-        if os.getppid() != parent:
-            os._exit(1)  # This process was killed before prctl took effect.
+        if not guard():  # mpirun gets SIGTERM if this process is killed.
+            os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return prepare

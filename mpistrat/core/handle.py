@@ -144,6 +144,6 @@ class Entry:
     """
 
     request: Request
-    arrays: Sequence[Any]
+    arrays: Sequence[Array]
     handle: Handle
     is_awaited: bool = False

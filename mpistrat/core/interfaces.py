@@ -7,20 +7,22 @@ says otherwise: the engine calls it on all ranks in the same order, with argumen
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from .arithmetic import Reduction
 from .errors import EngineError
 from .handle import Entry
+from .protocols import Array
 
 
 class Prepared:
     """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce.
 
     Attributes:
-        is_packed: The other ranks can read what they need of this rank, once they know that they can.
+        is_packed: This rank's part is in memory that the other ranks can read. They read it without waiting for this
+            rank if they know that (`all_packed` in DataPlane.finish).
     """
 
     __slots__ = ("is_packed", "reduction", "sources", "targets")
@@ -128,7 +130,7 @@ class DeviceExecutor:
         """
         raise NotImplementedError("there is no device to execute on")
 
-    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Any]:
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
         """Copies of arrays on the device, as what an Entry has.
 
         Raises:

@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from .tuning import IDLE_RESULT_ROUNDS, SPARE_RESULT_BYTES
+from .tuning import IDLE_RESULT_ROUNDS, RESULT_SIZE_STEPS, SPARE_RESULT_BYTES
 
 ALIGNMENT = 64
 IDLE_REFERENCES = 2  # to the memory of a free block: its owner, and the argument of getrefcount
@@ -122,7 +122,7 @@ class ResultPool:
 
 def block_size(nbytes: int) -> int:
     """The size of the block for a result of `nbytes`: a multiple of 64, at most an eighth larger."""
-    return rounded_up(nbytes, max(ALIGNMENT, 2 ** (nbytes.bit_length() - 4)) if nbytes else ALIGNMENT)
+    return rounded_up(nbytes, max(ALIGNMENT, (1 << nbytes.bit_length()) // (2 * RESULT_SIZE_STEPS)))
 
 
 class FusionBuffer:

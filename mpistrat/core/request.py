@@ -123,9 +123,9 @@ class Request:
             raise ValueError("a root that is no rank")
         if device not in (DEVICE_CPU, DEVICE_GPU):
             raise ValueError("an unknown device")
-        if layout and not (is_tuple_of(tuple, layout) and all(are_in(COUNTS, places) for places in layout)):
+        if layout and not (is_tuple_of(layout, tuple) and all(are_in(COUNTS, places) for places in layout)):
             raise ValueError("a wrong layout")
-        if labels and not is_tuple_of(str, labels):
+        if labels and not is_tuple_of(labels, str):
             raise ValueError("labels that are no texts")
         return cls(CollectiveType(kind), name, tuple(map(_spec_from, tensors)), ReduceOp(reduce_op), root_rank,
                    prescale, postscale, device, layout, wire_dtype, labels, in_graph)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .topology import Topology
 
-_LISTED = 6  # hosts that a message lists by name; it gives the number of the others
+MOST_LISTED = 6  # A message lists so many hosts, tensors or groups of ranks, and gives the number of the others.
 _NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
 
 
@@ -63,5 +63,5 @@ def network_cause(topology: Topology, hosts: Sequence[str]) -> str:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    more = f", and {len(texts) - _LISTED} more hosts" if len(texts) > _LISTED else ""
-    return ", ".join(texts[:_LISTED]) + more
+    more = f", and {len(texts) - MOST_LISTED} more hosts" if len(texts) > MOST_LISTED else ""
+    return ", ".join(texts[:MOST_LISTED]) + more

@@ -129,13 +129,18 @@ def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ra
     return "; ".join(form.format(value=value, ranks=rank_list(where)) for value, where in ranks.items())
 
 
-def rank_list(ranks: Iterable[int]) -> str:
-    """`[0, 1, 2]`. Runs of more than three ranks are written as `4-9`, and after 20 items the rest as `...`."""
+def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+    """The ranks as runs of consecutive numbers: `[[0, 1, 2], [7]]`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return runs
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`[0, 1, 2]`. Runs of more than three ranks are written as `4-9`, and after 20 items the rest as `...`."""
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs_of(ranks)]
     return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"

@@ -23,6 +23,10 @@ KEPT_FUSION_PLANS = 1024
 # Not measured: one bound on bytes replaced one on sizes, which kept 1.2 GB of 10 MB results of changing sizes.
 SPARE_RESULT_BYTES = 32 * 2**20
 
+# In how many steps the sizes of result blocks double. Results of nearly equal sizes share blocks.
+# Not measured: a block is at most an eighth larger than its result.
+RESULT_SIZE_STEPS = 8
+
 # Rounds of the engine after which a result block that was not taken is freed.
 # Not measured: fresh memory costs 0.25 ms of page faults per MB, so blocks must outlive several steps.
 IDLE_RESULT_ROUNDS = 64
@@ -33,9 +37,25 @@ IDLE_RESULT_ROUNDS = 64
 # Not measured (no cluster was at hand): 16,384 ranks make 4 levels, and no rank receives more than 16 messages a step.
 FAN_OUT = 16
 
-# Seconds without an outcome after which a rank has its fast-path vote recalled, and negotiates in full.
-# Not measured: under ENGINE_IDLE_POLL_S, so that an idle engine recalls the vote at its second look.
-VOTE_RECALL_S = 0.04
+# Seconds without an outcome after which a rank asks rank 0 to end the vote, so that the ranks negotiate in full.
+# Not measured: under ENGINE_IDLE_POLL_S, so that an idle engine asks at its second look.
+VOTE_TIMEOUT_S = 0.04
+
+# Seconds between two cycles of a rank that has nothing to check, if nothing else happens.
+# Not measured: messages and submissions wake the rank in any case.
+LONGEST_CYCLE_S = 60.0
+
+# How often a rank that waits for others looks whether a warning is due within the time of a warning, and the shortest
+# and the longest time in seconds between two looks.
+# Not measured: a warning comes a quarter of its time late at most, or a second.
+STALL_WARNING_LOOKS = 4
+STALL_SHORTEST_POLL_S = 0.05
+STALL_LONGEST_POLL_S = 1.0
+
+# How often rank 0 looks within the limit on stalls whether it has passed, and the longest time in seconds in between.
+# Not measured: a look at all pending names takes long, and the end may come half a second late.
+STALL_ABORT_LOOKS = 10
+STALL_ABORT_LONGEST_POLL_S = 0.5
 
 # Seconds between two looks at whether an unanswered vote is to be reported.
 # Not measured: reports are due after a minute or more.
@@ -55,11 +75,25 @@ ENGINE_SPIN_S = 300e-6
 # Not measured: 20 looks a second; a rank that waits takes 0.04 % of a core in one host.
 ENGINE_IDLE_POLL_S = 0.05
 
+# Seconds between two looks of a waiting engine at whether its process can still do something (see engine/standstill).
+# Not measured: three looks make a rank blocked, 1 to 1.5 s after its last progress. Each look reads /proc.
+STANDSTILL_POLL_S = 0.5
+
 # -- api --------------------------------------------------------------------------------------------------------------
 
 # Seconds between two looks of a rank at whether its launcher is alive.
 # A look takes 30 us.
 LAUNCHER_POLL_S = 1.0
+
+# -- transport: connections among the ranks of one host ---------------------------------------------------------------
+
+# Bytes of a part of a message over a socket. Longer messages are sent in parts.
+# Not measured: well below the kernel's default limit for a datagram.
+SOCKET_FRAGMENT_BYTES = 32 * 1024
+
+# How many descriptors one message passes to another rank in init().
+# Not measured: below the 253 that the kernel allows.
+DESCRIPTORS_PER_MESSAGE = 128
 
 # -- transport.shm: ranks of one host ---------------------------------------------------------------------------------
 
@@ -259,3 +293,22 @@ COMPLETION_QUEUES_MADE = 16
 # To how many queues one operation can write, in the order to try.
 # 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
 COMPLETION_QUEUES_WRITTEN = (64, 8)
+
+# Seconds between two looks for the file of a data service, and between two looks of its registry at whether to end.
+# Not measured: both take seconds to start, and a network file system sends no notifications.
+DATA_SERVICE_FILE_POLL_S = 0.1
+DATA_SERVICE_END_POLL_S = 0.2
+
+# -- cli --------------------------------------------------------------------------------------------------------------
+
+# Seconds between two looks of `mpistrat run` at mpirun and at what the job has left.
+# Not measured: signals end the wait early; ten looks a second.
+SUPERVISOR_POLL_S = 0.1
+
+# Seconds between two looks of mpistrat.run() at whether the ranks have started.
+# Not measured: starting takes seconds.
+RUN_START_POLL_S = 0.05
+
+# Bytes that `mpistrat run` reads of mpirun's stderr at a time.
+# Not measured: what a pipe holds by default.
+STDERR_READ_BYTES = 2**16

@@ -1,6 +1,6 @@
-"""What a rank that has joined gives to the collectives of the others: tensors that do not change the result. Pure.
+"""Neutral tensors: a rank in join() takes part in the collectives of the others with them. Pure.
 
-negotiation/joined.py describes join().
+They do not change the result. negotiation/joined.py describes join().
 """
 
 import math

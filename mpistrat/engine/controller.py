@@ -87,6 +87,9 @@ class Controller:
         self.joins = 0
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
+        logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
+                     topology.job_ranks[topology.rank], topology.size, self._coordinator.parent,
+                     list(self._coordinator.children), "off" if agreement is None else "on")
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
         """In place of the setting: end when ranks have waited so long for others. The same on all ranks.
@@ -151,7 +154,8 @@ class Controller:
             return True
         now = self.clock()
         has_finished = self.executor.device.poll()
-        # First the messages, then the submissions: a poll takes the wake-up with it that a submission has sent.
+        # Poll before taking submissions: `poll` consumes wake-ups, and a submission is queued before it sends one. The
+        # other way round, a submission between the two calls would lose its wake-up, and the driver could sleep.
         messages = self.control.poll()
         entries = self.queue.take_new()
         self._proposals.take(entries, now, self._may_agree)
@@ -196,9 +200,9 @@ class Controller:
         """Execute what rank 0 has decided, as soon as no vote is open."""
         while self._learned and not self.life.ended.is_set():
             learned = self._learned[0]
-            # Relayed at once, for it ends an open vote; but only when the decisions before it have been executed. A
-            # child that has entered the collective of one reads no further messages, and all that was relayed must
-            # have been sent before this rank enters it.
+            # Relayed before it is executed, since the children must end an open vote first, too. Not relayed before the
+            # earlier decisions have been executed: `_execute` waits until all relayed messages are delivered, and a
+            # child inside the collective of an earlier decision reads no messages.
             self._relay(learned)
             if self._proposals.end_vote(now):
                 self._learned.popleft()

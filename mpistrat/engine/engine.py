@@ -19,11 +19,11 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..core.handle import Entry, Handle
+from ..core.protocols import Array
 from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S
 from .controller import Controller
@@ -53,7 +53,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, arrays: Sequence[Any]) -> Handle:
+    def submit(self, request: Request, arrays: Sequence[Array]) -> Handle:
         """Submit a request. Returns at once.
 
         Args:
@@ -70,7 +70,7 @@ class Engine:
         self._call_background()
         return handle
 
-    def run(self, request: Request, arrays: Sequence[Any], limit_s: float = math.inf) -> Handle:
+    def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does."""
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True)

@@ -5,7 +5,7 @@ Called by the controller, in the thread that drives.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -98,8 +98,8 @@ class Executor:
         self._pool.next_turn()
 
     def absent_entry(self, request: Request) -> Entry:
-        """What this rank, which has joined, takes part with in a collective of the other ranks."""
-        arrays: Sequence[Any] = neutral_arrays(request)
+        """The entry with which this rank, which waits in join(), takes part in a collective of the other ranks."""
+        arrays = neutral_arrays(request)
         return Entry(request, arrays if request.device != DEVICE_GPU else self.device.uploaded(arrays),
                      Handle(request.name))
 
@@ -146,8 +146,8 @@ class Executor:
         """Take the memory for all results first: a rank without memory then fails before others wait for it."""
         jobs = []
         for bucket in buckets:
-            sources = (entries[bucket.whole].arrays if bucket.whole is not None else
-                       [entries[place].arrays[i] for place, i in bucket.members])
+            sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
+                           [entries[place].arrays[i] for place, i in bucket.members])
             jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
         return jobs
 
@@ -197,7 +197,7 @@ class Executor:
             entry.handle.complete(results)
 
     def _allgather(self, entry: Entry) -> list[np.ndarray]:
-        arrays = entry.arrays
+        arrays = _arrays(entry)
         # The numbers of rows are gathered here and not negotiated, so that a step with other row counts is still a
         # step seen before.
         own = np.array([array.shape[0] for array in arrays], np.int64)
@@ -212,7 +212,7 @@ class Executor:
         return results
 
     def _alltoall(self, entry: Entry) -> list[np.ndarray]:
-        array, splits = entry.arrays
+        array, splits = _arrays(entry)
         # As for an allgather, the numbers of rows are exchanged here.
         own = np.array([array.shape[0], *splits], np.int64)
         table = np.empty((self._size, own.size), np.int64)
@@ -225,7 +225,7 @@ class Executor:
 
     def _reducescatter(self, entry: Entry) -> list[np.ndarray]:
         results = []
-        for array in entry.arrays:
+        for array in _arrays(entry):
             rows = rows_of_ranks(array.shape[0], self._size)
             elements = row_size(array.shape)
             result = self._pool.take((rows[self._rank], *array.shape[1:]), array.dtype)
@@ -235,7 +235,12 @@ class Executor:
         return results
 
     def _adasum(self, entry: Entry) -> list[np.ndarray]:
-        results = [self._pool.take(array.shape, array.dtype) for array in entry.arrays]
-        adasum(self._data, self._rank, self._size, entry.arrays, results, entry.request.prescale,
-               entry.request.postscale)
+        arrays = _arrays(entry)
+        results = [self._pool.take(array.shape, array.dtype) for array in arrays]
+        adasum(self._data, self._rank, self._size, arrays, results, entry.request.prescale, entry.request.postscale)
         return results
+
+
+def _arrays(entry: Entry) -> Sequence[np.ndarray]:
+    """The arrays of an entry whose device is the CPU."""
+    return cast("Sequence[np.ndarray]", entry.arrays)

@@ -25,8 +25,9 @@ _ERRORS: dict[EndReason, type[EngineError]] = {
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
-_LAST_MESSAGE_S = 2.0  # The other ranks have so long to take the message that this rank has failed.
-# After a stall some rank does not take messages, and this rank must raise before a rank that does ends the job.
+_LAST_MESSAGE_S = 2.0  # A rank that has failed waits at most so long until other ranks have taken its last message.
+# The same after a stall, when some rank takes no messages. This rank must raise its error before another one, which has
+# received the message, ends the job.
 _LAST_MESSAGE_AFTER_STALL_S = 0.2
 
 
@@ -102,9 +103,9 @@ class LifeCycle:
                 message = decision.to_bytes()
                 for child in coordinator.children:
                     self._control.send(child, message)
-            # Nothing is sent on once the engine has ended.
+            # The engine ends now, and sends nothing afterwards.
             self._control.flush(coordinator.neighbours, _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
-        except Exception:  # The caller reports the first failure. What broke the messages as well goes to the log.
+        except Exception:  # `error` is reported in any case. This second failure goes to the log.
             logger.debug("rank %d: the failure could not be sent to the other ranks", self._rank, exc_info=True)
 
     def _end(self, error: EngineError, is_shutdown: bool) -> None:

@@ -17,8 +17,9 @@ library may wait for one that sleeps, and goes on by itself. (TensorFlow lets th
 in this way, for seconds.) Such a thread counts as one that waits only if the process has submitted a collective in a
 graph: then it waits for the graph. Otherwise it must wait for a lock of Python's.
 
-What is left is a graph in which something sleeps in a library. That leads to a wrong report only if the ranks also call
-collectives in different orders (see negotiation/blocked.py), and one of them depends on what sleeps.
+One mistake remains possible: a graph waits for an operation that sleeps in a library, and the process counts as parked.
+A wrong report follows only if the ranks also call collectives in different orders (see negotiation/blocked.py), and one
+of these collectives depends on the operation that sleeps.
 
 CUDA's threads wait for a device, so a process that uses a GPU is never parked. Neither is any process where Linux does
 not give the system calls: on some processors, and in some containers.
@@ -54,7 +55,7 @@ _PYTHONS = os.path.dirname(threading.__file__) + os.sep
 _of_libraries: set[int] = set()  # Threads that stay when the engine ends: MPI is initialised once.
 
 
-class Wait(Enum):
+class ThreadWait(Enum):
     """How a thread waits for another thread of the process."""
 
     NOT = 0  # It does something, or waits for something else.
@@ -62,7 +63,7 @@ class Wait(Enum):
     UNLIMITED = 2
 
 
-def wait_of(text: str, machine: str) -> Wait:
+def wait_of(text: str, machine: str) -> ThreadWait:
     """How a thread waits.
 
     Args:
@@ -71,13 +72,13 @@ def wait_of(text: str, machine: str) -> Wait:
     """
     call, *arguments = text.split()
     if call in map(str, _SLEEPS.get(machine, ())):
-        return Wait.LIMITED
+        return ThreadWait.LIMITED
     if call != str(_FUTEX.get(machine)) or len(arguments) < 4:
-        return Wait.NOT
+        return ThreadWait.NOT
     operation, limit = int(arguments[1], 16), int(arguments[3], 16)
     if not operation & _PRIVATE or operation & _COMMANDS not in (_WAIT, _WAIT_BITSET):
-        return Wait.NOT
-    return Wait.LIMITED if limit else Wait.UNLIMITED
+        return ThreadWait.NOT
+    return ThreadWait.LIMITED if limit else ThreadWait.UNLIMITED
 
 
 @contextmanager
@@ -96,9 +97,12 @@ def _threads(tasks: Path) -> set[int]:
 
 
 def _waits_for_lock(file: str) -> bool:
-    """Whether a thread of Python that waits without a limit, in a function of this file, waits for a lock of Python's.
+    """Whether a thread of Python waits for a lock of Python's, given that it waits without a limit.
 
-    The functions of Python's own library do, and those that wait for a collective.
+    It does if its innermost function is in Python's own library, or is the one that waits for a collective.
+
+    Args:
+        file: The file of the innermost function.
     """
     return file == _HANDLE or (file.startswith(_PYTHONS) and "site-packages" not in file)
 
@@ -139,9 +143,9 @@ class ThreadScan:
             # Python's threads first: on a rank that is busy, it is most often the main thread.
             for thread in sorted(_threads(self._tasks) - ignored, key=lambda thread: thread not in pythons):
                 wait = wait_of((self._tasks / str(thread) / "syscall").read_text(), self._machine)
-                if wait is Wait.NOT or (wait is Wait.LIMITED and thread in pythons):
+                if wait is ThreadWait.NOT or (wait is ThreadWait.LIMITED and thread in pythons):
                     return None
-                times_run[thread] = self._times_run(thread) if wait is Wait.UNLIMITED else 0
+                times_run[thread] = self._times_run(thread) if wait is ThreadWait.UNLIMITED else 0
         except (OSError, ValueError):
             return None  # A thread has ended, or Linux does not give the calls.
         return times_run

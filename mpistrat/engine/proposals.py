@@ -92,7 +92,7 @@ class Proposals:
         if self._queue.outstanding or not may_agree:
             fast_path.decline(now)
         if fast_path.is_late(now):
-            self._coordinator.recall()
+            self._coordinator.request_vote_end()
         fast_path.check(now)
         return has_settled
 

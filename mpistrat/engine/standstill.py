@@ -4,7 +4,8 @@ negotiation/blocked.py has what rank 0 concludes from that. A rank is blocked wh
 
 - it has submitted something that rank 0 has not decided on, no vote is open, and its GPU is done; or it has called
   shutdown(), and submits no more;
-- nothing of that has changed for a while, and two looks show a process that was parked all the time (parked.py).
+- three looks, STANDSTILL_POLL_S apart, have found no change in that, and the latest two have found that the process was
+  parked all the time between them (parked.py).
 
 So a rank that computes, sleeps, reads data, or has another thread that may still submit something, is not blocked.
 Called by the controller, in the thread that drives. A rank that works pays one comparison per cycle.
@@ -13,13 +14,12 @@ Called by the controller, in the thread that drives. A rank that works pays one 
 import math
 
 from ..core.interfaces import DeviceExecutor
+from ..core.tuning import STANDSTILL_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from .life_cycle import LifeCycle
 from .parked import ThreadScan
 from .queue import TensorQueue
-
-_LOOK_S = 0.5  # Three looks, from the last thing that this rank did, make a rank blocked.
 
 
 class Standstill:
@@ -49,7 +49,7 @@ class Standstill:
 
     def look(self, now: float) -> None:
         """To be called when it is due, after all submissions and decisions of the cycle."""
-        self.next_look_at = now + _LOOK_S
+        self.next_look_at = now + STANDSTILL_POLL_S
         state = (self._queue.outstanding, self._queue.completed, self._coordinator.decisions,
                  self._life.is_end_announced)
         is_same, self._state = state == self._state, state

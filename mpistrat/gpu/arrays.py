@@ -80,7 +80,7 @@ class GpuDevice(Protocol):
 
     def record(self, stream: GpuStream) -> GpuEvent: ...
 
-    def wait(self, stream: GpuStream, event: Any) -> None: ...  # an event of the same device
+    def wait(self, stream: GpuStream, event: GpuEvent) -> None: ...  # an event of the same device
 
     def scratch(self, nbytes: int) -> GpuArray | None: ...
 

@@ -1,4 +1,9 @@
-"""The interface of backends for GPU arrays. Like interfaces.DataPlane, but a call only enqueues work on the GPU."""
+"""The interface of backends for GPU arrays. Like interfaces.DataPlane, but a call only enqueues work on the GPU.
+
+Work is ordered by events: it starts after events of the caller's streams (`wait_for`), and a Completion of events tells
+when it is done. Backends are nccl.data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's thread
+may call `abandon`.
+"""
 
 import os
 import time

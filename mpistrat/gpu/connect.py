@@ -69,8 +69,8 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     nbytes = min(other.buffer_bytes for other in ranks)
     fusion_bytes = _fusion_bytes(rank, nbytes, settings)
     communicators = make_communicators(
-        lambda: [device.communicator(size, unique_id, rank) for unique_id in gathered[0][1]], device, exchange,
-        settings.limit_s)
+        lambda: [device.communicator(size, unique_id, rank) for unique_id in gathered[0][1]], device, rank,
+        exchange, settings.limit_s)
     buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
     return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl), fusion_bytes
@@ -87,7 +87,7 @@ def _fusion_bytes(rank: int, nbytes: int, settings: Settings) -> int:
 
 def _log(rank: int, level: int, text: str) -> None:
     if rank == 0:
-        logger.log(level, "%s", text)
+        logger.log(level, "rank 0: %s", text)
 
 
 def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[

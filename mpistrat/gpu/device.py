@@ -1,6 +1,8 @@
 """This rank's GPU: memory, streams, events, the copy kernel and NCCL, by cupy. The only module that imports cupy.
 
-It implements the Protocols of `arrays` and `nccl.types`.
+It implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests. Importing
+it fails where cupy is missing; api.interop.make_device names the remedy. Any thread may use a Device, and one thread at
+a time a Communicator.
 """
 
 import ctypes
@@ -10,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import count
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, cast
 
 import cupy
 import cupyx
@@ -20,7 +22,7 @@ from cupy.cuda import compiler, nccl
 from ..core.errors import EngineError
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
-from .arrays import GpuArray, GpuStream
+from .arrays import GpuArray, GpuEvent, GpuStream
 from .copy.kernel import NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
 from .dlpack import CUDA
@@ -55,7 +57,7 @@ class Device:
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
             self._imports = cupy.cuda.Stream(non_blocking=True)
-            # Memory that is lent comes from this stream's part of cupy's pool, and so goes to nobody else afterwards.
+            # Memory that is lent comes from this stream's part of cupy's pool, and so only `lendable` reuses it.
             self._lending = cupy.cuda.Stream(non_blocking=True)
             self._context = driver.context()
 
@@ -81,9 +83,9 @@ class Device:
         """An event after all work enqueued so far on `stream`, or on cupy's current stream."""
         return Event(cupy.cuda.get_current_stream() if stream is None else stream, self._recording)
 
-    def wait(self, stream: Any, event: "Event") -> None:
+    def wait(self, stream: GpuStream, event: GpuEvent) -> None:
         """Make all work enqueued on `stream` from now on start after `event`. The host does not wait."""
-        stream.wait_event(event.cupy_event)
+        cast("cupy.cuda.Stream", stream).wait_event(cast("Event", event).cupy_event)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class Device:
         """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
         self._launch(variant(job))
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> None:
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None:
         """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory."""
         by_value = np.zeros(1, _TABLE)
         by_value["pieces"][0, :len(table)] = table
@@ -153,7 +155,7 @@ class Device:
         stream: GpuStream = cupy.cuda.get_current_stream()
         return stream
 
-    def imported(self, tensor: Any) -> tuple[Any, GpuStream]:
+    def imported(self, tensor: object) -> tuple[Any, GpuStream]:
         """Import a tensor of another library as a C-contiguous cupy array; also return the stream of its contents.
 
         By the DLPack protocol the library makes this stream wait for the tensor. The host does not wait.
@@ -279,7 +281,7 @@ class Recording:
 class Event:
     """A point in a stream. See arrays.GpuEvent."""
 
-    def __init__(self, stream: Any, recording: Recording):
+    def __init__(self, stream: GpuStream, recording: Recording):
         self.cupy_event = cupy.cuda.Event(disable_timing=True)
         self._stream = stream  # so that the address is that of no other stream while there is the event
         with recording.lock:

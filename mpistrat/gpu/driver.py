@@ -64,7 +64,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 @cache
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     """The driver, initialised. Raises EngineError if there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor
+from ..core.protocols import Array
 from ..core.request import CollectiveType
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
@@ -76,14 +77,14 @@ class GpuExecutor(DeviceExecutor):
         return 0.0 if waited_s < GPU_SPIN_S else min(waited_s / GPU_SLEEP_DIVISOR, GPU_LONGEST_SLEEP_S)
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
-        device = next(entry.arrays[0] for entry in entries).device
+        device = _inputs(entries[0])[0].device
         with device.current():
             if not self._backends:
                 self._connect(device)
             with self._watchdog.guarding() if self._watchdog else nullcontext():
                 self._enqueue(device, entries, divisor)
 
-    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[GpuInput]:
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
         if self._device is None:
             return super().uploaded(arrays)
         with self._device.current():
@@ -99,7 +100,7 @@ class GpuExecutor(DeviceExecutor):
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
             # others wait for it in a collective.
-            allocated = [array.allocate(array.shape) for array in entry.arrays] if is_fused(entry.request) else []
+            allocated = [array.allocate(array.shape) for array in _inputs(entry)] if is_fused(entry.request) else []
             works.append((entry, [array for array, _ in allocated]))
             streams.update((stream.ptr, stream) for _, stream in allocated if stream is not None)
         events += [device.record(stream) for stream in streams.values()]
@@ -110,7 +111,7 @@ class GpuExecutor(DeviceExecutor):
             self._run_bucket(bucket, works)
         for entry, results in list(works):
             if entry.request.kind is CollectiveType.ALLGATHER:
-                results += self._allgather(entry.arrays)
+                results += self._allgather(_inputs(entry))
             elif entry.request.kind is CollectiveType.REDUCESCATTER:
                 results += self._reducescatter(entry)
             elif entry.request.kind is CollectiveType.ALLTOALL:
@@ -182,7 +183,7 @@ class GpuExecutor(DeviceExecutor):
                                       f"{self._limit_s:g} s; another rank may have died, or never begun")
 
     def _run_bucket(self, bucket: FusionBucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
-        sources = [works[place][0].arrays[i] for place, i in bucket.members]
+        sources = cast("list[GpuInput]", [works[place][0].arrays[i] for place, i in bucket.members])
         targets = [works[place][1][i] for place, i in bucket.members]
         backend, request = self._backends[0], bucket.request
         if request.kind is CollectiveType.BROADCAST:
@@ -209,7 +210,7 @@ class GpuExecutor(DeviceExecutor):
     def _reducescatter(self, entry: Entry) -> list[GpuArray]:
         reduction = self._plans.reduction(entry.request)
         results = []
-        for array in entry.arrays:
+        for array in _inputs(entry):
             rows = rows_of_ranks(array.shape[0], self._size)
             elements = row_size(array.shape)
             backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
@@ -218,8 +219,8 @@ class GpuExecutor(DeviceExecutor):
             results.append(result)
         return results
 
-    def _alltoall(self, entry: Entry) -> list[Any]:
-        array, splits = entry.arrays
+    def _alltoall(self, entry: Entry) -> list[GpuArray | np.ndarray]:
+        array, splits = cast("tuple[GpuInput, np.ndarray]", entry.arrays)
         table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
         received = received_rows(entry.request.name, table, self._rank)
         backend = self._backends[0]
@@ -248,4 +249,9 @@ class GpuExecutor(DeviceExecutor):
         """Log a text once, on rank 0."""
         if self._rank == 0 and text not in self._logged:
             self._logged.add(text)
-            logger.info("%s", text)
+            logger.info("rank 0: %s", text)
+
+
+def _inputs(entry: Entry) -> Sequence[GpuInput]:
+    """The tensors of an entry whose device is a GPU, but not of an all-to-all, whose splits are on the host."""
+    return cast("Sequence[GpuInput]", entry.arrays)

@@ -14,7 +14,7 @@ from .backend import Completion
 from .copy.plan import ALIGNMENT, CopyJob, block_count, copy_tables, fused_offsets
 from .nccl.types import NcclReduction, WireFormat, narrowest, storage
 
-BUFFERS = 2
+BUFFERS = 2  # More would have no effect: one bucket is packed while one other is reduced.
 
 
 class Pipeline:

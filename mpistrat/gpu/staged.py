@@ -1,7 +1,8 @@
 """Backend for GPU arrays without NCCL: copies them through pinned host memory to the data plane for CPU tensors.
 
 The tensors of a bucket pass as one sequence of bytes, in chunks. While the ranks reduce one chunk, the next one is
-copied to the host, and the one before is copied back.
+copied to the host, and the one before is copied back. Two streams order the copies, one for each direction. Used by
+the engine's thread, which waits for the copies to the host.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,7 @@
-"""Copies of host arrays on the GPU as inputs of a collective, for a rank that has no tensor of its own to give."""
+"""Copies of host arrays on the GPU as inputs of a collective, for a rank in join() that has no tensors of its own.
+
+Used by the engine's thread, within `GpuDevice.current()`.
+"""
 
 import dataclasses
 import math

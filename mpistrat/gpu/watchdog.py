@@ -22,7 +22,7 @@ class Watchdog:
     Args:
         limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
         abort: Makes the call return or raise. Any thread may call it; it does not raise.
-        text: The message of the error.
+        text: The message of the error. Names the rank.
     """
 
     def __init__(self, limit_s: float, abort: Callable[[], None], text: str):

@@ -1,4 +1,8 @@
-"""Keras callbacks: broadcast the initial weights, average metrics over the ranks, and schedule learning rates."""
+"""Keras callbacks: broadcast the initial weights, average metrics over the ranks, and schedule learning rates.
+
+Names and arguments are Horovod's. Users pass the callbacks to fit, and Keras calls them in the thread that called fit.
+Those that communicate are collective: all ranks pass them, in the same order.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,7 +28,7 @@ Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """A learning rate or a momentum as a number. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))
 
@@ -86,7 +90,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             broadcast_variables(variables, self.root_rank, self._process_set)
             for layer in all_layers(self.model):
                 if isinstance(layer, keras.layers.Normalization):
-                    layer.finalize_state()  # It computes with constants, which it makes from its variables here.
+                    layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

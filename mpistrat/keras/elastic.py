@@ -73,7 +73,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Sets `state.batch` to the number of the last batch in the epoch, and to 0 at the end of the epoch. Local."""
 
-    def __init__(self, state: Any):
+    def __init__(self, state: ObjectState):
         super().__init__()
         self.state = state
 
@@ -87,7 +87,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 class UpdateEpochStateCallback(keras.callbacks.Callback):
     """Adds the epochs of this fit() that have ended to the `state.epoch` with which it began. Local."""
 
-    def __init__(self, state: Any):
+    def __init__(self, state: ObjectState):
         super().__init__()
         self.state = state
         self._before = state.epoch

@@ -161,7 +161,7 @@ class FitChecks(Callback):
     def _require_stopped(self) -> None:
         """Wait until all ranks have stopped within this epoch. Those that have not wait for gradients."""
         try:
-            # The name is what the report of the wait says that this rank does.
+            # A report of the wait names this barrier, so the name describes what this rank does.
             array_ops.barrier(f"{self._name}/stopped within epoch {self._epochs}", self._process_set)
         except CollectiveError as error:
             raise type(error)(f"{error} This rank has stopped within epoch {self._epochs}{self._cause()}, and others "

@@ -1,4 +1,7 @@
-"""What to write in place of an optimizer of Keras 2 or of TensorFlow 1, which DistributedOptimizer does not take."""
+"""What to write in place of an optimizer of Keras 2 or of TensorFlow 1, which DistributedOptimizer does not take.
+
+DistributedOptimizer appends the advice to its error.
+"""
 
 import tensorflow as tf
 

@@ -1,4 +1,8 @@
-"""The collectives with Horovod's signatures for Keras scripts, and load_model."""
+"""The collectives with Horovod's signatures for Keras scripts, and load_model.
+
+Each collective passes its arguments on to mpistrat.tensorflow, whose argument order differs. For users; exported by
+mpistrat.keras.
+"""
 
 import os
 from collections.abc import Iterable, Mapping

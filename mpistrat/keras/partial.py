@@ -1,4 +1,7 @@
-"""PartialDistributedOptimizer: a DistributedOptimizer that leaves the gradients of some layers to each rank."""
+"""PartialDistributedOptimizer: a DistributedOptimizer that leaves the gradients of some layers to each rank.
+
+It registers the weights of these layers as local variables of a DistributedOptimizer. For users; local.
+"""
 
 from collections.abc import Sequence
 

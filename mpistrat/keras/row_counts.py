@@ -6,7 +6,6 @@ is exact for arrays, datasets and generators, and does not run ahead of training
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -112,9 +111,9 @@ def weighted_means(names: Sequence[str], table: np.ndarray) -> np.ndarray:
     return np.array(means)
 
 
-def _counting(step: Callable[[Any], Any], variable: tf.Variable, counts: RowCounts) -> Callable[[Any], Any]:
+def _counting(step: Callable[[object], object], variable: tf.Variable, counts: RowCounts) -> Callable[[object], object]:
     @tf.autograph.experimental.do_not_convert
-    def counting_step(data: Any) -> Any:
+    def counting_step(data: object) -> object:
         variable.assign_add(rows_of(data))
         return step(data)
 
@@ -122,7 +121,7 @@ def _counting(step: Callable[[Any], Any], variable: tf.Variable, counts: RowCoun
     return counting_step
 
 
-def rows_of(data: Any) -> tf.Tensor:
+def rows_of(data: object) -> tf.Tensor:
     """The number of rows of a batch, int64: the first dimension of the first tensor in it, which is one of x.
 
     Raises:

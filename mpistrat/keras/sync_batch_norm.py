@@ -1,4 +1,8 @@
-"""SyncBatchNormalization: batch normalization with the statistics of the batches of all ranks together."""
+"""SyncBatchNormalization: batch normalization with the statistics of the batches of all ranks together.
+
+The layer computes mean and variance itself, from sums that are all-reduced. Keras calls it while it traces or runs a
+step, on all ranks of the process set.
+"""
 
 from typing import Any
 

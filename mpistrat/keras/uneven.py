@@ -1,4 +1,8 @@
-"""JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others."""
+"""JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others.
+
+They wait in join(), which negotiation/joined.py describes. `fit.own_callbacks` adds the callback for an optimizer with
+uneven="join". It runs in the thread that called fit.
+"""
 
 from collections.abc import Sequence
 from typing import Any

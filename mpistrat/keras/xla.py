@@ -1,4 +1,8 @@
-"""DistributedOptimizer and XLA, which cannot compile collectives: compile(jit_compile="auto") means False."""
+"""DistributedOptimizer and XLA, which cannot compile collectives: compile(jit_compile="auto") means False.
+
+Model.compile is wrapped, since it is where Keras decides whether to use XLA. Called when a DistributedOptimizer is
+created, and by load_model for a model that is compiled already.
+"""
 
 import contextlib
 import functools

@@ -1,7 +1,7 @@
 """Whether rank 0 answers. Pure: time is an argument.
 
 Rank 0 decides within the limit on stalls on what a rank has submitted, or ends the engines. A rank that gets neither
-ends itself: rank 0 is stopped, or cannot be reached.
+ends its engine: rank 0 is stopped, or cannot be reached.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,9 @@ from ..core.stalls import describe_wait
 from ..core.topology import Topology
 from .tree import depth_of
 
-_ANSWER_S = 4.0  # At most so long after the limit, rank 0 notices a stall and its decision arrives.
+# Seconds after the limit on stalls within which rank 0's decision must arrive: rank 0 checks for stalls only now and
+# then, and the decision passes through the tree.
+_ANSWER_S = 4.0
 
 
 class AnswerWatch:
@@ -26,7 +28,7 @@ class AnswerWatch:
         self._topology = topology
         self._since: dict[str, float] = {}  # the oldest first
         self._checked_at = self._resumed_at = float("-inf")
-        # A rank between passes on what is incomplete only once half the warning's time has gone.
+        # Each rank between this one and rank 0 passes on an incomplete request only after half of `warning_s`.
         self._answer_s = _ANSWER_S + max(depth_of(topology.rank) - 1, 0) * (warning_s or 0.0) / 2
 
     def __bool__(self) -> bool:
@@ -52,7 +54,7 @@ class AnswerWatch:
         if not self._since:
             return
         if now - self._checked_at > _ANSWER_S:
-            self._resumed_at = now  # This rank was in a collective, or stopped, and may have an answer to read.
+            self._resumed_at = now  # This rank was in a collective, or was stopped. An answer may be there, unread.
         self._checked_at = now
         name, since = next(iter(self._since.items()))
         if now >= max(since + limit_s, self._resumed_at) + self._answer_s:

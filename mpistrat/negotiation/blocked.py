@@ -1,7 +1,7 @@
 """Ranks that can do nothing before the next decision: whether all ranks wait for each other. Pure.
 
 A rank is *blocked* when it waits for what it has submitted, has executed all decisions that it has received, and
-nothing can happen in its process before another decision (engine/standstill.py finds that out). A rank sends its parent
+nothing can happen in its process before another decision (engine/standstill.py detects that). A rank sends its parent
 the number of decisions that it has executed, once its whole subtree is blocked after the same number. So a message has
 no list of ranks.
 
@@ -41,9 +41,10 @@ class BlockedRanks:
                 and all(number == self.decisions for number in self._after.values()))
 
     def to_send(self) -> tuple[int | None, bool]:
-        """What the next message to the parent has, and whether it is reason enough for a message."""
+        """The field `blocked` of the next message to the parent, and whether a message must be sent only for it."""
         number = self.decisions if self.are_all else None
-        # Of another number than the latest, the parent has nothing to take back.
+        # A subtree that is no longer blocked must say so only if it has sent the latest number. An older number has no
+        # effect: `are_all` compares with the latest.
         return number, number != self._sent and (number is not None or self._sent == self.decisions)
 
     def sent(self, number: int | None) -> None:

@@ -16,6 +16,14 @@ Called by the controller, in the thread that drives.
 from ..core.errors import MessageError
 from ..core.request import CollectiveType, Request
 from ..core.topology import Topology
+from ..core.tuning import (
+    LONGEST_CYCLE_S,
+    STALL_ABORT_LONGEST_POLL_S,
+    STALL_ABORT_LOOKS,
+    STALL_LONGEST_POLL_S,
+    STALL_SHORTEST_POLL_S,
+    STALL_WARNING_LOOKS,
+)
 from .answers import AnswerWatch
 from .blocked import BlockedRanks
 from .joined import JOIN, JoinedRanks, problem_without
@@ -25,8 +33,8 @@ from .pending import Pending
 from .reports import describe_deadlock, describe_ended, describe_half_done, describe_mismatch, describe_stall
 from .tree import Node
 
-# If all ranks wait in graphs, rank 0 waits so long before it calls that a deadlock. In a graph, another collective may
-# come after an operation that sleeps in a library, which engine/parked.py does not see.
+# Seconds for which all ranks must be blocked before rank 0 reports a deadlock, if all requests in flight are of graphs.
+# A graph may submit another collective after an operation that sleeps in a library, which engine/parked.py cannot see.
 _GRAPHS_S = 10.0
 
 
@@ -45,7 +53,7 @@ class Coordinator:
         topology: Where the ranks are, for messages; None: all on one host.
     """
 
-    def __init__(self, rank: int, size: int, cache_capacity: int = 1024, stall_warning_s: float | None = None,
+    def __init__(self, rank: int, size: int, cache_capacity: int, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None, topology: Topology | None = None):
         self.rank, self.size = rank, size
         self._topology = topology or Topology(rank, ("",) * size)
@@ -60,13 +68,13 @@ class Coordinator:
         self._blocked_since: float | None = None  # On rank 0: all ranks are, since then.
         self._joined = JoinedRanks(self._node)
         self._ready: list[Pending] = []  # complete since the last advance, in order
-        self._news_ended: list[tuple[int, int]] = []
+        self._new_ended: list[tuple[int, int]] = []  # (rank, completed operations), since the last advance
         self._failure: str | None = None
         self._is_stalled = False  # the reason for the failure
-        self._is_recalled = False
-        self._ended: dict[int, int] = {}
-        self._someone_ended = False
-        self._ended_was_told = False
+        self._must_end_vote = False
+        self._ended: dict[int, int] = {}  # on rank 0: completed operations of each rank that has ended
+        self._has_ended_ranks = False  # some rank has called shutdown()
+        self._is_end_sent = False  # on rank 0: a decision has had `ended`
         self._last_report = 0.0
         self._next_check = 0.0
         self._finished = False
@@ -84,8 +92,8 @@ class Coordinator:
 
     def end(self, completed: int) -> None:
         """This rank has called shutdown() after `completed` operations."""
-        self._news_ended.append((self.rank, completed))
-        self._someone_ended = True
+        self._new_ended.append((self.rank, completed))
+        self._has_ended_ranks = True
 
     def fail(self, text: str, is_stall: bool = False) -> None:
         """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
@@ -101,9 +109,9 @@ class Coordinator:
         """How many decisions this rank has learned."""
         return self._blocked.decisions
 
-    def recall(self) -> None:
-        """Ask rank 0 for a decision, which may be empty: it ends an open vote."""
-        self._is_recalled = True
+    def request_vote_end(self) -> None:
+        """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
+        self._must_end_vote = True
 
     def receive(self, source: int, data: bytes, now: float) -> None:
         """Take the Announcement of a child.
@@ -120,11 +128,11 @@ class Coordinator:
             self._report(source, request, None if ranks is None else set(ranks), now)
         if message.joined:
             self._joined.note(source, message.joined, now)
-        self._news_ended += message.ended
-        self._someone_ended = self._someone_ended or bool(message.ended)
+        self._new_ended += message.ended
+        self._has_ended_ranks = self._has_ended_ranks or bool(message.ended)
         if message.failure is not None:
             self.fail(message.failure, message.is_stalled)
-        self._is_recalled = self._is_recalled or message.recall
+        self._must_end_vote = self._must_end_vote or message.ends_vote
         self._blocked.note(source, message.blocked)
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
@@ -143,11 +151,11 @@ class Coordinator:
                 if number is not None:
                     self._numbers.add(request, number)
                 requests.append(request)
-        self._someone_ended = self._someone_ended or decision.ended
+        self._has_ended_ranks = self._has_ended_ranks or decision.ended
         self._unanswered.end(request.name for request in requests)
         self._unanswered.end(name for name, _ in decision.errors)
         if self._joined.ranks:
-            # Without the ranks that have joined, these have stayed incomplete here.
+            # Rank 0 completed these without the ranks that have joined. Here they are still incomplete.
             for name in (*(request.name for request in requests), *(name for name, _ in decision.errors)):
                 self._pending.pop(name, None)
         if decision.last_joined:
@@ -168,8 +176,8 @@ class Coordinator:
     def next_check_s(self, now: float) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
         if not (self._pending or self._unanswered or self._joined.ranks) or self._warning_s is None:
-            return 60.0
-        return max(0.05, min(self._warning_s / 4, 1.0))
+            return LONGEST_CYCLE_S
+        return max(STALL_SHORTEST_POLL_S, min(self._warning_s / STALL_WARNING_LOOKS, STALL_LONGEST_POLL_S))
 
     def check(self, now: float) -> None:
         """Check that rank 0 answers: AnswerWatch.check, with the limit on stalls. To be called in every cycle.
@@ -214,22 +222,22 @@ class Coordinator:
         blocked, is_news = self._blocked.to_send()
         # Incomplete requests are passed on only when rank 0 needs them: for a report, because a rank has ended or
         # joined, or because all ranks may wait for each other.
-        every = 0.0 if self._someone_ended or self._joined.ranks or blocked is not None else \
+        after_s = 0.0 if self._has_ended_ranks or self._joined.ranks or blocked is not None else \
             None if self._warning_s is None else self._warning_s / 2
-        if every is not None:
+        if after_s is not None:
             for pending in self._pending.values():
-                if now - pending.since >= every and (present := len(pending.present())) != pending.passed_on:
+                if now - pending.since >= after_s and (present := len(pending.present())) != pending.passed_on:
                     pending.passed_on = present
                     requests += [(r, tuple(sorted(ranks))) for r, ranks in pending.by_request().items()]
-        ended, self._news_ended = tuple(self._news_ended), []
+        ended, self._new_ended = tuple(self._new_ended), []
         failure, self._failure = self._failure, None
-        recall, self._is_recalled = self._is_recalled, False
+        ends_vote, self._must_end_vote = self._must_end_vote, False
         joined = self._joined.take_news()
-        if not (ids or requests or ended or failure or recall or is_news or joined):
+        if not (ids or requests or ended or failure or ends_vote or is_news or joined):
             return None
         is_stalled = failure is not None and self._is_stalled
         self._blocked.sent(blocked)
-        return Announcement(tuple(ids), tuple(requests), ended, failure, recall, is_stalled, blocked, joined)
+        return Announcement(tuple(ids), tuple(requests), ended, failure, ends_vote, is_stalled, blocked, joined)
 
     def _decide(self, ready: list[Pending], now: float) -> Decision | None:
         agreed: list[int | tuple[int | None, Request]] = []
@@ -249,26 +257,26 @@ class Coordinator:
                 errors.append((next(iter(by_request)).name, text))
                 if any(request.in_graph for request in by_request):
                     half_done = half_done or text
-        for rank, completed in self._news_ended:
+        for rank, completed in self._new_ended:
             self._ended[rank] = completed
-        self._news_ended = []
+        self._new_ended = []
         end, text = self._reason_to_end(now)
         if half_done and end is None:
             end, text = EndReason.MISMATCH, describe_half_done(half_done)
         if not ready and end is None and self._is_deadlock(now):
             end, text = EndReason.DEADLOCK, describe_deadlock(self._topology, self._incomplete())
         if self._failure is not None:
-            agreed = []  # The rank that failed takes part in no further collective.
+            agreed = []  # The failed rank takes part in no further collective.
         if agreed:
             self._joined.note_progress(now)
         have_all_joined = len(self._joined.ranks) == self.size and end is None
-        tell_ended = bool(self._ended) and not self._ended_was_told
-        recall, self._is_recalled = self._is_recalled, False
-        if self._finished or not (agreed or errors or end or tell_ended or recall or have_all_joined):
+        sends_ended = bool(self._ended) and not self._is_end_sent
+        ends_vote, self._must_end_vote = self._must_end_vote, False
+        if self._finished or not (agreed or errors or end or sends_ended or ends_vote or have_all_joined):
             return None
-        self._ended_was_told = self._ended_was_told or tell_ended
+        self._is_end_sent = self._is_end_sent or sends_ended
         self._finished = end is not None
-        return Decision(tuple(agreed), tuple(errors), tell_ended, end, text,
+        return Decision(tuple(agreed), tuple(errors), sends_ended, end, text,
                         absent=tuple(absent) if agreed and any(absent) else (),
                         last_joined=(self._joined.ranks[-1],) if have_all_joined else ())
 
@@ -305,8 +313,8 @@ class Coordinator:
             if len(self._ended) == self.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if self._abort_s is not None and now >= self._next_check:
-            # A check of all pending names takes long, and the end may come a moment later.
-            self._next_check = now + min(self._abort_s / 10, 0.5)
+            # Not in every cycle: checking all pending names takes long, and the end may be this late.
+            self._next_check = now + min(self._abort_s / STALL_ABORT_LOOKS, STALL_ABORT_LONGEST_POLL_S)
             stalled = self.stalled(now, self._abort_s)
             if stalled:
                 return EndReason.STALL, describe_stall(self._topology, self._incomplete(), stalled, now) + \

@@ -1,11 +1,11 @@
 """Agreement on an operation by a vote of all ranks, without a message to rank 0.
 
-The coordinator needs a message to rank 0 and one back. A vote is shorter, and serves ranks that wait for one operation
+The coordinator needs a message to rank 0 and one back. A vote is shorter. It is for ranks that wait for one operation
 after the other:
 
 1. Rank 0 opens a vote with a decision, when its own caller has waited for the one operation that was decided on.
-2. From then on, each rank votes in one round after the other, and does nothing else. A rank votes for the fingerprint
-   of an operation if its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
+2. From then on, the ranks vote in rounds, and execute nothing else. A rank votes for the fingerprint of an operation if
+   its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
 3. If all ranks have voted for the same fingerprint, all of them execute that operation, and the next round begins.
    If not, the vote has ended, and the coordinator gets everything, including what was voted for.
 
@@ -13,10 +13,10 @@ Rounds and decisions have the same order on all ranks:
 
 - A rank with an operation at the coordinator votes against in every round, until the vote has ended.
 - A rank that receives a decision votes against, and executes the decision once the vote has ended. All ranks receive
-  it, so all of them vote, and no rank waits for long.
+  it, so all of them vote, and the round is complete soon.
 
-A rank that does not enter mpistrat does not vote. A rank that has waited for such a rank asks rank 0 to recall the vote
-by a decision. The coordinator then finds out which ranks miss, and reports them.
+A rank that calls no collective does not vote. A rank that has waited for such a rank for VOTE_TIMEOUT_S asks rank 0 to
+end the vote by a decision. The coordinator then finds out which ranks miss, and reports them.
 
 Used by the thread that drives the engine.
 """
@@ -28,7 +28,7 @@ from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, Outcome
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
-from ..core.tuning import MOST_SKIPPED_VOTES, VOTE_RECALL_S, VOTE_REPORT_POLL_S
+from ..core.tuning import LONGEST_CYCLE_S, MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_S, VOTE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class FastPath:
                  abort_s: float | None):
         self._is_possible, self._agreement = agreement is not None, agreement or _NoAgreement()
         self._topology, self._warning_s, self.abort_s = topology, warning_s, abort_s
+        self._job_rank = topology.job_ranks[topology.rank]
         self.is_open = False
         self._entry: Entry | None = None
         self._since = 0.0
@@ -82,6 +83,7 @@ class FastPath:
     def open(self) -> None:
         """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
+        logger.debug("rank %d: a vote of the fast path begins", self._job_rank)
 
     def is_worth_opening(self) -> bool:
         """On rank 0: whether to open a vote. Each vote that ends in its first round makes the next ones rarer."""
@@ -126,20 +128,24 @@ class FastPath:
         else:
             self.is_open = False
             self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, MOST_SKIPPED_VOTES)
+            logger.debug("rank %d: the vote of the fast path ends after %d operations; rank 0 skips %d chances before "
+                         "the next one", self._job_rank, self._agreements, self._to_skip)
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
-        """Whether this rank has waited so long that rank 0 should recall the vote. True once in a round."""
-        if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_RECALL_S:
+        """Whether this rank has waited so long that rank 0 should end the vote. True once in a round."""
+        if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
             return False
         self._was_late = True
+        logger.debug("rank %d: no outcome after %.2f s; rank 0 is asked to end the vote", self._job_rank,
+                     now - self._since)
         return True
 
     def next_check_s(self) -> float:
         """Seconds after which `is_late` and `check` must be called again."""
         if not self._agreement.has_voted:
-            return 60.0
-        return VOTE_REPORT_POLL_S if self._was_late else VOTE_RECALL_S
+            return LONGEST_CYCLE_S
+        return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
     def check(self, now: float) -> None:
         """Report ranks that have not voted. Their engines do not run, or the network does not work.

@@ -1,11 +1,11 @@
-"""Ranks that have called join(): the collectives of the other ranks go on without tensors of theirs. Pure.
+"""Ranks that have called join(): the other ranks' collectives go on without tensors of these ranks. Pure.
 
 A rank that has no more batches joins, and waits until all ranks have joined. Until then, a collective of the others is
-complete without it. Rank 0 decides that, and its decision names the ranks that are absent. These take part all the
-same, since the collectives of MPI and of shared memory are among all ranks: they give what does not change the result
-(engine/absent.py). An average divides by the number of ranks that have submitted a tensor.
+complete without it. Rank 0 decides that, and its decision names the ranks that are absent. These ranks still take part,
+since the collectives of MPI and of shared memory are among all ranks. They contribute values that do not change the
+result (engine/absent.py). An average divides by the number of ranks that have submitted a tensor.
 
-The ranks between rank 0 and a rank that has joined pass on every request at once, since none of theirs is complete.
+Once a rank has joined, no subtree with it is complete. So the ranks above it in the tree pass on incomplete requests.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ JOIN = join_request()
 
 
 class JoinedRanks:
-    """The ranks of a node's subtree that have joined since all ranks had joined.
+    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` empties it.
 
     Attributes:
         ranks: In the order in which they have joined.
-        pending: They as those that have submitted a request, for reports; None if there are none.
+        pending: The join as a request that these ranks have submitted, for reports; None if no rank has joined.
     """
 
     def __init__(self, node: Node):
@@ -46,7 +46,7 @@ class JoinedRanks:
         return news
 
     def note_progress(self, now: float) -> None:
-        """Other ranks work, so the ranks that have joined do not wait in vain."""
+        """Restart the age of the join, for reports of stalls: the other ranks make progress."""
         if self.pending is not None:
             self.pending.since = now
 

@@ -2,12 +2,14 @@
 
 The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
 code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
-Reading checks types, lengths and ranges. A message that does not fit raises MessageError.
+Reading checks types, lengths and ranges, and raises MessageError for any other message: ranks of another version may
+take part, and a message must not make this rank fail later, in another place. The coordinator makes and reads the
+messages, the controller sends them. Pure.
 """
 
 import array
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgpack
 
@@ -27,7 +29,7 @@ def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
 
 def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
     if not data.startswith(_NUMBERS_HEADER) or len(data) % 8:
-        raise ValueError("numbers that are cut off")
+        raise ValueError("numbers of requests that are cut off")
     return tuple(memoryview(data)[8:].cast("Q"))
 
 
@@ -36,10 +38,19 @@ def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
     return kind + bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
 
 
-def _fields_from_bytes(data: bytes) -> tuple:
+def _fields_of(data: bytes, kind: bytes, count: int) -> tuple:
+    """The fields of a message of this kind, `count` of them. A message that has only numbers has these as its only one.
+
+    Raises:
+        ValueError: `data` is no such message. The values of the fields are not checked.
+    """
+    if data.startswith(_NUMBERS):
+        return (_numbers_from_bytes(data),)
+    _require(data.startswith(kind), f"it begins with {data[:1]!r}")
     fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
                              max_bin_len=0, max_ext_len=0)
     _require(type(fields) is tuple, "no fields")
+    _require(len(fields) == count, f"{len(fields)} fields")
     return fields
 
 
@@ -48,8 +59,8 @@ def _require(fits: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _are_pairs(values: Any, first: type, second: tuple[type, ...]) -> bool:
-    return is_tuple_of(tuple, values) and all(
+def _are_pairs(values: object, first: type, second: tuple[type, ...]) -> bool:
+    return is_tuple_of(values, tuple) and all(
         len(pair) == 2 and type(pair[0]) is first and type(pair[1]) in second for pair in values)
 
 
@@ -71,7 +82,7 @@ class Announcement(NamedTuple):
         requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
         ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
         failure: Why a rank's engine failed.
-        recall: A rank has voted, and other ranks have not: rank 0 must end the vote.
+        ends_vote: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
         blocked: The number of decisions after which the whole subtree is blocked (see blocked.py); None: it is not.
         joined: Ranks of the subtree that have called join(), in the order in which they did so.
@@ -81,7 +92,7 @@ class Announcement(NamedTuple):
     requests: tuple[tuple[Request, tuple[int, ...] | None], ...] = ()
     ended: tuple[tuple[int, int], ...] = ()
     failure: str | None = None
-    recall: bool = False
+    ends_vote: bool = False
     is_stalled: bool = False
     blocked: int | None = None
     joined: tuple[int, ...] = ()
@@ -95,36 +106,29 @@ class Announcement(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
-        """The inverse of to_bytes.
-
-        Raises:
-            MessageError: `data` is not an announcement. The text names the rank `sender`.
-        """
+        """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Announcement."""
         return _read(cls, data, sender)
 
     @classmethod
     def read(cls, data: bytes) -> "Announcement":
         """As from_bytes, but raises ValueError."""
-        kind = data[:1]
-        if kind == _NUMBERS:
-            return cls(_numbers_from_bytes(data))
-        _require(kind == _ANNOUNCEMENT, f"it begins with {kind!r}")
-        fields = _fields_from_bytes(data)
-        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
-        ids, requests, ended, failure, recall, is_stalled, blocked, joined = fields
-        _require(are_in(COUNTS, ids), "ids that are no numbers of requests")
-        _require(is_tuple_of(tuple, requests) and all(len(pair) == 2 for pair in requests), "requests without ranks")
+        fields = _fields_of(data, _ANNOUNCEMENT, len(cls._fields))
+        if len(fields) == 1:
+            return cls(*fields)
+        ids, requests, ended, failure, ends_vote, is_stalled, blocked, joined = fields
+        _require(are_in(COUNTS, ids), "invalid numbers of requests")
+        _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "invalid requests")
         for _, ranks in requests:
-            _require(ranks is None or are_in(RANKS, ranks), "ranks that are none")
-        _require(is_tuple_of(tuple, ended) and all(
-            len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "ranks that have ended")
-        _require(failure is None or type(failure) is str, "a failure that is no text")
-        _require(type(recall) is bool, "a recall that is neither yes nor no")
-        _require(type(is_stalled) is bool, "a stall that is neither yes nor no")
-        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "a number of decisions that is none")
-        _require(are_in(RANKS, joined), "ranks that have joined and are none")
+            _require(ranks is None or are_in(RANKS, ranks), "invalid ranks of a request")
+        _require(is_tuple_of(ended, tuple) and all(
+            len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "invalid ended ranks")
+        _require(failure is None or type(failure) is str, "a failure that is not a text")
+        _require(type(ends_vote) is bool, "ends_vote is not a bool")
+        _require(type(is_stalled) is bool, "is_stalled is not a bool")
+        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "an invalid number of decisions")
+        _require(are_in(RANKS, joined), "invalid ranks that have joined")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   recall, is_stalled, blocked, joined)
+                   ends_vote, is_stalled, blocked, joined)
 
 
 class EndReason(str, Enum):
@@ -172,39 +176,33 @@ class Decision(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
-        """The inverse of to_bytes.
-
-        Raises:
-            MessageError: `data` is not a decision. The text names the rank `sender`.
-        """
+        """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Decision."""
         return _read(cls, data, sender)
 
     @classmethod
     def read(cls, data: bytes) -> "Decision":
         """As from_bytes, but raises ValueError."""
-        kind = data[:1]
-        if kind == _NUMBERS:
-            return cls(_numbers_from_bytes(data))
-        _require(kind == _DECISION, f"it begins with {kind!r}")
-        fields = _fields_from_bytes(data)
-        _require(len(fields) == len(cls._fields), f"{len(fields)} fields")
+        fields = _fields_of(data, _DECISION, len(cls._fields))
+        if len(fields) == 1:
+            return cls(*fields)
         agreed, errors, ended, end, end_text, opens_vote, absent, last_joined = fields
-        _require(type(agreed) is tuple, "nothing agreed")
-        _require(_are_pairs(errors, str, (str,)), "errors that are no texts")
-        _require(type(ended) is bool and type(opens_vote) is bool, "what is neither yes nor no")
-        _require(type(end_text) is str, "a reason that is no text")
-        _require(is_tuple_of(tuple, absent) and all(are_in(RANKS, ranks) for ranks in absent)
-                 and len(absent) in (0, len(agreed)), "ranks that are absent and are none")
-        _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "a last rank that is none")
+        _require(type(agreed) is tuple, "agreed requests that are not a tuple")
+        _require(_are_pairs(errors, str, (str,)), "errors that are not texts")
+        _require(type(ended) is bool and type(opens_vote) is bool, "ended or opens_vote is not a bool")
+        _require(type(end_text) is str, "a reason that is not a text")
+        _require(is_tuple_of(absent, tuple) and all(are_in(RANKS, ranks) for ranks in absent)
+                 and len(absent) in (0, len(agreed)), "invalid absent ranks")
+        _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "an invalid last rank")
         return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
                    end_text, opens_vote, absent, last_joined)
 
 
-def _agreed(item: Any) -> int | tuple[int | None, Request]:
+def _agreed(item: object) -> int | tuple[int | None, Request]:
     if type(item) is int:
-        _require(item in COUNTS, "a number of a request that is none")
+        _require(item in COUNTS, "an invalid number of a request")
         return item
-    _require(type(item) is tuple and len(item) == 2, "agreed on what is no request")
+    if type(item) is not tuple or len(item) != 2:
+        raise ValueError("an agreed item that is not a request")
     number, request = item
-    _require(number is None or (type(number) is int and number in COUNTS), "a number of a request that is none")
+    _require(number is None or (type(number) is int and number in COUNTS), "an invalid number of a request")
     return number, Request.from_tuple(request)

@@ -1,4 +1,8 @@
-"""A request that some ranks of a subtree have submitted, and not all. Pure."""
+"""A request that some ranks of a subtree have submitted, and not all. Pure.
+
+The coordinator has one Pending for each such name. Once it is complete, the coordinator passes it on to its parent, or
+decides on it.
+"""
 
 from ..core.request import Request
 from .tree import Node, subtree
@@ -13,7 +17,7 @@ class Pending:
 
     Attributes:
         since: When the first rank submitted it.
-        passed_on: How many ranks the parent has been told of, one by one.
+        passed_on: How many ranks the latest message to the parent listed for this request.
     """
 
     __slots__ = ("_complete", "_node", "_parts", "_whole", "passed_on", "since")

@@ -1,4 +1,7 @@
-"""Sentences on what ranks disagree about, and on ranks that others wait for. Pure."""
+"""Sentences on what ranks disagree about, and on ranks that others wait for. Pure.
+
+The coordinator of rank 0 calls these functions, for its errors and warnings; the sentences name ranks of the job.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -6,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from ..core.request import ReduceOp, Request
-from ..core.stalls import describe_ranks, hosts_without, network_cause
+from ..core.stalls import MOST_LISTED, describe_ranks, hosts_without, network_cause
 from ..core.topology import Topology, rank_list
 from .pending import Pending
 
-_LISTED = 6  # how many names a message lists before it says how many more there are
 # What to write in a script whose ranks run different numbers of steps.
 _EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows, or call hvd.join() after the last step"
 
@@ -109,15 +111,15 @@ def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending]) ->
 def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
                     now: float | None = None) -> str:
     parts = []
-    for name, missing in list(stalled.items())[:_LISTED]:
+    for name, missing in list(stalled.items())[:MOST_LISTED]:
         pending = all_pending[name]
         instead = sorted(other for other, its in all_pending.items()
-                         if other != name and set(missing) - set(its.missing()))[:_LISTED]
+                         if other != name and set(missing) - set(its.missing()))[:MOST_LISTED]
         meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
         wait = "wait" if now is None else f"have waited {now - pending.since:.0f} s"
         parts.append(f"{name}: ranks {topology.listed(pending.present())} {wait} for "
                      f"{describe_ranks(topology, missing)}, which {meanwhile}.")
-    more = f" And {len(stalled) - _LISTED} more tensors." if len(stalled) > _LISTED else ""
+    more = f" And {len(stalled) - MOST_LISTED} more tensors." if len(stalled) > MOST_LISTED else ""
     return " ".join(parts) + more
 
 

@@ -26,10 +26,11 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, MismatchError
 from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
+from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
 from .bridge import executions
 from .bridge.observers import Observer
-from .bridge.own_executor import at_once
+from .bridge.own_executor import SynchronousExecution
 from .types import Variable
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ _EXCHANGES = 3  # the reductions with which digests are sent
 _DIGEST_BYTES = 8
 _RANK_BYTES = 4
 _NOTHING = bytes(_DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
-_LISTED = 6  # groups of ranks that the error lists
 # Digests of an earlier step are there already, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
 
@@ -190,7 +190,8 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
     for rank, of_rank in enumerate(digests):
         groups.setdefault(of_rank[1 + different[0]], []).append(ranks_of[rank] if ranks_of else rank)
     listed = [rank_list(ranks) for ranks in groups.values()]
-    where = "; ".join(listed[:_LISTED]) + (f"; and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+    more = f"; and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
+    where = "; ".join(listed[:MOST_LISTED]) + more
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
     return (f"the ranks train different weights: the values of {labels[different[0]]} differ among ranks {where}.{more}"
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
@@ -225,7 +226,7 @@ def _digests_of_weights(variables: Sequence["weakref.ref[Variable]"]) -> Digests
     found = [variable() for variable in variables]
     if any(variable is None for variable in found):
         return []
-    with at_once():
+    with SynchronousExecution():
         return [_digest([tf.convert_to_tensor(variable).numpy()]) for variable in found]
 
 

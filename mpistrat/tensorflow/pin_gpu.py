@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -12,12 +12,16 @@ from ..api.process_sets import ProcessSet
 from ..core.errors import InvalidRequestError
 from ..gpu.assignment import Pin, choose
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 logger = logging.getLogger(__name__)
 
 _pinned: tuple[runtime.Runtime, Pin] | None = None
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(comm: "MPI.Comm | Iterable[int] | None" = None,
+         process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Do what mpistrat.init does, and then make TensorFlow use only this rank's GPU, as pin_gpu does. Collective.
 
     The GPUs stay as they are if MPISTRAT_PIN_GPU is 0; if this process has chosen its visible GPUs or configured

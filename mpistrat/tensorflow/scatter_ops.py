@@ -6,7 +6,6 @@ are copied to the host, and the results back.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -103,7 +102,8 @@ class ReduceScatterGradient(Gradient):
 
 
 @without_autograph
-def alltoall(tensor: Reducible, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
+def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None, name: str | None = None,
+             ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
     """Send rows of `tensor` to each rank, and return those that all ranks have sent here. Collective, differentiable.
 

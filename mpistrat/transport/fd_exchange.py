@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..core.tuning import DESCRIPTORS_PER_MESSAGE
+
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 60.0  # for all ranks of the host to connect
@@ -25,7 +27,6 @@ _PROOF_BYTES = 16
 _GREETING = struct.Struct(f"={_PROOF_BYTES}sI")  # the first half of the secret, and the sender's rank
 _HEADER = struct.Struct(f"={_PROOF_BYTES}sI")  # the second half, and the number of all descriptors
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_BATCH = 128  # descriptors in one message; the kernel allows 253
 _INT_BYTES = array.array("i").itemsize
 
 
@@ -85,7 +86,7 @@ class FdExchange:
                 self._listener.settimeout(left_s)
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise OSError(f"ranks {sorted(missing)} have not come to rank {self._rank} on the same host for "
+                raise OSError(f"ranks {sorted(missing)} have not connected to rank {self._rank} on the same host in "
                               f"{_LIMIT_S:.0f} s. Do they run in containers that do not share their network?") from None
             with connection:
                 rank = self._identify(connection)
@@ -101,8 +102,7 @@ class FdExchange:
         assert self.invitation is not None
         process, user, _ = peer_of(connection)
         if user != os.geteuid():
-            logger.debug("rank %d: process %d of user %d, which is not this one, was turned away", self._rank, process,
-                         user)
+            logger.debug("rank %d: process %d of another user, %d, was rejected", self._rank, process, user)
             return None
         connection.settimeout(_GREETING_LIMIT_S)
         greeting = b""
@@ -113,7 +113,7 @@ class FdExchange:
             proof, rank = _GREETING.unpack(greeting)
             if hmac.compare_digest(proof, self.invitation.secret[:_PROOF_BYTES]):
                 return int(rank)
-        logger.debug("rank %d: process %d of this user does not belong to the job, and was turned away", self._rank,
+        logger.debug("rank %d: process %d of this user does not belong to the job, and was rejected", self._rank,
                      process)
         return None
 
@@ -121,8 +121,8 @@ class FdExchange:
         assert self.invitation is not None
         connection.settimeout(_LIMIT_S)
         header = _HEADER.pack(self.invitation.secret[_PROOF_BYTES:], len(descriptors))
-        for start in range(0, len(descriptors), _BATCH):
-            rights = array.array("i", descriptors[start:start + _BATCH])
+        for start in range(0, len(descriptors), DESCRIPTORS_PER_MESSAGE):
+            rights = array.array("i", descriptors[start:start + DESCRIPTORS_PER_MESSAGE])
             connection.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             # Wait, since the kernel limits how many descriptors of a user are in transit.
             if connection.recv(1) != b"\0":
@@ -159,7 +159,7 @@ class FdExchange:
         total = 1
         while len(taken) < total:
             header, ancillary, flags, _ = connection.recvmsg(
-                _HEADER.size + 1, socket.CMSG_SPACE(_BATCH * _INT_BYTES), socket.MSG_CMSG_CLOEXEC)
+                _HEADER.size + 1, socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * _INT_BYTES), socket.MSG_CMSG_CLOEXEC)
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     taken += array.array("i", data[:len(data) - len(data) % _INT_BYTES])

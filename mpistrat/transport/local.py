@@ -25,15 +25,15 @@ class ThreadControl(ControlPlane):
         self._group, self._rank = group, rank
 
     def send(self, rank: int, message: bytes) -> None:
-        self._group.mailboxes[rank].append((self._rank, message))
+        self._group.messages[rank].append((self._rank, message))
         self._group.wake_events[rank].set()
 
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
         """Do nothing: `send` delivers messages at once."""
 
     def poll(self) -> list[tuple[int, bytes]]:
-        mailbox = self._group.mailboxes[self._rank]
-        return [mailbox.popleft() for _ in range(len(mailbox))]
+        messages = self._group.messages[self._rank]
+        return [messages.popleft() for _ in range(len(messages))]
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         event = self._group.wake_events[self._rank]
@@ -107,7 +107,7 @@ class ThreadGroup:
 
     def __init__(self, size: int, timeout_s: float = 60.0):
         self.size = size
-        self.mailboxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        self.messages: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]  # to each rank
         self.wake_events = [threading.Event() for _ in range(size)]
         self.arrays = [np.empty(0)] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)

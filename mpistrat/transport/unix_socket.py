@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import MessageError
+from ..core.tuning import SOCKET_FRAGMENT_BYTES
 
-_FRAGMENT_BYTES = 32 * 1024  # well below the kernel's default limit for a datagram
 _LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
 _HEADER_BYTES = 5  # one of these bytes, and the sender
 _SELECT_LIMIT = 1024  # select() takes lower descriptors only, but has timeouts in microseconds; poll() in milliseconds
@@ -126,8 +126,8 @@ class UnixSocketChannel:
     def send(self, rank: int, message: bytes) -> None:
         """Send to a rank of this host. Never blocks."""
         outbox = self._outbox.setdefault(rank, deque())
-        for start in range(0, max(len(message), 1), _FRAGMENT_BYTES):
-            end = start + _FRAGMENT_BYTES
+        for start in range(0, max(len(message), 1), SOCKET_FRAGMENT_BYTES):
+            end = start + SOCKET_FRAGMENT_BYTES
             outbox.append((self._last if end >= len(message) else self._more) + message[start:end])
         self._flush_to(rank)
 
@@ -157,7 +157,7 @@ class UnixSocketChannel:
         messages: list[tuple[int, bytes]] = []
         while True:
             try:
-                datagram = self._socket.recv(_HEADER_BYTES + _FRAGMENT_BYTES)
+                datagram = self._socket.recv(_HEADER_BYTES + SOCKET_FRAGMENT_BYTES)
             except BlockingIOError:
                 return messages
             if datagram == _WAKE:
@@ -200,7 +200,7 @@ class UnixSocketChannel:
             try:
                 self._own.send(_WAKE)
             except BlockingIOError:
-                self._is_woken = False  # The queue is full, so this wait returns. The next one may need it.
+                self._is_woken = False  # The queue is full, so `wait` returns anyway. A later `wake` must try again.
 
     def wake_rank(self, rank: int) -> None:
         """Make the `wait` of another rank of this host return."""

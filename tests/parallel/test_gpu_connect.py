@@ -41,7 +41,7 @@ def test_all_ranks_leave_at_once_when_one_cannot_connect(exchange: Any, rank: in
 
     began = time.monotonic()
     with pytest.raises(EngineError, match=rf"rank {size - 1}: no memory for a communicator\. MPISTRAT_GPU_OPERATIONS"):
-        make_communicators(make, AnyDevice(), exchange, 60.0)
+        make_communicators(make, AnyDevice(), rank, exchange, 60.0)
     assert time.monotonic() - began < 30
     in_nccl.set()
 
@@ -51,7 +51,7 @@ def test_ranks_that_take_longer_are_waited_for(exchange: Any, rank: int, size: i
         time.sleep(0.2 * rank)
         return [rank]
 
-    assert make_communicators(make, AnyDevice(), exchange, 60.0) == [rank]
+    assert make_communicators(make, AnyDevice(), rank, exchange, 60.0) == [rank]
 
 
 def test_values_of_different_lengths_are_exchanged(exchange: Any, size: int, rank: int) -> None:

@@ -34,7 +34,7 @@ class Job:
         self.plane: GpuBackend = {
             "staged": lambda: staged,
             "nccl": lambda: NcclData(
-                self.device, rank, size, [Communicator(self.device, size, rank, (lane,)) for lane in range(2)],
+                self.device, rank, size, [Communicator(self.device, size, rank, (stream,)) for stream in range(2)],
                 [buffers[:2], buffers[2:]], 2**16, AVERAGES_FROM)}[name]()
 
     def array(self, values: np.ndarray) -> GpuArray:

@@ -29,22 +29,22 @@ class Host:
     Args:
         sizes: How many ranks each host has.
         host: Which host this is.
-        has_freight: Whether something may go with the votes.
+        has_piggyback: Whether data may go with the votes.
     """
 
-    def __init__(self, sizes: Sequence[int], host: int, has_freight: bool):
+    def __init__(self, sizes: Sequence[int], host: int, has_piggyback: bool):
         self.size, self.sizes = sum(sizes), sizes
         self.ranks = list(range(sum(sizes[:host]), sum(sizes[:host + 1])))
-        self.roused: list[int] = []
+        self.woken: list[int] = []
         count = len(self.ranks)
         block = mmap.mmap(-1, HostMemory.size_for(count, Piggyback.memory_bytes(count, EACH)))
         memories = [HostMemory(block, i, self.ranks) for i in range(count)]
-        self.freights = [Piggyback(memory.data, i, count, EACH) if has_freight else None
+        self.piggybacks = [Piggyback(memory.data, i, count, EACH) if has_piggyback else None
                          for i, memory in enumerate(memories)]
         elsewhere = [rank for rank in range(self.size) if rank not in self.ranks]
         topology = Topology(host, tuple(f"host {h}" for h in range(len(sizes))))
-        vote = leader_exchange.leader_exchange(MPI.COMM_WORLD, topology, self.freights[0])
-        self.agreements = [HierarchicalAgreement(memory, self.roused.append, None if i else vote, elsewhere)
+        vote = leader_exchange.leader_exchange(MPI.COMM_WORLD, topology, self.piggybacks[0])
+        self.agreements = [HierarchicalAgreement(memory, self.woken.append, None if i else vote, elsewhere)
                         for i, memory in enumerate(memories)]
 
     def outcomes(self) -> list[Outcome]:
@@ -60,12 +60,12 @@ class Host:
         return list(found.values())
 
 
-def made_host(most: int, has_freight: bool, most_direct: int = PIGGYBACK_MOST_HOSTS) -> Iterator[Host]:
+def made_host(most: int, has_piggyback: bool, most_direct: int = PIGGYBACK_MOST_HOSTS) -> Iterator[Host]:
     """This process's host, of as many hosts as there are processes, which have one rank, two ... `most`, one ..."""
     sizes = [1 + h % most for h in range(MPI.COMM_WORLD.Get_size())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leader_exchange, "PIGGYBACK_MOST_HOSTS", most_direct)
-        made = Host(sizes, MPI.COMM_WORLD.Get_rank(), has_freight)
+        made = Host(sizes, MPI.COMM_WORLD.Get_rank(), has_piggyback)
     yield made
     for agreement in made.agreements:
         agreement.close()
@@ -76,13 +76,13 @@ def made_host(most: int, has_freight: bool, most_direct: int = PIGGYBACK_MOST_HO
 def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     """A host, one of a few or, as far as votes between hosts go, one of many."""
     most, most_direct = request.param
-    yield from made_host(most, has_freight=False, most_direct=most_direct)
+    yield from made_host(most, has_piggyback=False, most_direct=most_direct)
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one rank each", "up to three ranks"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """A host of which the votes take something along."""
-    yield from made_host(request.param, has_freight=True)
+    """A host that sends data with its votes."""
+    yield from made_host(request.param, has_piggyback=True)
 
 
 @pytest.mark.parametrize("number", [1, 2**61 - 1])
@@ -130,14 +130,14 @@ def test_who_has_not_voted_is_known_within_the_host(host: Host) -> None:
     host.outcomes()
 
 
-def test_the_first_rank_is_roused_by_votes_and_the_others_by_the_outcome(host: Host) -> None:
-    host.roused.clear()
+def test_the_first_rank_is_woken_by_votes_and_the_others_by_the_outcome(host: Host) -> None:
+    host.woken.clear()
     for agreement in host.agreements:
         agreement.vote(5)
     votes = [host.ranks[0]] * (len(host.ranks) - 1)
-    assert host.roused == votes
+    assert host.woken == votes
     host.outcomes()
-    assert host.roused == votes + host.ranks[1:]
+    assert host.woken == votes + host.ranks[1:]
 
 
 # -- what goes with the votes -----------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
         whole: They bring one array each; otherwise two, of which the result is one: what is packed is a stream.
     """
     targets, loads = [np.empty_like(array) for array in arrays], {}
-    for i, (agreement, piggyback) in enumerate(zip(host.agreements, host.freights, strict=True)):
+    for i, (agreement, piggyback) in enumerate(zip(host.agreements, host.piggybacks, strict=True)):
         assert piggyback is not None
         if host.ranks[i] != unready:
             cut = arrays[i].size // 2
@@ -183,7 +183,7 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
             loads[i] = piggyback.pack(sources, [targets[i]], Reduction(op, prescale, scale), arrays[i].size)
         agreement.vote(number, is_ready=i in loads)
     outcomes = host.outcomes()
-    first = host.freights[0]
+    first = host.piggybacks[0]
     assert first is not None and first._latest is None, "what was packed, and its targets, are kept alive"
     if outcomes[0] is Outcome.ALL_READY:
         for load in loads.values():

@@ -271,7 +271,7 @@ def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: in
 
 
 class FullMail:
-    """A mailbox in which all that is sent to one rank waits for room."""
+    """A channel in which all messages to one rank wait for room."""
 
     def __init__(self, rank: int):
         self._rank = rank

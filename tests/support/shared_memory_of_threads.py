@@ -1,4 +1,4 @@
-"""Shared memory and mail as the ranks of a host have it, for ranks that are threads of one process."""
+"""Shared memory and channels as the ranks of a host have it, for ranks that are threads of one process."""
 
 import os
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def host_files(count: int) -> list[HostFile]:
         os.close(descriptor)
 
 
-def mailboxes(ranks: Sequence[int]) -> list[UnixSocketChannel]:
-    """The mailbox of each of `ranks`, all those of a host. Each has descriptors of its own, as processes have."""
+def channels_of(ranks: Sequence[int]) -> list[UnixSocketChannel]:
+    """The channel of each of `ranks`, all those of a host. Each has descriptors of its own, as processes have."""
     made = ChannelSockets.make(ranks)
     try:
         return [UnixSocketChannel(rank, ChannelSockets(made[rank].inbox, {r: s.dup() for r,

@@ -18,6 +18,7 @@ from mpistrat.negotiation.tree import neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
 WARNING_S, ABORT_S = 60.0, 600.0
+CAPACITY = 1024
 
 
 def allreduce(name: str, *shape: int, dtype: str = "float32", labels: tuple[str, ...] = (),
@@ -30,7 +31,7 @@ def allreduce(name: str, *shape: int, dtype: str = "float32", labels: tuple[str,
 class Job:
     """The coordinators of all ranks, and the messages between them: bytes that are on their way until delivered."""
 
-    def __init__(self, size: int, capacity: int = 1024, warning_s: float | None = WARNING_S,
+    def __init__(self, size: int, capacity: int = CAPACITY, warning_s: float | None = WARNING_S,
                  abort_s: float | None = ABORT_S):
         self.size = size
         self.nodes = [Coordinator(rank, size, capacity, warning_s, abort_s) for rank in range(size)]
@@ -136,7 +137,7 @@ def repeated_step(size: int, names: Iterable[str], steps: int = 4, capacity: int
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_is_the_child_of_its_parent_and_of_no_other(size: int) -> None:
-    nodes = [Coordinator(rank, size) for rank in range(size)]
+    nodes = [Coordinator(rank, size, CAPACITY) for rank in range(size)]
     assert [node.parent for node in nodes if node.parent is None] == [None]
     assert sorted(child for node in nodes for child in node.children) == list(range(1, size))
     assert all(nodes[child].parent == node.rank for node in nodes for child in node.children)
@@ -152,7 +153,7 @@ def test_ranks_are_neighbours_of_each_other(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_subtree_is_a_rank_and_the_subtrees_of_its_children(size: int) -> None:
-    nodes = [Coordinator(rank, size) for rank in range(size)]
+    nodes = [Coordinator(rank, size, CAPACITY) for rank in range(size)]
     for node in nodes:
         below = {rank for child in node.children for rank in subtree(child, size)}
         assert set(subtree(node.rank, size)) == {node.rank} | below
@@ -165,7 +166,7 @@ def test_a_subtree_is_a_rank_and_the_subtrees_of_its_children(size: int) -> None
 
 
 def test_one_rank_agrees_with_itself_at_once() -> None:
-    node = Coordinator(0, 1)
+    node = Coordinator(0, 1, CAPACITY)
     node.submit(allreduce("a"), 0.0)
     announcement, decision = node.advance(0.0)
     assert announcement is None
@@ -642,15 +643,15 @@ def test_without_a_warning_time_nothing_is_reported_or_told() -> None:
 
 
 def test_a_waiting_rank_looks_up_now_and_then() -> None:
-    node = Coordinator(0, 2, stall_warning_s=WARNING_S)
+    node = Coordinator(0, 2, CAPACITY, stall_warning_s=WARNING_S)
     assert node.next_check_s(0.0) > 10
     node.submit(allreduce("a"), 0.0)
     assert 0 < node.next_check_s(0.0) <= 1
-    assert Coordinator(0, 2, stall_warning_s=None).next_check_s(0.0) > 10
+    assert Coordinator(0, 2, CAPACITY, stall_warning_s=None).next_check_s(0.0) > 10
 
 
 def test_a_rank_that_rank_0_does_not_answer_ends_after_the_limit() -> None:
-    node = Coordinator(3, 4, 1024, WARNING_S, ABORT_S, Topology(3, ("here", "here", "there", "there")))
+    node = Coordinator(3, 4, CAPACITY, WARNING_S, ABORT_S, Topology(3, ("here", "here", "there", "there")))
     node.submit(allreduce("a"), 0.0)
     node.submit(allreduce("b"), 100.0)
     assert 0 < node.next_check_s(0.0) <= 1
@@ -666,7 +667,7 @@ def test_a_rank_that_rank_0_does_not_answer_ends_after_the_limit() -> None:
 def test_ranks_further_from_rank_0_give_it_the_time_that_those_between_take() -> None:
     far = 17 * FAN_OUT
     for rank, waits_s in ((1, 0.0), (17, WARNING_S / 2), (far + 1, WARNING_S)):
-        node = Coordinator(rank, far + 2, 1024, WARNING_S, ABORT_S)
+        node = Coordinator(rank, far + 2, CAPACITY, WARNING_S, ABORT_S)
         node.submit(allreduce("a"), 0.0)
         for now in range(int(ABORT_S + waits_s) + 4):
             node.check(now)
@@ -675,7 +676,7 @@ def test_ranks_further_from_rank_0_give_it_the_time_that_those_between_take() ->
 
 
 def test_a_rank_that_has_not_looked_for_long_reads_its_messages_before_it_blames_rank_0() -> None:
-    node = Coordinator(1, 2, 1024, WARNING_S, ABORT_S)
+    node = Coordinator(1, 2, CAPACITY, WARNING_S, ABORT_S)
     node.submit(allreduce("a"), 0.0)
     node.check(1.0)
     node.check(1e6)
@@ -685,14 +686,14 @@ def test_a_rank_that_has_not_looked_for_long_reads_its_messages_before_it_blames
 
 
 def test_without_a_limit_rank_0_may_take_any_time() -> None:
-    node = Coordinator(1, 2, 1024, WARNING_S, None)
+    node = Coordinator(1, 2, CAPACITY, WARNING_S, None)
     node.submit(allreduce("a"), 0.0)
     node.check(1e9)
 
 
 @pytest.mark.parametrize("present, is_named", [((0, 1), True), ((0, 2), False)])
 def test_a_stall_of_a_whole_host_may_be_for_the_network(present: tuple[int, ...], is_named: bool) -> None:
-    root = Coordinator(0, 4, 1024, WARNING_S, ABORT_S, Topology(0, ("here", "here", "there", "there")))
+    root = Coordinator(0, 4, CAPACITY, WARNING_S, ABORT_S, Topology(0, ("here", "here", "there", "there")))
     for rank in present:
         if rank:
             root.receive(rank, Announcement(requests=((allreduce("a"), None),)).to_bytes(), 0.0)

@@ -157,6 +157,32 @@ def test_different_proposals_come_back_and_end_the_vote() -> None:
     assert not first.is_open and not second.is_open
 
 
+def test_the_log_has_the_begin_and_the_end_of_votes_with_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "mpistrat"):
+        first, second = (FastPath(agreement, Topology(i, ("here", "here"), (3, 5)), None, None)
+                         for i, agreement in enumerate(agreements(2)))
+        for voting in (first, second):
+            voting.open()
+        for name in ("a", "b"):
+            first.propose(entry("a"), False, 0.0)
+            assert first.is_late(1.0)
+            second.propose(entry(name), False, 0.0)
+            first.settle()
+            second.settle()
+    late = "rank 3: no outcome after 1.00 s; rank 0 is asked to end the vote"
+    end = "the vote of the fast path ends after 1 operations; rank 0 skips 0 chances before the next one"
+    begin = "a vote of the fast path begins"
+    assert caplog.messages == [f"rank 3: {begin}", f"rank 5: {begin}", late, late, f"rank 3: {end}", f"rank 5: {end}"]
+
+
+def test_the_log_has_the_place_of_a_rank_in_the_tree(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "mpistrat"):
+        Steps(3)
+    assert caplog.messages == [
+        f"rank {rank} of 3: negotiates with parent {parent} and children {children} of the tree; votes are on"
+        for rank, parent, children in ((0, None, [1, 2]), (1, 0, []), (2, 0, []))]
+
+
 def test_a_rank_that_votes_against_ends_the_vote() -> None:
     first, second = voters()
     ours = entry("a")
@@ -173,7 +199,7 @@ def test_nobody_votes_against_before_a_vote_is_called() -> None:
     assert not first.has_voted
 
 
-def test_a_vote_that_is_not_answered_is_to_be_recalled_once() -> None:
+def test_a_vote_that_is_not_answered_is_to_be_ended_once() -> None:
     first, second = voters()
     assert not first.is_late(1e6)
     first.propose(entry("a"), False, 0.0)
@@ -545,7 +571,7 @@ def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_again
 def test_a_decision_waits_until_the_vote_has_ended() -> None:
     ranks = Steps(3)
     ours = ranks.vote_of_the_first()
-    ranks.controllers[0]._coordinator.recall()
+    ranks.controllers[0]._coordinator.request_vote_end()
     ranks.step(0, 1)
     assert ranks.is_open() == [True] * 3  # Rank 2 has not heard of it, so nobody knows how it votes.
     assert [len(c._learned) for c in ranks.controllers] == [1, 1, 0]
@@ -559,7 +585,7 @@ def test_a_decision_waits_until_the_vote_has_ended() -> None:
 
 
 def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child in the collective of one decision does not read the next, which may be larger than its mailbox."""
+    """A child in the collective of one decision does not read the next, which may be larger than its ring."""
     ranks = Steps(2)
     ranks.open_vote()
     control, events = ranks.controllers[0].control, []
@@ -581,7 +607,7 @@ def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monk
 def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> None:
     ranks = Steps(2)
     ours = ranks.vote_of_the_first()
-    ranks.controllers[0]._coordinator.recall()
+    ranks.controllers[0]._coordinator.request_vote_end()
     ranks.step(0)
     theirs = ranks.put(1, "a", is_awaited=True)
     assert ranks.controllers[1].may_propose

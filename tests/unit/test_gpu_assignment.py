@@ -73,21 +73,21 @@ PINNED = [("visible", "GPU:0"), ("growth", "GPU:0", True), ("growth", "GPU:1", T
 
 
 @pytest.fixture
-def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, with two GPUs that nobody has, in a job of one rank."""
-    module = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
-    monkeypatch.setattr(module, "_pinned", None)
-    monkeypatch.setattr(module.tf, "config", Config())
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, with two GPUs that no rank uses, in a job of one rank."""
+    found = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
+    monkeypatch.setattr(found, "_pinned", None)
+    monkeypatch.setattr(found.tf, "config", Config())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     mpistrat.init()
-    yield module
+    yield found
     mpistrat.shutdown()
 
 
-def test_tensorflow_sees_one_gpu_and_takes_memory_as_needed(pinning: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorflow_sees_one_gpu_and_takes_memory_as_needed(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mpistrat"):
-        assert [pinning.pin_gpu() for _ in range(3)] == [0, 0, 0]
-    assert pinning.tf.config.calls == PINNED
+        assert [module.pin_gpu() for _ in range(3)] == [0, 0, 0]
+    assert module.tf.config.calls == PINNED
     assert [line for line in caplog.messages if "GPU" in line] == [
         f"{mpistrat.hosts()[0]}: the host's only rank uses one of 2 GPUs"]
 
@@ -96,13 +96,13 @@ def test_tensorflow_sees_one_gpu_and_takes_memory_as_needed(pinning: Any, caplog
 
 
 @pytest.mark.parametrize("door", ["mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"])
-def test_init_of_a_framework_pins_the_gpu(door: str, pinning: Any) -> None:
+def test_init_of_a_framework_pins_the_gpu(door: str, module: Any) -> None:
     pytest.importorskip("mpistrat.keras", exc_type=ImportError)
-    assert pinning.tf.config.calls == [], "mpistrat.init() has no framework, and leaves the GPUs alone"
+    assert module.tf.config.calls == [], "mpistrat.init() has no framework, and leaves the GPUs alone"
     for _ in range(2):
         importlib.import_module(door).init()
-    assert pinning.pin_gpu() == 0
-    assert pinning.tf.config.calls == PINNED
+    assert module.pin_gpu() == 0
+    assert module.tf.config.calls == PINNED
 
 
 @pytest.mark.parametrize(("change", "reason"), [
@@ -112,40 +112,40 @@ def test_init_of_a_framework_pins_the_gpu(door: str, pinning: Any) -> None:
     (lambda config: setattr(config, "error", "cannot be modified after being initialized."),
      "pin_gpu() comes too late: cannot be modified after being initialized. Call it right after init()."),
 ], ids=["one visible", "none visible", "logical", "in use"])
-def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], object], reason: str, pinning: Any,
+def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], object], reason: str, module: Any,
                                                  caplog: pytest.LogCaptureFixture) -> None:
-    change(pinning.tf.config)
+    change(module.tf.config)
     with caplog.at_level(logging.DEBUG, "mpistrat"):
-        pinning.init()
-    assert pinning.tf.config.calls == []
+        module.init()
+    assert module.tf.config.calls == []
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "GPU" in record.getMessage()] == [
         ("DEBUG", f"rank 0: TensorFlow's GPUs stay as they are: {reason}")]
 
 
-def test_a_setting_turns_it_off(pinning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_turns_it_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
     mpistrat.shutdown()
     monkeypatch.setenv("MPISTRAT_PIN_GPU", "0")
-    pinning.init()
+    module.init()
     strategy._default_device()
-    assert pinning.tf.config.calls == []
-    assert pinning.pin_gpu() == 0, "an explicit call is another matter"
-    assert pinning.tf.config.calls == PINNED
+    assert module.tf.config.calls == []
+    assert module.pin_gpu() == 0, "an explicit call is another matter"
+    assert module.tf.config.calls == PINNED
 
 
-def test_an_explicit_call_spares_logical_gpus(pinning: Any) -> None:
-    pinning.tf.config.logical = ["GPU:0"]  # TensorFlow sets no growth for these.
-    assert pinning.pin_gpu() == 0
-    assert pinning.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:1", True)]
+def test_an_explicit_call_spares_logical_gpus(module: Any) -> None:
+    module.tf.config.logical = ["GPU:0"]  # TensorFlow sets no growth for these.
+    assert module.pin_gpu() == 0
+    assert module.tf.config.calls == [("visible", "GPU:0"), ("growth", "GPU:1", True)]
 
 
-def test_a_later_init_with_another_local_rank_pins_another_gpu(pinning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinning.init()
+def test_a_later_init_with_another_local_rank_pins_another_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module.init()
     mpistrat.shutdown()
     mpistrat.init()
-    monkeypatch.setattr(pinning, "choose", lambda *arguments: Pin(1, "as rank 1 of its host"))
-    pinning.init()
-    assert pinning.tf.config.calls == [*PINNED, ("visible", "GPU:1"), *PINNED[1:]]
+    monkeypatch.setattr(module, "choose", lambda *arguments: Pin(1, "as rank 1 of its host"))
+    module.init()
+    assert module.tf.config.calls == [*PINNED, ("visible", "GPU:1"), *PINNED[1:]]
 
 
 HOROVODS_LINES = """
@@ -196,28 +196,28 @@ def test_old_scripts_may_choose_after_init() -> None:
 # -- too late ---------------------------------------------------------------------------------------------------------
 
 
-def test_too_late_a_call_says_so(pinning: Any) -> None:
-    pinning.tf.config.error = "Visible devices cannot be modified after being initialized."
+def test_too_late_a_call_says_so(module: Any) -> None:
+    module.tf.config.error = "Visible devices cannot be modified after being initialized."
     with pytest.raises(mpistrat.InvalidRequestError, match=r"comes too late: .* Call it right after init\(\)"):
-        pinning.pin_gpu()
+        module.pin_gpu()
 
 
-def test_a_strategy_pins_its_gpu(pinning: Any) -> None:
+def test_a_strategy_pins_its_gpu(module: Any) -> None:
     strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
     assert strategy._default_device() == "/device:GPU:0"
-    assert pinning.tf.config.calls == PINNED
+    assert module.tf.config.calls == PINNED
 
 
-def test_a_strategy_leaves_what_the_process_has_chosen(pinning: Any) -> None:
+def test_a_strategy_leaves_what_the_process_has_chosen(module: Any) -> None:
     strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
-    pinning.tf.config.visible = ["GPU:1"]
+    module.tf.config.visible = ["GPU:1"]
     assert strategy._default_device() == "/device:GPU:0", "logical GPU 0 is physical GPU 1"
-    assert pinning.tf.config.calls == []
+    assert module.tf.config.calls == []
 
 
-def test_a_strategy_that_is_made_too_late_for_pinning_warns(pinning: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strategy_that_is_made_too_late_for_pinning_warns(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
-    pinning.tf.config.error = "Visible devices cannot be modified after being initialized."
+    module.tf.config.error = "Visible devices cannot be modified after being initialized."
     assert strategy._default_device() == "/device:GPU:0"
     assert "may take memory on all of its GPUs: pin_gpu() comes too late" in caplog.text
 

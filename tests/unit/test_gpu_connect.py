@@ -40,7 +40,7 @@ def test_what_was_made_in_another_thread_is_returned() -> None:
         threads.append(threading.current_thread())
         return [made]
 
-    assert make_communicators(make, AnyDevice(), alone, 10.0) == [made]
+    assert make_communicators(make, AnyDevice(), 0, alone, 10.0) == [made]
     assert threads != [threading.current_thread()] and not made.aborted.is_set()
 
 
@@ -49,7 +49,7 @@ def test_an_error_names_the_rank_and_the_way_around_nccl() -> None:
         raise EngineError("NCCL has failed (connecting rank 0 of 1): NCCL_ERROR_SYSTEM_ERROR. socketPollConnect")
 
     with pytest.raises(EngineError) as raised:
-        make_communicators(make, AnyDevice(), alone, 10.0)
+        make_communicators(make, AnyDevice(), 0, alone, 10.0)
     assert str(raised.value) == (
         "NCCL cannot connect the ranks: rank 0: NCCL has failed (connecting rank 0 of 1): NCCL_ERROR_SYSTEM_ERROR. "
         "socketPollConnect. MPISTRAT_GPU_OPERATIONS=staged does without NCCL.")
@@ -63,7 +63,7 @@ def test_a_rank_that_waits_in_nccl_leaves_when_another_one_fails_and_aborts_what
         return [made]
 
     with pytest.raises(EngineError, match="NCCL cannot connect the ranks: rank 1: out of memory"):
-        make_communicators(make, AnyDevice(), lambda state: [state, "out of memory"], 10.0)
+        make_communicators(make, AnyDevice(), 0, lambda state: [state, "out of memory"], 10.0)
     assert not made.aborted.is_set()
     other_connects.set()
     assert made.aborted.wait(30)
@@ -74,7 +74,7 @@ def test_a_rank_that_is_connected_waits_for_the_others_and_aborts_when_one_of_th
     states: list[Any] = [None, None, "out of memory"]
 
     with pytest.raises(EngineError, match="rank 1: out of memory"):
-        make_communicators(lambda: [made], AnyDevice(), lambda state: [state, states.pop(0)], 10.0)
+        make_communicators(lambda: [made], AnyDevice(), 0, lambda state: [state, states.pop(0)], 10.0)
     assert states == [] and made.aborted.wait(30)
 
 
@@ -82,5 +82,5 @@ def test_ranks_that_do_not_connect_in_time_say_so() -> None:
     times = iter([0.0, 1.0, 11.0])
     never = threading.Event()
     with pytest.raises(EngineError, match="rank 0: not connected after 10 s"):
-        make_communicators(lambda: [never.wait(30)], AnyDevice(), alone, 10.0, clock=lambda: next(times))
+        make_communicators(lambda: [never.wait(30)], AnyDevice(), 0, alone, 10.0, clock=lambda: next(times))
     never.set()

@@ -147,7 +147,7 @@ def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixt
         job.settle()
     assert values_of(first)[1][:2] == [1, 1]
     assert [line for line in caplog.messages if "GPU memory is short" in line] == [
-        f"GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 8 - 2**16} bytes instead of {2**24}"]
+        f"rank 0: GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 8 - 2**16} bytes instead of {2**24}"]
 
 
 def test_without_memory_tensors_are_staged_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,8 +159,8 @@ def test_without_memory_tensors_are_staged_with_one_warning(caplog: pytest.LogCa
             job.settle()
     assert [values_of(handle) for handle in handles] == [[[1, 1]]] * 2
     assert [(record.levelname, record.message) for record in caplog.records] == [(
-        "WARNING", "GPU tensors are staged through host memory and reduced by local: the GPUs of ranks [0] have no "
-                   "memory left for fusion buffers")]
+        "WARNING", "rank 0: GPU tensors are staged through host memory and reduced by local: the GPUs of ranks [0] "
+                   "have no memory left for fusion buffers")]
 
 
 def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,8 +173,8 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptu
         nccl, fusion_bytes = connect(device, 0, 2, exchange, ThreadGroup(1).data(0), Settings(fusion_bytes=2**16))
     assert (nccl, fusion_bytes) == (None, 2**16)
     assert [(record.levelname, record.message) for record in caplog.records] == [(
-        "INFO", "GPU tensors are staged through host memory and reduced by local: ranks [0, 1] share a GPU, which NCCL "
-                "allows from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1")]
+        "INFO", "rank 0: GPU tensors are staged through host memory and reduced by local: ranks [0, 1] share a GPU, "
+                "which NCCL allows from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1")]
     assert device.free_bytes == 2**40, "buffers that are not used are given back"
 
 
@@ -268,7 +268,7 @@ def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixtur
             job.engine.submit(allreduce_request("a", specs_of(arrays), Product, device=DEVICE_GPU), arrays)
             job.settle()
     assert [line for line in caplog.messages if "some GPU tensors" in line] == [
-        "some GPU tensors are staged through host memory: NCCL has no product of complex128"]
+        "rank 0: some GPU tensors are staged through host memory: NCCL has no product of complex128"]
 
 
 @pytest.fixture

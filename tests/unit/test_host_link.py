@@ -138,7 +138,7 @@ def test_what_is_passed_on_is_closed_when_a_program_is_executed() -> None:
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_exchange, "_LIMIT_S", 0.2)
     link = HostLink(0, (0, 1, 2))
-    with pytest.raises(OSError, match=r"^ranks \[1, 2\] have not come to rank 0 on the same host for 0 s\. Do they "):
+    with pytest.raises(OSError, match=r"^ranks \[1, 2\] have not connected to rank 0 on the same host in 0 s\. Do "):
         link.connect(link.invitation)
     link.close()
 

@@ -38,7 +38,7 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     Announcement(requests=((PLAIN, None), (FULL, (0, 2, 300)), (GATHER, ()))),
     Announcement((1,), ((BARRIER, None),), ended=((4, 12), (5, 0)), failure="Traceback: ä\nline 2"),
     Announcement(failure="a name of a file that is not UTF-8: \udcff"),
-    Announcement(ids=(2**63 - 1,), recall=True),
+    Announcement(ids=(2**63 - 1,), ends_vote=True),
     Announcement(blocked=0),
     Announcement(joined=(7, 2)),
     Announcement(ids=(3,), requests=((PLAIN, (1, 2)),), blocked=2**40)])

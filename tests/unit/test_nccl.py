@@ -36,11 +36,11 @@ SUM = OPERATIONS[ReduceOp.SUM]
 class Job:
     """A plane over one rank."""
 
-    def __init__(self, lanes: int = 1, buffer_bytes: int = 2**16, size: int = 1, version: int = AVERAGES_FROM):
+    def __init__(self, streams: int = 1, buffer_bytes: int = 2**16, size: int = 1, version: int = AVERAGES_FROM):
         self.device = Device()
-        buffers = [[self.device.scratch(buffer_bytes) for _ in range(2)] for _ in range(lanes)]
+        buffers = [[self.device.scratch(buffer_bytes) for _ in range(2)] for _ in range(streams)]
         # One rank makes all calls, even where the plane takes it for one of several.
-        self.plane = NcclData(self.device, 0, size, [Communicator(self.device, 1) for _ in range(lanes)], buffers,
+        self.plane = NcclData(self.device, 0, size, [Communicator(self.device, 1) for _ in range(streams)], buffers,
                               buffer_bytes, version)
         self._arrays: list[GpuArray] = []
 
@@ -100,7 +100,7 @@ def test_a_bucket_is_packed_before_the_one_before_is_unpacked() -> None:
 
 
 def test_lanes_take_turns() -> None:
-    job = Job(lanes=3)
+    job = Job(streams=3)
     array = job.arrays(np.ones(4, np.float32))
     for _ in range(6):
         job.plane.allreduce(array, array, Reduction(ReduceOp.SUM))
@@ -206,7 +206,7 @@ def test_work_begins_after_the_events_it_was_told_to_wait_for() -> None:
 
 
 def test_abandoned_communicators_are_aborted_and_closed_ones_destroyed_once() -> None:
-    given_up, done = Job(lanes=2), Job(lanes=2)
+    given_up, done = Job(streams=2), Job(streams=2)
     for _ in range(2):
         given_up.plane.abandon()
         done.plane.close()
@@ -347,7 +347,7 @@ def test_an_exchange_is_a_group_of_sends_and_receives_with_their_peers() -> None
 
 
 def test_two_threads_that_abandon_abort_each_communicator_once_and_no_collective_begins_after_it() -> None:
-    job = Job(lanes=3)
+    job = Job(streams=3)
     threads = [threading.Thread(target=job.plane.abandon) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -360,7 +360,7 @@ def test_two_threads_that_abandon_abort_each_communicator_once_and_no_collective
 
 
 def test_an_abort_that_fails_keeps_no_other_communicator_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, aborted = Job(lanes=3), []
+    job, aborted = Job(streams=3), []
 
     def abort(self: Communicator) -> None:
         aborted.append(self)

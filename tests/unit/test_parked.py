@@ -16,7 +16,7 @@ import pytest
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import CollectiveType, Request
 from mpistrat.engine import parked
-from mpistrat.engine.parked import ENGINE_THREAD, WATCH_THREAD, ThreadScan, Wait, threads_of_libraries, wait_of
+from mpistrat.engine.parked import ENGINE_THREAD, WATCH_THREAD, ThreadScan, ThreadWait, threads_of_libraries, wait_of
 from mpistrat.engine.queue import TensorQueue
 
 from ..support.system_calls import needs_system_calls
@@ -25,29 +25,29 @@ REST = "0x0 0xffffffff 0x7f283a39eaa0 0x7f283a8a3f16"
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    (f"202 0x562608615b70 0x189 0x0 0x0 {REST}", Wait.UNLIMITED),  # a lock of Python's
-    (f"202 0x562608615b70 0x80 0x2 0x0 {REST}", Wait.UNLIMITED),  # a mutex
-    (f"202 0x562608615b70 0x89 0x0 0x7f2839b9d9f0 {REST}", Wait.LIMITED),
-    (f"202 0x562608615b70 0x80 0x0 0x7f2839b9d9f0 {REST}", Wait.LIMITED),
-    (f"202 0x562608615b70 0x109 0x0 0x0 {REST}", Wait.NOT),  # a semaphore that processes share
-    (f"202 0x562608615b70 0x81 0x1 0x0 {REST}", Wait.NOT),  # it wakes another thread
-    (f"230 0x1 0x1 0x7f2839398ab0 0x0 {REST}", Wait.LIMITED),  # clock_nanosleep
-    (f"35 0x7f2839398ab0 0x0 0x0 0x0 {REST}", Wait.LIMITED),  # nanosleep
-    (f"232 0x4 0x5603bc46e390 0x20 0xffffffffffffffff {REST}", Wait.NOT),  # epoll_wait
-    (f"0 0x3 0x5626086f4410 0x2000 0x1000 {REST}", Wait.NOT),  # read
-    (f"98 0x562608615b70 0x189 0x0 0x0 {REST}", Wait.NOT),  # futex on another processor
-    ("-1 0x7f283a39eaa0 0x7f283a8a3f16", Wait.NOT),  # it waits for a page of memory
-    ("running", Wait.NOT)])
-def test_a_thread_waits_for_another_one_in_one_system_call_only(text: str, expected: Wait) -> None:
+    (f"202 0x562608615b70 0x189 0x0 0x0 {REST}", ThreadWait.UNLIMITED),  # a lock of Python's
+    (f"202 0x562608615b70 0x80 0x2 0x0 {REST}", ThreadWait.UNLIMITED),  # a mutex
+    (f"202 0x562608615b70 0x89 0x0 0x7f2839b9d9f0 {REST}", ThreadWait.LIMITED),
+    (f"202 0x562608615b70 0x80 0x0 0x7f2839b9d9f0 {REST}", ThreadWait.LIMITED),
+    (f"202 0x562608615b70 0x109 0x0 0x0 {REST}", ThreadWait.NOT),  # a semaphore that processes share
+    (f"202 0x562608615b70 0x81 0x1 0x0 {REST}", ThreadWait.NOT),  # it wakes another thread
+    (f"230 0x1 0x1 0x7f2839398ab0 0x0 {REST}", ThreadWait.LIMITED),  # clock_nanosleep
+    (f"35 0x7f2839398ab0 0x0 0x0 0x0 {REST}", ThreadWait.LIMITED),  # nanosleep
+    (f"232 0x4 0x5603bc46e390 0x20 0xffffffffffffffff {REST}", ThreadWait.NOT),  # epoll_wait
+    (f"0 0x3 0x5626086f4410 0x2000 0x1000 {REST}", ThreadWait.NOT),  # read
+    (f"98 0x562608615b70 0x189 0x0 0x0 {REST}", ThreadWait.NOT),  # futex on another processor
+    ("-1 0x7f283a39eaa0 0x7f283a8a3f16", ThreadWait.NOT),  # it waits for a page of memory
+    ("running", ThreadWait.NOT)])
+def test_a_thread_waits_for_another_one_in_one_system_call_only(text: str, expected: ThreadWait) -> None:
     assert wait_of(text + "\n", "x86_64") is expected
 
 
 def test_other_processors_have_other_numbers_or_are_not_known() -> None:
     wait = f"0x562608615b70 0x189 0x0 0x0 {REST}"
-    assert wait_of(f"98 {wait}", "aarch64") is Wait.UNLIMITED
-    assert wait_of(f"115 {wait}", "aarch64") is Wait.LIMITED
-    assert wait_of(f"202 {wait}", "aarch64") is Wait.NOT
-    assert wait_of(f"202 {wait}", "s390x") is Wait.NOT
+    assert wait_of(f"98 {wait}", "aarch64") is ThreadWait.UNLIMITED
+    assert wait_of(f"115 {wait}", "aarch64") is ThreadWait.LIMITED
+    assert wait_of(f"202 {wait}", "aarch64") is ThreadWait.NOT
+    assert wait_of(f"202 {wait}", "s390x") is ThreadWait.NOT
 
 
 # -- invented threads -------------------------------------------------------------------------------------------------

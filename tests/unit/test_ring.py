@@ -10,29 +10,29 @@ import pytest
 from mpistrat.transport.shm.ring import ShmRing, ring_bytes
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
-from ..support.shared_memory_of_threads import mailboxes
+from ..support.shared_memory_of_threads import channels_of
 
 LONG_S = 20.0
 
 
 @pytest.fixture
 def trio() -> Iterator[list[ShmRing]]:
-    """The mailboxes of ranks 4, 5 and 6 of a host; 5 and 6 exchange messages with 4 only."""
+    """The channels of ranks 4, 5 and 6 of a host; 5 and 6 exchange messages with 4 only."""
     ranks, edges = (4, 5, 6), [(5, 4), (6, 4)]
     block = mmap.mmap(-1, HostMemory.size_for(3, 128 + ring_bytes(edges)))
-    mails = [ShmRing(HostMemory(block, index, ranks), 128, edges, mail)
-             for index, mail in enumerate(mailboxes(ranks))]
-    yield mails
-    for mail in mails:
-        mail.close()
+    rings = [ShmRing(HostMemory(block, index, ranks), 128, edges, channel)
+             for index, channel in enumerate(channels_of(ranks))]
+    yield rings
+    for channel in rings:
+        channel.close()
 
 
-def received(mail: ShmRing, count: int) -> list[tuple[int, bytes]]:
+def received(channel: ShmRing, count: int) -> list[tuple[int, bytes]]:
     """The next `count` messages."""
-    messages = mail.receive()
+    messages = channel.receive()
     while len(messages) < count:
-        assert mail.wait(LONG_S), f"only {len(messages)} of {count} messages have come"
-        messages += mail.receive()
+        assert channel.wait(LONG_S), f"only {len(messages)} of {count} messages have come"
+        messages += channel.receive()
     return messages
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import mpistrat
 from mpistrat.cli import function
-from mpistrat.cli.function import Outcome, file_of
+from mpistrat.cli.function import RankResult, file_of
 from mpistrat.core.errors import LaunchError, RunError
 
 
@@ -64,25 +64,25 @@ def test_harmless_arguments_of_horovod_are_accepted(monkeypatch: pytest.MonkeyPa
     assert where == function.Where(None, None, "eth0", None, None, "--tag-output", sys.executable, 600, None, True)
 
 
-def outcomes(directory: Path, *found: Outcome | None) -> Path:
+def outcomes(directory: Path, *found: RankResult | None) -> Path:
     for rank, outcome in enumerate(found):
         if outcome is not None:
             function.write(directory / file_of(rank), pickle.dumps(outcome))
     return directory
 
 
-DONE = Outcome(result=pickle.dumps("done"))
+DONE = RankResult(result=pickle.dumps("done"))
 
 
 def test_results_are_read_in_rank_order(tmp_path: Path) -> None:
-    found = [Outcome(result=pickle.dumps(rank)) for rank in range(11)]
+    found = [RankResult(result=pickle.dumps(rank)) for rank in range(11)]
     assert function._results(outcomes(tmp_path, *found), 11, 0) == list(range(11))
     assert all(path.suffix != ".part" for path in tmp_path.iterdir())
 
 
 def test_the_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
-    consequence = Outcome(error="ShutdownError", is_consequence=True, host="a")
-    cause = Outcome(error="Traceback ...\nValueError: x", exception=pickle.dumps(ValueError("x")), host="b")
+    consequence = RankResult(error="ShutdownError", is_consequence=True, host="a")
+    cause = RankResult(error="Traceback ...\nValueError: x", exception=pickle.dumps(ValueError("x")), host="b")
     with pytest.raises(RunError, match=r"^rank 1 on b .*\n\nTraceback \.\.\.\nValueError: x$") as caught:
         function._results(outcomes(tmp_path, consequence, cause, DONE), 3, 1)
     assert repr(caught.value.__cause__) == "ValueError('x')"
@@ -90,7 +90,7 @@ def test_the_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
 
 def test_an_exception_that_cannot_be_read_leaves_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="Traceback of a stranger") as caught:
-        function._results(outcomes(tmp_path, Outcome(error="Traceback of a stranger", exception=b"no pickle")), 1, 1)
+        function._results(outcomes(tmp_path, RankResult(error="Traceback of a stranger", exception=b"no pickle")), 1, 1)
     assert caught.value.__cause__ is None
 
 
@@ -98,7 +98,7 @@ def test_an_exception_that_cannot_be_read_leaves_its_traceback(tmp_path: Path) -
     ((DONE, None, DONE), 0, r"exit code 0, and ranks \[1\] have returned no result"),
     ((None, None), 7, r"exit code 7, and ranks \[0, 1\] have returned no result"),
     ((DONE, DONE), 7, "exit code 7, and all ranks have returned a result"),
-    ((Outcome(result=b"no pickle"),), 0, "the result of rank 0 cannot be read here")])
+    ((RankResult(result=b"no pickle"),), 0, "the result of rank 0 cannot be read here")])
 def test_a_job_without_all_results_is_an_error(tmp_path: Path, found: tuple, code: int, text: str) -> None:
     with pytest.raises(RunError, match=text):
         function._results(outcomes(tmp_path, *found), len(found), code)

@@ -25,8 +25,8 @@ from ..support.shared_memory_of_threads import host_files, shared_memory_planes
 LIMIT_S = 20.0
 CHUNK = 4096
 FITTING = SharedMemoryData.slots * CHUNK // 4  # float32 that are reduced at once at the most, with chunks so small
-AT_ONCE = SharedMemoryData.one_shot_bytes // 4
-SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, AT_ONCE, AT_ONCE + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
+ONE_SHOT = SharedMemoryData.one_shot_bytes // 4
+SIZES = [0, 1, 2, 3, 1000, FITTING, FITTING + 1, ONE_SHOT, ONE_SHOT + 1, 3 * CHUNK // 4, 20 * CHUNK // 4 + 7]
 
 
 def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = None) -> list[HostMemory]:

@@ -22,17 +22,17 @@ LONG_S = 30.0  # only a failing test waits for so long
 
 
 @pytest.fixture
-def mailboxes() -> Iterator[Callable[[int], list[UnixSocketChannel]]]:
-    """Makes the mailboxes of several ranks."""
+def make_channels() -> Iterator[Callable[[int], list[UnixSocketChannel]]]:
+    """Makes the channels of several ranks."""
     opened: list[UnixSocketChannel] = []
 
     def make(ranks: int) -> list[UnixSocketChannel]:
-        opened.extend(shared_memory_of_threads.mailboxes(range(ranks)))
+        opened.extend(shared_memory_of_threads.channels_of(range(ranks)))
         return opened[-ranks:]
 
     yield make
-    for mail in opened:
-        mail.close()
+    for channel in opened:
+        channel.close()
 
 
 Make = Callable[[int], list[UnixSocketChannel]]
@@ -57,8 +57,8 @@ def receive_all(receiver: UnixSocketChannel, *senders: UnixSocketChannel) -> lis
     return messages + receiver.receive()
 
 
-def test_messages_arrive_in_order_with_their_sender(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_messages_arrive_in_order_with_their_sender(make_channels: Make) -> None:
+    first, second = make_channels(2)
     sent = [f"{number}".encode() for number in range(5)]
     for message in sent:
         first.send(1, message)
@@ -66,23 +66,23 @@ def test_messages_arrive_in_order_with_their_sender(mailboxes: Make) -> None:
     assert second.receive() == []
 
 
-def test_a_rank_may_write_to_itself(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
-    mail.send(0, b"me")
-    assert mail.receive() == [(0, b"me")]
+def test_a_rank_may_write_to_itself(make_channels: Make) -> None:
+    channel, = make_channels(1)
+    channel.send(0, b"me")
+    assert channel.receive() == [(0, b"me")]
 
 
 @pytest.mark.parametrize("size", [0, 1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 64 * 1024, 1_000_000])
-def test_a_message_of_any_length_arrives_whole(mailboxes: Make, size: int) -> None:
-    first, second = mailboxes(2)
+def test_a_message_of_any_length_arrives_whole(make_channels: Make, size: int) -> None:
+    first, second = make_channels(2)
     message = random.Random(size).randbytes(size)
     first.send(1, message)
     first.send(1, b"next")
     assert receive_all(second, first) == [(0, message), (0, b"next")]
 
 
-def test_a_message_is_not_delivered_before_its_last_part_is_there(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_a_message_is_not_delivered_before_its_last_part_is_there(make_channels: Make) -> None:
+    first, second = make_channels(2)
     fill(first, 1)
     first.send(1, b"y" * 100_000)
     while first.is_sending:
@@ -91,8 +91,8 @@ def test_a_message_is_not_delivered_before_its_last_part_is_there(mailboxes: Mak
     assert second.receive()[-1] == (0, b"y" * 100_000)
 
 
-def test_the_parts_of_several_senders_are_not_mixed_up(mailboxes: Make) -> None:
-    receiver, *senders = mailboxes(4)
+def test_the_parts_of_several_senders_are_not_mixed_up(make_channels: Make) -> None:
+    receiver, *senders = make_channels(4)
     sent = {rank: [bytes([rank]) * (50_000 * (number + 1)) for number in range(4)] for rank in (1, 2, 3)}
     for number in range(4):
         for rank, sender in enumerate(senders, 1):
@@ -102,8 +102,8 @@ def test_the_parts_of_several_senders_are_not_mixed_up(mailboxes: Make) -> None:
         assert [message for sender, message in got if sender == rank] == messages
 
 
-def test_a_full_queue_loses_nothing_and_keeps_the_order(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_a_full_queue_loses_nothing_and_keeps_the_order(make_channels: Make) -> None:
+    first, second = make_channels(2)
     count = fill(first, 1)
     for number in range(300):
         first.send(1, f"{number}".encode())
@@ -111,8 +111,8 @@ def test_a_full_queue_loses_nothing_and_keeps_the_order(mailboxes: Make) -> None
     assert got == [b"x"] * count + [f"{number}".encode() for number in range(300)]
 
 
-def test_a_full_queue_of_one_receiver_does_not_hold_up_another(mailboxes: Make) -> None:
-    first, second, third = mailboxes(3)
+def test_a_full_queue_of_one_receiver_does_not_hold_up_another(make_channels: Make) -> None:
+    first, second, third = make_channels(3)
     fill(first, 1)
     first.send(2, b"to 2")
     assert third.receive() == [(0, b"to 2")]
@@ -122,58 +122,58 @@ def test_a_full_queue_of_one_receiver_does_not_hold_up_another(mailboxes: Make) 
     assert not first.is_sending_to([1])
 
 
-def test_a_wait_without_a_message_ends_in_time(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
-    assert not mail.wait(0)
-    assert not mail.wait(0.001)
-    assert not mail.wait(0.001, spin_s=LONG_S)
+def test_a_wait_without_a_message_ends_in_time(make_channels: Make) -> None:
+    channel, = make_channels(1)
+    assert not channel.wait(0)
+    assert not channel.wait(0.001)
+    assert not channel.wait(0.001, spin_s=LONG_S)
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 1e-4, LONG_S])
-def test_a_message_ends_a_wait_asleep_or_awake(mailboxes: Make, spin_s: float) -> None:
-    first, second = mailboxes(2)
+def test_a_message_ends_a_wait_asleep_or_awake(make_channels: Make, spin_s: float) -> None:
+    first, second = make_channels(2)
     threading.Thread(target=lambda: first.send(1, b"come")).start()
     assert second.wait(LONG_S, spin_s)
     assert second.receive() == [(0, b"come")]
 
 
 @pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
-def test_a_message_ends_a_wait(mailboxes: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_ends_a_wait(make_channels: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A descriptor above the limit of select() is waited for in another way.
     monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
-    first, second = mailboxes(2)
+    first, second = make_channels(2)
     threading.Thread(target=lambda: first.send(1, b"come")).start()
     assert second.wait(LONG_S)
     assert second.receive() == [(0, b"come")]
 
 
 @pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
-def test_a_wake_ends_a_wait(mailboxes: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wake_ends_a_wait(make_channels: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
-    mail, = mailboxes(1)
-    threading.Thread(target=mail.wake).start()
-    assert mail.wait(LONG_S)
+    channel, = make_channels(1)
+    threading.Thread(target=channel.wake).start()
+    assert channel.wait(LONG_S)
 
 
-def test_a_wake_before_the_wait_is_not_lost_and_is_no_message(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
-    mail.wake()
-    assert mail.wait(LONG_S)
-    assert mail.receive() == []
-    assert not mail.wait(0)
+def test_a_wake_before_the_wait_is_not_lost_and_is_no_message(make_channels: Make) -> None:
+    channel, = make_channels(1)
+    channel.wake()
+    assert channel.wait(LONG_S)
+    assert channel.receive() == []
+    assert not channel.wait(0)
 
 
-def test_many_wakes_end_one_wait(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
+def test_many_wakes_end_one_wait(make_channels: Make) -> None:
+    channel, = make_channels(1)
     for _ in range(1000):
-        mail.wake()
-    assert mail.wait(LONG_S)
-    mail.receive()
-    assert not mail.wait(0)
+        channel.wake()
+    assert channel.wait(LONG_S)
+    channel.receive()
+    assert not channel.wait(0)
 
 
-def test_many_wakes_leave_room_for_messages(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_many_wakes_leave_room_for_messages(make_channels: Make) -> None:
+    first, second = make_channels(2)
     room = fill(first, 1)
     receive_all(second, first)
     for _ in range(1000):
@@ -181,16 +181,16 @@ def test_many_wakes_leave_room_for_messages(mailboxes: Make) -> None:
     assert fill(first, 1) >= room - 1
 
 
-def test_every_wake_after_a_receive_counts(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
+def test_every_wake_after_a_receive_counts(make_channels: Make) -> None:
+    channel, = make_channels(1)
     for _ in range(5):
-        mail.wake()
-        assert mail.wait(LONG_S)
-        mail.receive()
+        channel.wake()
+        assert channel.wait(LONG_S)
+        channel.receive()
 
 
-def test_a_wake_while_the_queue_is_full_is_not_the_last_one(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_a_wake_while_the_queue_is_full_is_not_the_last_one(make_channels: Make) -> None:
+    first, second = make_channels(2)
     fill(first, 1)
     second.wake()
     assert second.wait(LONG_S)
@@ -200,9 +200,9 @@ def test_a_wake_while_the_queue_is_full_is_not_the_last_one(mailboxes: Make) -> 
     assert second.wait(LONG_S)
 
 
-def test_a_wake_is_not_lost_while_others_have_yet_to_read(mailboxes: Make) -> None:
+def test_a_wake_is_not_lost_while_others_have_yet_to_read(make_channels: Make) -> None:
     # What a rank has sent and nobody has read takes room among the rank's own buffers.
-    first, second = mailboxes(2)
+    first, second = make_channels(2)
     fill(first, 1, b"x" * 30_000)
     first.wake()
     assert first.wait(0)
@@ -212,14 +212,14 @@ def test_a_wake_is_not_lost_while_others_have_yet_to_read(mailboxes: Make) -> No
     assert first.wait(LONG_S)
 
 
-def test_no_wake_is_lost_among_threads(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
+def test_no_wake_is_lost_among_threads(make_channels: Make) -> None:
+    channel, = make_channels(1)
     todo: list[int] = []
 
     def work() -> None:
         for number in range(200):
             todo.append(number)
-            mail.wake()
+            channel.wake()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -227,15 +227,15 @@ def test_no_wake_is_lost_among_threads(mailboxes: Make) -> None:
     done = 0
     while done < 4 * 200:
         # As the engine does: first the messages, then the work. What is added after that has a wake of its own.
-        mail.receive()
+        channel.receive()
         done += len(todo[done:])
-        assert done == 4 * 200 or mail.wait(LONG_S)
+        assert done == 4 * 200 or channel.wait(LONG_S)
     for thread in threads:
         thread.join(LONG_S)
 
 
-def test_what_is_sent_to_a_closed_receiver_is_dropped(mailboxes: Make) -> None:
-    first, second, third = mailboxes(3)
+def test_what_is_sent_to_a_closed_receiver_is_dropped(make_channels: Make) -> None:
+    first, second, third = make_channels(3)
     second.close()
     first.send(1, b"lost")
     first.send(2, b"kept")
@@ -243,37 +243,37 @@ def test_what_is_sent_to_a_closed_receiver_is_dropped(mailboxes: Make) -> None:
     assert third.receive() == [(0, b"kept")]
 
 
-def test_what_waits_for_a_receiver_that_closes_is_dropped(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_what_waits_for_a_receiver_that_closes_is_dropped(make_channels: Make) -> None:
+    first, second = make_channels(2)
     fill(first, 1)
     second.close()
     first.flush()
     assert not first.is_sending
 
 
-def test_a_mailbox_may_be_closed_twice(mailboxes: Make) -> None:
-    mail, = mailboxes(1)
-    mail.close()
-    mail.close()
+def test_a_channel_may_be_closed_twice(make_channels: Make) -> None:
+    channel, = make_channels(1)
+    channel.close()
+    channel.close()
 
 
 def test_no_descriptor_is_left_open() -> None:
     before = os.listdir("/proc/self/fd")
-    for mail in shared_memory_of_threads.mailboxes(range(5)):
-        mail.close()
+    for channel in shared_memory_of_threads.channels_of(range(5)):
+        channel.close()
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_mailbox_has_no_name(mailboxes: Make) -> None:
-    for mail in mailboxes(3):
-        for end in (mail._socket, *mail._outboxes.values()):
+def test_a_channel_has_no_name(make_channels: Make) -> None:
+    for channel in make_channels(3):
+        for end in (channel._socket, *channel._outboxes.values()):
             assert end.getsockname() in ("", b"", None)
 
 
 @pytest.mark.parametrize("part", [b"", b"\0", b"\1", b"\2\2", b"\0\0\0\0", b"\3" + bytes(9), b"\0\7\0\0\0x"],
                          ids=["empty", "last only", "more only", "two wakes", "short", "unknown", "unknown rank"])
-def test_what_no_rank_sends_is_an_error_that_says_so(mailboxes: Make, part: bytes) -> None:
-    first, second = mailboxes(2)
+def test_what_no_rank_sends_is_an_error_that_says_so(make_channels: Make, part: bytes) -> None:
+    first, second = make_channels(2)
     first._outboxes[1].send(part)
     with pytest.raises(MessageError, match=r"^a part of a message came that begins with b'.*', as no rank"):
         second.receive()
@@ -281,8 +281,8 @@ def test_what_no_rank_sends_is_an_error_that_says_so(mailboxes: Make, part: byte
     assert second.receive() == [(0, b"next")]
 
 
-def test_a_descriptor_that_comes_along_is_not_taken(mailboxes: Make) -> None:
-    first, second = mailboxes(2)
+def test_a_descriptor_that_comes_along_is_not_taken(make_channels: Make) -> None:
+    first, second = make_channels(2)
     with open(os.devnull) as extra:
         before = os.listdir("/proc/self/fd")
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [extra.fileno()] * 9))

@@ -3,10 +3,9 @@
 import argparse
 import json
 import math
-from typing import Any
 
 from ...core.errors import LaunchError
-from ..arguments import Parser
+from ..arguments import Parser, positive_int
 from ..text import counted
 from .cases import CASES
 from .cost_model import Machine, allreduce_s, efficiency, fit
@@ -50,7 +49,7 @@ def _measure(options: argparse.Namespace) -> None:
     from .measure import measure, measurements
     from .output import output
     from .report import Table, as_json
-    comm: Any = None
+    comm = None
     if mpistrat.size() > 1:
         from mpi4py import MPI
         comm = MPI.COMM_WORLD.Dup()
@@ -152,10 +151,4 @@ def _case(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"a number from 1 is needed. Received: {text}")
-    return count
+    return positive_int(text, f"a number from 1 is needed. Received: {text}")

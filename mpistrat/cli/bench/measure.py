@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,9 @@ import mpistrat
 
 from ...core.rows import rows_of_ranks
 from .cases import OPERATIONS, Case
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _TOTAL_BYTES = 1.5e9  # of all repetitions of a case together
 _LEAST, _MOST = 5, 200
@@ -68,19 +71,19 @@ def repeats_for(nbytes: int) -> int:
     return int(min(max(_TOTAL_BYTES / max(nbytes, 1), _LEAST), _MOST))
 
 
-def measurements(case: Case, comm: Any) -> tuple[str, ...]:
+def measurements(case: Case, comm: "MPI.Intracomm | None") -> tuple[str, ...]:
     """Return what `measure` measures of a case, in this order."""
     return ("mpistrat", "memcpy") if comm is None else ("mpistrat", OPERATIONS[case.operation], "memcpy")
 
 
-def measure(name: str, case: Case, comm: Any, repeats: int | None = None,
+def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | None = None,
             begin: Callable[[str], None] = lambda what: None) -> Point:
     """Measure one case. Collective.
 
     Args:
         name: Its name.
         case: The case.
-        comm: An mpi4py communicator of all ranks, for MPI's own collective only; None with one rank.
+        comm: All ranks, for MPI's own collective only; None with one rank.
         repeats: Number of repetitions; the default depends on the bytes.
         begin: Called before each of `measurements`, with its name and that of the case. Nothing is measured meanwhile.
     """
@@ -95,10 +98,12 @@ def measure(name: str, case: Case, comm: Any, repeats: int | None = None,
         "allreduce": lambda: mpistrat.grouped_allreduce(arrays, name=wire, op=mpistrat.Sum),
         "reducescatter": lambda: mpistrat.reducescatter(arrays[0], name=wire, op=mpistrat.Sum),
         "alltoall": lambda: mpistrat.alltoall(arrays[0], splits, name=wire),
-        "MPI_Allreduce": lambda: comm.Allreduce(flat, result),
-        "MPI_Reduce_scatter": lambda: comm.Reduce_scatter(flat, result[:counts[rank]], counts),
-        "MPI_Alltoallv": lambda: comm.Alltoallv([flat, counts], [received, [counts[rank]] * size]),
         "memcpy": lambda: np.copyto(result, flat)}
+    if comm is not None:
+        actions |= {
+            "MPI_Allreduce": lambda: comm.Allreduce(flat, result),
+            "MPI_Reduce_scatter": lambda: comm.Reduce_scatter(flat, result[:counts[rank]], counts),
+            "MPI_Alltoallv": lambda: comm.Alltoallv((flat, counts), (received, [counts[rank]] * size))}
     actions["mpistrat"] = actions[case.operation]
     seconds = {}
     for what in measurements(case, comm):

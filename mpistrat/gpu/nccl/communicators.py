@@ -7,7 +7,7 @@ Therefore each rank connects in a separate thread, and meanwhile exchanges its s
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from ...core.errors import EngineError
@@ -28,13 +28,14 @@ class Exchange(Protocol):
 
 
 
-def make_communicators(make: Callable[[], list[NcclCommunicator]], device: GpuDevice, exchange: Exchange,
+def make_communicators(make: Callable[[], list[NcclCommunicator]], device: GpuDevice, rank: int, exchange: Exchange,
                        limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
     """Call `make`, and return its result when it has returned on all ranks. Collective.
 
     Args:
         make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
         device: This rank's GPU.
+        rank: This rank.
         exchange: An exchange among the same ranks, which must not depend on `make`.
         limit_s: Seconds after which it fails; 0: never.
         clock: Seconds, from any origin.
@@ -43,7 +44,7 @@ def make_communicators(make: Callable[[], list[NcclCommunicator]], device: GpuDe
         EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their errors.
             The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
     """
-    attempt, began, pause_s = _Attempt(make, device), clock(), NCCL_CONNECT_FIRST_SLEEP_S
+    attempt, began, pause_s = _Attempt(make, device, rank), clock(), NCCL_CONNECT_FIRST_SLEEP_S
     while True:
         state = attempt.state
         if state is None and 0 < limit_s < clock() - began:
@@ -69,7 +70,8 @@ class _Attempt:
         state: None while they are being made, then "", or the error.
     """
 
-    def __init__(self, make: Callable[[], list[NcclCommunicator]], device: GpuDevice):
+    def __init__(self, make: Callable[[], list[NcclCommunicator]], device: GpuDevice, rank: int):
+        self._rank = rank
         self.made: list[NcclCommunicator] = []
         self.state: str | None = None
         self._is_given_up = False
@@ -86,19 +88,18 @@ class _Attempt:
         with self._lock:
             self.state = state
             if self._is_given_up:
-                _abort(self.made)
+                self._abort()
 
     def give_up(self) -> None:
         """Abort the communicators, now or when they have been made."""
         with self._lock:
             self._is_given_up = True
             if self.state is not None:
-                _abort(self.made)
+                self._abort()
 
-
-def _abort(communicators: Sequence[NcclCommunicator]) -> None:
-    for communicator in communicators:
-        try:
-            communicator.abort()
-        except Exception:  # The first failure is reported.
-            logger.debug("a communicator could not be aborted", exc_info=True)
+    def _abort(self) -> None:
+        for communicator in self.made:
+            try:
+                communicator.abort()
+            except Exception:  # The first failure is reported.
+                logger.debug("rank %d: a communicator could not be aborted", self._rank, exc_info=True)

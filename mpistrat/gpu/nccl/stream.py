@@ -1,4 +1,7 @@
-"""One NCCL communicator with its pipeline: the NCCL calls of each collective, and the copies before and after them."""
+"""One NCCL communicator with its pipeline: the NCCL calls of each collective, and the copies before and after them.
+
+NcclData (data.py) deals the buckets out to several of these. All calls only enqueue work. Used by the engine's thread.
+"""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,8 @@
 See tensorflow.distribute.files for hosts that share no file system. Callbacks that save are in `callbacks`.
 """
 
-from typing import Any
+import os
+from typing import Any, BinaryIO
 
 import keras
 
@@ -25,7 +26,8 @@ def writes_together(model: keras.Model) -> bool:
 @replaces(saving_lib, "save_weights_only", "likewise")
 @replaces(legacy_h5_format, "save_model_to_hdf5", "likewise")
 @replaces(keras.Model, "export", "likewise")
-def save(original: Function, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+def save(original: Function, model: keras.Model, filepath: str | os.PathLike | BinaryIO, *args: Any,
+         **kwargs: Any) -> object:
     if not isinstance(model, keras.Model) or not writes_together(model) or hasattr(filepath, "write"):
         return original(model, filepath, *args, **kwargs)
     try:

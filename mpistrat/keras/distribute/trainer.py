@@ -45,13 +45,13 @@ def make_function(original: Function, self: keras.Model, step_function: Function
         self.jit_compile = False
     logs_may_differ = _has_keras_own_steps(self)
 
-    def step(data: object) -> Any:
+    def step(data: object) -> object:
         with step_state.step_of(self, data, logs_may_differ):
             return _keep_statistics_without_rows(self, lambda: step_function(data))
 
     function = original(self, step)
 
-    def call(iterator: Iterator) -> Any:
+    def call(iterator: Iterator) -> object:
         # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
         is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
         step_state.set_flag("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
@@ -97,7 +97,8 @@ def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
 
 @replaces(keras.Model, "_maybe_symbolic_build",
           "the first batch would be reduced over the ranks, with strings and different numbers of rows")
-def maybe_symbolic_build(original: Function, self: keras.Model, iterator: Any = None, data_batch: Any = None) -> None:
+def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_trainer.TFEpochIterator | None = None,
+                         data_batch: object = None) -> None:
     strategy = strategy_of(self)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return original(self, iterator, data_batch)
@@ -117,8 +118,8 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: Any = 
     return original(self, None, data_batch)
 
 
-def _symbolic(spec: Any) -> keras.KerasTensor:
-    spec = spec._value_specs[0]
+def _symbolic(specs: tf.TypeSpec) -> keras.KerasTensor:
+    spec = specs._value_specs[0]
     return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
@@ -150,7 +151,7 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 
 @replaces(keras.Model, "evaluate", "the ranks would evaluate models with different running statistics")
 @replaces(keras.Model, "predict", "likewise")
-def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> object:
     average_statistics(self)
     return original(self, *args, **kwargs)
 

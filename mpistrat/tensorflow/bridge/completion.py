@@ -26,7 +26,7 @@ from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
 from ..types import Arrays
-from .own_executor import at_once
+from .own_executor import SynchronousExecution
 
 # A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue
 # (one); and the queue's handle.
@@ -36,7 +36,7 @@ _QUEUES = 2**20  # the largest number of queues
 _instances = itertools.count()
 
 
-class _Wait:
+class _PendingWait:
     """A wait, from the ticket to the fetch of the result.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Slot:
 
     def __init__(self, number: int, queue: tf.Tensor):
         self.number, self.queue = number, queue
-        self.wait: _Wait | None = None
+        self.wait: _PendingWait | None = None
         self.serialized = np.array(tf.io.serialize_tensor(queue).numpy(), object)
         self._ticket = [np.empty(0), np.empty(0), self.serialized]
         self._renew()
@@ -74,12 +74,12 @@ class _Slot:
         ticket, count, _ = self._ticket
         return sys.getrefcount(ticket) + sys.getrefcount(count) + sys.getrefcount(ticket.base)
 
-    def begin(self, handle: Handle, execution: int) -> tuple[Arrays, _Wait]:
+    def begin(self, handle: Handle, execution: int) -> tuple[Arrays, _PendingWait]:
         """Start a wait; return its ticket, and the wait. The callback must return these arrays, not copies."""
         if self._references() != self._idle:
             self._renew()  # A tensor of an earlier execution still refers to the memory.
         self._ticket[0][...] = execution * _QUEUES + self.number
-        self.wait = _Wait(self.queue, handle)
+        self.wait = _PendingWait(self.queue, handle)
         return self._ticket.copy(), self.wait  # The list's own references keep `is_abandoned` false.
 
     def is_abandoned(self) -> bool:
@@ -94,7 +94,7 @@ class CompletionQueues:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # Re-entrant: a signal handler may interrupt any statement.
-        self._name = f"mpistrat_wakeup_{next(_instances)}"
+        self._name = f"mpistrat_completions_{next(_instances)}"
         self._slots: list[_Slot] = []  # by number
         self._free: list[_Slot] = []
         self._taken: OrderedDict[int, _Slot] = OrderedDict()  # by number
@@ -120,7 +120,7 @@ class CompletionQueues:
     def _grow(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(tf.init_scope())
-            stack.enter_context(at_once())
+            stack.enter_context(SynchronousExecution())
             stack.enter_context(tf.device("CPU:0"))
             for number in range(len(self._slots), len(self._slots) + COMPLETION_QUEUES_MADE):
                 queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
@@ -161,7 +161,7 @@ class CompletionQueues:
                 self._taken.move_to_end(number)
                 continue
             del self._taken[number]
-            with at_once():
+            with SynchronousExecution():
                 while tf.raw_ops.QueueSizeV2(handle=slot.queue) > 0:
                     tf.raw_ops.QueueDequeueV2(handle=slot.queue, component_types=[tf.int64])
             self._release(slot)
@@ -170,9 +170,9 @@ class CompletionQueues:
         slot.wait = None
         self._free.append(slot)
 
-    def _wake(self, waits: list[_Wait]) -> None:
+    def _wake(self, waits: list[_PendingWait]) -> None:
         queues = [wait.queue for wait in waits]
-        with at_once():
+        with SynchronousExecution():
             for count in COMPLETION_QUEUES_WRITTEN:
                 while len(queues) >= count:
                     _run_here(self._enqueues[count], [self._element, *queues[:count]])

@@ -20,7 +20,7 @@ from ...api.interop import go_by_host, gpu_input, this_ranks_gpu
 from ...core.request import DEVICE_GPU, Request
 from ...gpu.arrays import Allocated, GpuArray, GpuInput
 from .gpu_memory import exported, shared, uninitialised
-from .own_executor import at_once
+from .own_executor import SynchronousExecution
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
@@ -49,7 +49,7 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
         As `api.interop.this_ranks_gpu` and `AsyncResult.wait`.
     """
     device = device_of(tensors[0])
-    with device.current(), at_once():
+    with device.current(), SynchronousExecution():
         results = [_result(shape, tensor, device) for shape, tensor in zip(shapes, tensors, strict=True)]
         arrays = [_input(tensor, result, device) for tensor, result in zip(tensors, results, strict=True)]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
@@ -71,7 +71,7 @@ def _input(tensor: tf.Tensor, result: GpuArray | None, device: "Device") -> GpuI
     def allocate(shape: tuple[int, ...]) -> Allocated:
         if result is not None and result.shape == shape:
             return result, None
-        with at_once(), tf.device(where):
+        with SynchronousExecution(), tf.device(where):
             made = uninitialised(shape, dtype)
             return dataclasses.replace(exported(made, device), owner=made), None
 

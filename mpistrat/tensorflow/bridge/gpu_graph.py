@@ -47,7 +47,7 @@ from .cpu import MakeRequest
 from .executions import Execution
 from .gpu_memory import Shared, copied, shared, uninitialised
 from .observers import Observer
-from .own_executor import at_once
+from .own_executor import SynchronousExecution
 from .program_order import calls_in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
 
@@ -81,7 +81,8 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
 def _has_cupy() -> bool:
     reason = why_no_cupy()
     if reason:
-        logger.warning("GPU tensors of a tf.function are copied to the host, for they need cupy: %s", reason)
+        logger.warning("rank %d: GPU tensors of a tf.function are copied to the host, since cupy is missing: %s",
+                       runtime.current().topology.rank, reason)
     return not reason
 
 
@@ -166,7 +167,7 @@ class _GpuCallSite:
         keep_thread_state()
         tensors, carriers = inputs[:self._tensors], inputs[self._tensors:]
         device = gpu_eager.device_of(tensors[0])
-        with at_once():
+        with SynchronousExecution():
             copies = results = [copied(tensor, device) for tensor in tensors]
             if carriers:
                 results = [shared([carrier.shape[0], *tensor.shape[1:]], tensor, device)
@@ -180,7 +181,7 @@ class _GpuCallSite:
     def submit(self, shape_of_key: np.ndarray, mark: np.ndarray, *past: np.int64) -> Arrays:
         """Submit the tensors, which are complete; return a ticket for the results."""
         keep_thread_state()
-        del mark  # That it is here is what counts.
+        del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         copies, results = _packed[runtime.current()].pop(int(shape_of_key[0]))
         suffix = executions.suffix(int(past[0])) if past else ""
         execution = executions.next_number(self._name, self._process_set) if self._counts else 0
@@ -193,7 +194,7 @@ class _GpuCallSite:
 
     def _submitted(self, copies: Sequence[Shared], results: Sequence[Shared], suffix: str) -> Handle:
         if self._observer is not None:
-            with at_once():
+            with SynchronousExecution():
                 if not self._observer([copy.tensor.numpy() for copy in copies]):
                     self._observer = None
         arrays = [_input(copy, result) for copy, result in zip(copies, results, strict=True)]
@@ -215,5 +216,5 @@ def _input(copy: Shared, result: Shared) -> GpuInput:
 
 @cache
 def _mark(device: str) -> tf.Tensor:
-    with at_once(), tf.device(device):
+    with SynchronousExecution(), tf.device(device):
         return tf.zeros([1])

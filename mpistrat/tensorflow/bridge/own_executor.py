@@ -14,7 +14,7 @@ from .._private import (
 )
 
 
-class at_once:  # noqa: N801
+class SynchronousExecution:
     """A context in which this thread runs each of its eager operations before the next statement.
 
     After tf.config.experimental.set_synchronous_execution(False), eager operations go into the queue of the thread's

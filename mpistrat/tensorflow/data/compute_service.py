@@ -8,7 +8,6 @@ Horovod.
 import contextlib
 import secrets
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -65,7 +64,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
 
 
 def send_to_data_service(dataset: tf.data.Dataset, compute_config: TfDataServiceConfig, rank: int,
-                         size: int | None = None, processing_mode: Any = "distributed_epoch",
+                         size: int | None = None,
+                         processing_mode: str | tf.data.experimental.service.ShardingPolicy = "distributed_epoch",
                          reuse_dataset: bool = False, round_robin: bool = False) -> tf.data.Dataset:
     """Return a dataset whose elements the workers prepare. Also a method of tf.data.Dataset.
 

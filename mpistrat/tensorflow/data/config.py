@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import DataServiceError, InvalidRequestError
+from ...core.tuning import DATA_SERVICE_FILE_POLL_S
 from .client import ComputeClient
 
 SIDES = ("compute", "training")
-_POLL_S = 0.1  # between looks for a file, which may be on a network file system without notifications
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TfDataServiceConfig:
             if time.monotonic() > until:
                 raise DataServiceError(f"{path} is not there after {timeout:g} s. Has the job of the workers started? "
                                        f"python -m mpistrat.tensorflow.data.compute_worker {path}")
-            time.sleep(_POLL_S)
+            time.sleep(DATA_SERVICE_FILE_POLL_S)
         return _parsed(text, path)
 
 

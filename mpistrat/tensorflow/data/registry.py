@@ -12,6 +12,7 @@ import socketserver
 import threading
 from typing import Any
 
+from ...core.tuning import DATA_SERVICE_END_POLL_S
 from ..cluster.liveness import keep_alive
 from ..cluster.ports import local_addresses
 from . import wire
@@ -35,9 +36,9 @@ class ComputeService:
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None):
         self.key = key or secrets.token_bytes(32)
-        self._state = _State(dispatchers, workers_per_dispatcher)
+        self._state = _Registrations(dispatchers, workers_per_dispatcher)
         self._server = _Server(self._state, self.key)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2},
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(DATA_SERVICE_END_POLL_S,),
                                         name="mpistrat-data-service", daemon=True)
         self._thread.start()
 
@@ -60,7 +61,7 @@ class ComputeService:
         self.close()
 
 
-class _State:
+class _Registrations:
     """Who has registered. Every method takes the values of a request, and returns those of its answer."""
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int):
@@ -151,11 +152,11 @@ class _Server(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self, state: _State, key: bytes):
+    def __init__(self, state: _Registrations, key: bytes):
         self.state, self.key = state, key
         super().__init__(("", 0), _Handler)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Close the connection, which socketserver does. The other side says what it has waited for."""
 
 

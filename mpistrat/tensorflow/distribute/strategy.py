@@ -1,6 +1,7 @@
 """MPIStrategy: tf.distribute's synchronous training with one replica per rank."""
 
 import logging
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from ...api import basics, runtime
 from ...api import ops as array_ops
+from ...api.launch_env import launched_rank
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
@@ -139,7 +141,7 @@ def _default_device() -> str:
     try:
         pin_by_default()
     except InvalidRequestError as error:
-        logger.warning("every rank of this host may take memory on all of its GPUs: %s", error)
+        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
     return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
 
@@ -168,7 +170,9 @@ def _keras_integration() -> ModuleType | None:
     try:
         import_module("mpistrat.keras")
     except MissingDependencyError as error:
-        logger.info("MPIStrategy is for custom training loops here: %s", error)
+        rank = launched_rank(os.environ)  # The strategy has not called init() yet.
+        logger.log(logging.DEBUG if rank else logging.INFO,
+                   "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
         return None
     integration = import_module("mpistrat.keras.distribute")
     integration.check()

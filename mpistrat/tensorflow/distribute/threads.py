@@ -20,11 +20,11 @@ _NUMBERED = re.compile(r"(?:(?P<thread>Thread)-\d+(?P<target> \(.*\))?|(?P<forei
 _FOREIGN = "Dummy"
 
 
-class _State(threading.local):
+class _ThreadSpace(threading.local):
     space: str | None = None
 
 
-_state = _State()
+_state = _ThreadSpace()
 
 
 def wire_name(operation: str) -> str:

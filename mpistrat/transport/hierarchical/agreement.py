@@ -1,4 +1,8 @@
-"""Agreement rounds among several hosts: votes in shared memory within a host, over MPI between hosts."""
+"""Agreement rounds among several hosts: votes in shared memory within a host, over MPI between hosts.
+
+The first rank of a host (the leader) waits for the votes of its host, exchanges their outcome with the other leaders
+(leader_exchange), and writes the overall outcome to shared memory. Used by the engine's thread.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,10 +15,7 @@ _OUTCOME = 4  # a verdict is the outcome times this, plus the round modulo 4
 
 
 class HierarchicalAgreement(SharedMemoryAgreement):
-    """One rank's part in the rounds of interfaces.AgreementRound. Used by the engine's thread.
-
-    The first rank of each host (the leader) waits for the votes of its host, combines their outcome with those of the
-    other hosts, and writes the overall outcome into the shared memory of its host.
+    """One rank's part in the rounds of interfaces.AgreementRound.
 
     Args:
         memory: The memory of this host. Uses its counters EVEN_VOTE, ODD_VOTE and VERDICT.

@@ -1,4 +1,8 @@
-"""Exchange of the hosts' votes over MPI, by the first rank of each host (the leader). Used by the engine's thread."""
+"""Exchange of the hosts' votes over MPI, by the first rank of each host (the leader).
+
+A few hosts send their votes to each other directly, with the data of small all-reduces behind them (piggyback). Many
+hosts reduce the votes, without data. Used by the engine's thread.
+"""
 
 from typing import Protocol
 

@@ -1,4 +1,9 @@
-"""Agreement rounds among the ranks of one host: each rank writes its vote to a counter that all of them read."""
+"""Agreement rounds among the ranks of one host: each rank writes its vote to a counter that all of them read.
+
+A vote is one 64-bit word: the number of the operation, whether the rank is ready, and the round modulo 4. So a rank
+sees from the word alone whether it is the vote of this round, and no counter has to be reset. Used by the engine's
+thread (negotiation/fast_path.py).
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +15,7 @@ TAG, _READY, _NUMBER = 3, 4, 8
 
 
 class SharedMemoryAgreement:
-    """One rank's part in the rounds of interfaces.AgreementRound. Used by the engine's thread.
+    """One rank's part in the rounds of interfaces.AgreementRound.
 
     Votes are double-buffered. A counter is reused two rounds later, and round n + 1 starts only when round n is
     complete. So all ranks read the same votes, and derive the same outcome.
