@@ -89,7 +89,9 @@ class MpiControl(ControlPlane):
         # Only the first part of a large message has arrived (rendezvous). MPI_Recv would wait for the rest for ever if
         # the network fails in between. A small message is complete at the first test.
         message = bytearray(nbytes)
-        self._wait.complete([self._comm.Irecv([message, MPI.BYTE], source, self._TAG)], nbytes, [source])
+        request = self._comm.Irecv([message, MPI.BYTE], source, self._TAG)
+        if not request.Test():
+            self._wait.complete([request], nbytes, [source])
         return bytes(message)
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
