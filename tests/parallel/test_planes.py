@@ -24,11 +24,11 @@ from mpistrat.core.rows import rows_of_ranks
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import MPI_CHUNK_BYTES
-from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.allreduce import HierarchicalData
 from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
 from mpistrat.transport.hierarchical.piggyback import Piggyback
+from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import MpiData

@@ -1,6 +1,7 @@
 """MPIStrategy alone: what it imports of TensorFlow and Keras is there, and a lone rank trains as without it."""
 
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +16,14 @@ from ..support.jobs import job_environment
 
 tf = pytest.importorskip("tensorflow")
 
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
 
 def test_tensorflow_has_the_private_names() -> None:
     private = importlib.import_module("mpistrat.tensorflow._private")
     private.require_for_strategy()
     assert all(hasattr(private, name) for name in private.__all__)
+    assert importlib.import_module("mpistrat.tensorflow.bridge._private").missing == {}
 
 
 def test_a_private_function_with_other_parameters_is_named() -> None:
@@ -142,6 +146,30 @@ def test_where_a_private_name_has_moved_only_the_strategy_is_refused() -> None:
     for i, (text, name) in enumerate(zip(refused, missing)):
         of = f"TensorFlow {tf.__version__}" if i < 5 else f"Keras {keras.__version__}"
         assert text.startswith(f"MissingDependencyError MPIStrategy does not support {of}: ") and name in text
+
+
+def test_where_a_private_name_of_the_bridge_has_moved_collectives_work_or_say_what_to_install() -> None:
+    pytest.importorskip("keras")
+    finished = subprocess.run([sys.executable, SCRIPTS / "without_private_names.py"], env=job_environment("", {}),
+                              text=True, capture_output=True, timeout=250, check=False)
+    assert finished.returncode == 0, finished.stderr
+    reports = dict(line.split(": ", 1) for line in finished.stdout.splitlines())
+    assert len(reports) == 14
+    for name, report in reports.items():
+        is_python_op, is_executor = name in ("EagerFunc", "insert"), name.startswith("TFE_") or name in (
+            "context", "ensure_initialized", "_handle")
+        missing, on_gpu, asynchronous, xla = json.loads(report)
+        assert missing == [name]
+        assert xla == ("InvalidArgumentError" if name == "GraphOrParentsInXlaContext" else "InvalidRequestError")
+        for text, is_refused, user in ((on_gpu, is_python_op, "with GPU tensors in a tf.function,"),
+                                       (asynchronous, is_executor, "with asynchronous execution,")):
+            if not is_refused:
+                assert text == "works"
+                continue
+            assert text.startswith(f"MissingDependencyError: mpistrat.tensorflow, {user} does not support TensorFlow "
+                                   f"{tf.__version__}: ")
+            assert f"no attribute '{name}'. It was run with TensorFlow 2.16.1 to 2.21." in text
+            assert "or install such a version (pip install 'tensorflow>=" in text
 
 
 def test_where_keras_registries_have_moved_an_optimizer_still_trains_and_loads(
