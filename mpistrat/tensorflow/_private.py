@@ -79,6 +79,7 @@ try:
         Call(get_distributed_datasets_from_function, 5), Call(context, 0), Call(global_seed, 0),
         Call(DistributedVariable._get, 1), Call(DistributedVariable._get_replica, 2),
         Call(MirroredVariable._update_replica, 3),
+        Call(MirroredVariable._copy_trackable_to_cpu, 2), Call(SyncOnReadVariable._copy_trackable_to_cpu, 2),
         Call(SyncOnReadVariable._get_cross_replica, 1), Call(SyncOnReadVariable.assign, 4, ("read_value",)),
         Call(tf.train.Checkpoint._write, 3), Call(tf.train.Checkpoint._async_checkpointer, 1),
         Call(tf.train.CheckpointManager.save, 4),
@@ -116,7 +117,7 @@ def _replace(owner: object, name: str, value: object) -> None:
 
 
 def operation_seeds() -> random.Random:
-    """TensorFlow's generator of the seeds of operations."""
+    """TensorFlow's generator of the seeds of operations. It exists when a global seed has been set."""
     seeds: random.Random = _required(context(), "_rng")
     return seeds
 
@@ -140,7 +141,7 @@ def _name_of_datasets(distributed: tf.distribute.DistributedDataset) -> str:
     for name in _DATASETS:
         if hasattr(distributed, name):
             return name
-    raise strategy_unsupported(f"{type(distributed).__name__} has none of {', '.join(_DATASETS)}")
+    raise strategy_unsupported(f"{type(distributed).__name__} has no {' or '.join(_DATASETS)}")
 
 
 def ends_on_all_ranks_together(distributed: tf.distribute.DistributedDataset) -> None:
@@ -156,6 +157,11 @@ def functions_of(dataset: tf.data.Dataset) -> list[Any]:
 def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The datasets that a dataset reads."""
     return list(_required(dataset, "_inputs")())
+
+
+def spec_of_replica(spec: Any) -> tf.TypeSpec:
+    """The spec of this replica's value, of the spec of a distributed value."""
+    return _required(spec, "_value_specs")[0]
 
 
 _STATE_OF_MANAGER = ("_maybe_delete", "_latest_checkpoint", "_last_preserved_timestamp")
@@ -177,6 +183,6 @@ __all__ = [
     "create_mirrored_variable", "datasets_of", "ends_on_all_ranks_together", "functions_of", "get_distributed_dataset",
     "get_distributed_datasets_from_function", "global_seed", "inputs_of", "is_mirrored", "is_sync_on_read",
     "operation_seeds", "regroup", "rejected", "require_for_strategy", "select_replica", "set_datasets",
-    "set_state_of_manager", "state_of_manager", "strategy_unsupported", "unsupported", "update_regroup",
-    "validate_colocate_distributed_variable", "value_container",
+    "set_state_of_manager", "spec_of_replica", "state_of_manager", "strategy_unsupported", "unsupported",
+    "update_regroup", "validate_colocate_distributed_variable", "value_container",
 ]
