@@ -8,8 +8,9 @@ init(), add_process_set() and remove_process_set() call it, on the caller's thre
 import json
 from collections.abc import Sequence
 
-from ..core.errors import InvalidRequestError, MpistratError
+from ..core.errors import InvalidRequestError, MpistratError, StallError
 from ..core.settings import Settings
+from ..core.stalls import describe_wait
 from ..core.topology import describe_by_rank
 from ..engine.parked import threads_of_libraries
 from ..transport.mpi import library
@@ -44,6 +45,7 @@ class Registry:
             InvalidRequestError: On all ranks, and nothing is registered: a set is empty, has ranks that do not exist,
                 is registered already, or is twice in the list; or the ranks register different sets.
             MpistratError: On all ranks: MPI was initialised with a thread level below MULTIPLE.
+            StallError: Another rank does not come within the stall limit, because it failed at an earlier set.
         """
         own: list[Ranks] = []
         from_comm: list[bool] = []
@@ -64,7 +66,10 @@ class Registry:
                                [any(flags) for flags in zip(*(flags for *_, flags in everybody))])
         if problem:
             raise InvalidRequestError(problem)
+        connects = any(len(ranks) > 1 for _, lists, _ in everybody for ranks in lists)
         for process_set, ranks in zip(process_sets, own, strict=True):
+            if connects:
+                self._wait_for_all()
             number = next(n for n in range(1, len(self._sets) + 1) if n not in self._sets)
             self._sets[number] = process_set
             with threads_of_libraries():
@@ -140,6 +145,13 @@ class Registry:
                                           + (f", as set {taken[ranks]}." if ranks in taken else "."))
             if len(ranks) > 1:
                 library.require_several_threads(library.load_mpi())
+
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks of the job are about to connect the next set. MPI's calls that connect have no limit."""
+        if not library.wait_for_all(self._world.comm, self._settings.limit_s):
+            topology = self._world.topology
+            others = [rank for rank in range(topology.size) if rank != topology.rank]
+            raise StallError(f"add_process_set: {describe_wait(topology, others, self._settings.limit_s)}")
 
     def _connect(self, number: int, ranks: Ranks) -> Group:
         """This rank's group for a set that it is in. Collective over the set."""

@@ -1,10 +1,13 @@
 """The private names of Keras that mpistrat uses; every other module imports them from here.
 
-They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. There are two groups:
+They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. There are three groups:
 
 - DistributedOptimizer needs two registries. They are looked up when an optimizer is created; without them training
-  works, and a warning says what does not. The broadcast callback looks for layers in layers.
-- MPIStrategy needs the second group. Where a name is missing, `require_for_strategy` raises when a strategy is created,
+  works, and a warning says what does not. The broadcast callback and the average of running statistics look for layers
+  in layers, and have public substitutes.
+- Attributes that objects have from their __init__ on. They are checked at their first use. (keras.optimizer checks the
+  hooks that Keras calls while it applies gradients.)
+- MPIStrategy needs the third group. Where a name is missing, `require_for_strategy` raises when a strategy is created,
   and the rest of mpistrat.keras works. keras.distribute.patches compares the signatures of all functions that
   MPIStrategy replaces.
 """
@@ -12,12 +15,13 @@ They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. 
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ..core.errors import MissingDependencyError
-from ..core.install import pip
+from ..core.install import pip, pip_extra
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +74,88 @@ def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor],
     optimizer.check_finite = check_finite
 
 
+_FLATTEN, _OWN_STATE = "_flatten_layers", "_non_trainable_variables"
+
+
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """The layers of a model and those in its layers; without Keras' private method only the former."""
-    flatten = getattr(model, "_flatten_layers", None)
+    flatten = getattr(model, _FLATTEN, None)
     return list(model.layers) if flatten is None else list(flatten(include_self=False, recursive=True))
+
+
+def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model and of all layers in it that are no weights, not even weights of a frozen layer.
+
+    Without Keras' private names those of frozen layers are missing: Keras' public list has them among the weights.
+    """
+    layers = [model, *all_layers(model)]
+    if hasattr(model, _FLATTEN) and all(hasattr(layer, _OWN_STATE) for layer in layers):
+        return [variable for layer in layers for variable in getattr(layer, _OWN_STATE)]
+    frozen = {id(variable) for layer in layers if not layer.trainable for variable in layer.variables}
+    return [variable for variable in model.non_trainable_variables if id(variable) not in frozen]
+
+
+# -- attributes of objects --------------------------------------------------------------------------------------------
+
+
+def _required(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise MissingDependencyError(
+            f"mpistrat.keras does not support Keras {keras.__version__}: {type(owner).__name__} has no {name}. It was "
+            f"run with Keras 3.0.5 to 3.15. Install such a version ({pip_extra('tensorflow')}).") from None
+
+
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables that an optimizer was built for."""
+    variables: list[keras.Variable] = _required(optimizer, "_trainable_variables")
+    return variables
+
+
+def calls_of(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """The number of calls of `apply`. The public `iterations` is less, if gradients are accumulated."""
+    return _required(optimizer, "_iterations")
+
+
+def accumulators_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables in which a built optimizer accumulates gradients."""
+    variables: list[keras.Variable] = _required(optimizer, "_accumulated_gradients")
+    return variables
+
+
+def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """The strategy in whose scope an optimizer was created."""
+    return _required(optimizer, "_distribution_strategy")
+
+
+def element_spec(iterator: object) -> Any:
+    """The element_spec of the distributed dataset that Keras' iterator of an epoch reads."""
+    return _required(iterator, "_distributed_dataset").element_spec
+
+
+def epoch_after_backup(model: keras.Model) -> int | None:
+    """The epoch in which `fit` begins, if a backup has been restored."""
+    epoch: int | None = _required(model, "_initial_epoch")
+    return epoch
+
+
+def set_epoch_after_backup(model: keras.Model, epoch: int | None) -> None:
+    """Set the epoch in which `fit` begins."""
+    _required(model, "_initial_epoch")
+    model._initial_epoch = epoch
+
+
+def path_of_checkpoint(callback: keras.callbacks.ModelCheckpoint, epoch: int, batch: int | None,
+                       logs: dict[str, Any] | None) -> str:
+    """The file that a ModelCheckpoint writes now."""
+    path: str = _required(callback, "_get_file_path")(epoch, batch, logs)
+    return path
+
+
+def paths_of_backup(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str]:
+    """The files of a BackupAndRestore: the weights, and the epoch and batch."""
+    return _required(callback, "_weights_path"), _required(callback, "_training_metadata_path")
 
 
 # -- MPIStrategy ------------------------------------------------------------------------------------------------------
@@ -107,5 +189,7 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
                                   "Keras 3.10 to 3.15. DistributedOptimizer works without it.")
 
 
-__all__ = ["REGISTRIES", "GeneratorDataAdapter", "agree_on_finite", "all_layers", "legacy_h5_format",
-           "require_for_strategy", "saving_lib", "serialise_as", "strategy_unsupported", "trainer"]
+__all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
+           "element_spec", "epoch_after_backup", "legacy_h5_format", "non_trainable_variables", "path_of_checkpoint",
+           "paths_of_backup", "require_for_strategy", "saving_lib", "serialise_as", "set_epoch_after_backup",
+           "strategy_of_optimizer", "strategy_unsupported", "trained_by", "trainer"]

@@ -19,7 +19,7 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
-from ._private import agree_on_finite, serialise_as
+from ._private import accumulators_of, agree_on_finite, calls_of, serialise_as, trained_by
 from .fit import wrap_fit
 from .old_optimizers import advice
 
@@ -52,8 +52,7 @@ class _Distributed:
             MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
         """
         grads = list(grads)
-        variables = self._trainable_variables if trainable_variables is None else list(  # type: ignore[attr-defined]
-            trainable_variables)
+        variables = list(trained_by(self) if trainable_variables is None else trainable_variables)
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return self._mpistrat_apply_accumulated(grads, trainable_variables, variables)
         if grads:
@@ -69,7 +68,7 @@ class _Distributed:
         expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
                                       for gradient, v in zip(grads, variables, strict=False)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
+        if tf.executing_eagerly() and (int(calls_of(self)) + 1) % steps:
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
         if not expected <= self._mpistrat_called:
@@ -189,13 +188,13 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
-    new.build(old._trainable_variables)
-    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
+    new.build(trained_by(old))
+    accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
-        new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
+        calls_of(new).assign(calls_of(old) * passes)  # With accumulation Keras counts the passes.
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:

@@ -10,6 +10,7 @@ from ..core.request import Average
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.gradients import GradientReducer, label_of
 from ..tensorflow.lists import number_of
+from ._private import non_trainable_variables
 
 # Takes variables and their labels, and returns the ranks' mean of each. Collective.
 Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
@@ -17,12 +18,8 @@ Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
     """The running statistics of all layers, those of a frozen layer included."""
-    found = {}
-    for layer in model._flatten_layers():
-        for variable in layer._non_trainable_variables:
-            if keras.backend.is_float_dtype(variable.dtype):
-                found[id(variable)] = variable
-    return list(found.values())
+    return list({id(variable): variable for variable in non_trainable_variables(model)
+                 if keras.backend.is_float_dtype(variable.dtype)}.values())
 
 
 def average(variables: list[keras.Variable], mean: Mean) -> None:

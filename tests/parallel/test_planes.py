@@ -7,6 +7,8 @@ tests/unit/test_shared_memory_data.py, too.
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,10 +28,12 @@ from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.allreduce import HierarchicalData
 from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
 from mpistrat.transport.hierarchical.piggyback import Piggyback
+from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
+from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..support.shared_memory_of_threads import host_memories
 
@@ -291,3 +295,72 @@ def test_a_rank_that_takes_no_messages_is_named_after_the_limit(rank: int, size:
     control.flush([size + 1])
     with pytest.raises(StallError, match=rf"rank {rank} has waited 0 s for ranks \[{size}\]\."):
         control.flush([size, size + 1])
+
+
+@pytest.fixture
+def channel(rank: int) -> Iterator[UnixSocketChannel]:
+    """That of a rank which is alone on its host."""
+    with closing(HostLink(rank, [rank])) as link, closing(link.connect(link.invitation)) as opened:
+        yield opened
+
+
+class AnnouncedOnly(MPI.Intracomm):
+    """A communicator on which a large message of the next rank is announced, and never arrives.
+
+    Attributes:
+        pending: The receives of this rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm):
+        self.pending: list[MPI.Request] = []
+
+    def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG,  # noqa: N802
+               status: MPI.Status | None = None) -> bool:
+        """True until the message is received."""
+        if status is not None:
+            status.Set_source((self.Get_rank() + 1) % self.Get_size())
+            status.Set_elements(MPI.BYTE, LARGE)
+        return not self.pending
+
+    def Recv(self, *args: object, **kwargs: object) -> None:  # noqa: N802
+        """It would never return."""
+        pytest.fail("a blocking receive has no limit")
+
+    def Irecv(self, *args: Any, **kwargs: Any) -> MPI.Request:  # noqa: N802
+        """As in MPI."""
+        self.pending.append(super().Irecv(*args, **kwargs))
+        return self.pending[-1]
+
+
+def test_a_message_that_is_announced_and_does_not_arrive_ends_with_its_sender(channel: UnixSocketChannel, rank: int,
+                                                                             size: int) -> None:
+    if size == 1:
+        pytest.skip("needs another rank")
+    comm, sender = AnnouncedOnly(MPI.COMM_WORLD.Dup()), (rank + 1) % size
+    control = MpiControl(comm, channel, [rank], range(size), wait=waits(0.2))
+    with pytest.raises(StallError, match=rf"rank {rank} on host{rank} has waited 0 s for ranks \[{sender}\] on "
+                                         rf"host{sender}\. Either the network between the hosts host{rank} and "
+                                         rf"host{sender} is down or loses what is sent; or the engine"):
+        control.poll()
+    request, = comm.pending
+    request.Cancel()
+    request.Wait()
+    MPI.COMM_WORLD.Barrier()  # Until all have cancelled, nothing is sent.
+    comm.Free()
+
+
+def test_large_and_small_messages_between_hosts_arrive_in_order(channel: UnixSocketChannel, rank: int,
+                                                                size: int) -> None:
+    sizes = [3, 2**20, 0, 5, 2**17]
+    control = MpiControl(MPI.COMM_WORLD.Dup(), channel, [rank], range(size), wait=waits())
+    others = [other for other in range(size) if other != rank]
+    for nbytes in sizes:
+        for other in others:
+            control.send(other, bytes([rank + 1]) * nbytes)
+    received: dict[int, list[bytes]] = {other: [] for other in others}
+    while any(len(messages) < len(sizes) for messages in received.values()):
+        for source, message in control.poll():
+            received[source].append(message)
+    control.flush(others)
+    assert received == {other: [bytes([other + 1]) * nbytes for nbytes in sizes] for other in others}
+    control.close()

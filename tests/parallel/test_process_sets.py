@@ -1,5 +1,6 @@
 """Process sets: collectives among some of the ranks, in any order, and what is wrong input."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -9,7 +10,8 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.core.errors import InvalidRequestError, MismatchError
+from mpistrat.api import registry, runtime
+from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError, StallError
 
 
 @pytest.fixture
@@ -169,6 +171,29 @@ def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: 
 def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two_sets: tuple) -> None:
     with pytest.raises(InvalidRequestError, match=r"disagree on the process set to remove: set 1 on ranks \[0\]"):
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
+
+
+def test_a_rank_that_does_not_come_to_the_next_set_is_named_after_the_limit(rank: int, size: int,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 cannot connect the first of two sets, of itself only. The others wait for it before the second."""
+    if size < 3:
+        pytest.skip("needs two ranks without rank 0")
+    job = runtime.current()
+    monkeypatch.setattr(job.registry, "_settings", dataclasses.replace(job.settings, stall_abort_s=0.2))
+
+    def fails() -> None:
+        raise MpistratError("there is no room for the set")
+
+    monkeypatch.setattr(registry, "backends_alone", fails)
+    sets = [mpistrat.ProcessSet([0]), mpistrat.ProcessSet([1, 2])]
+    with pytest.raises(MpistratError if rank == 0 else StallError, match="no room" if rank == 0 else
+                       r"add_process_set: rank \d+ has waited 0 s for ranks \[0"):
+        job.registry.add(sets)
+    mpistrat.barrier()
+    if rank == 0:
+        job.comm.Ibarrier().Wait()  # The others have left theirs unfinished.
+    assert [each.process_set_id for each in sets] == [None if rank == 0 else 1, None]
+    job.registry._sets.pop(1).bind(None)  # What is left of it differs, so remove_process_set would raise an error.
 
 
 @pytest.mark.horovod("add-set-comm")

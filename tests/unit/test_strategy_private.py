@@ -1,11 +1,14 @@
 """MPIStrategy alone: what it imports of TensorFlow and Keras is there, and a lone rank trains as without it."""
 
 import importlib
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,11 +18,14 @@ from ..support.jobs import job_environment
 
 tf = pytest.importorskip("tensorflow")
 
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
 
 def test_tensorflow_has_the_private_names() -> None:
     private = importlib.import_module("mpistrat.tensorflow._private")
     private.require_for_strategy()
     assert all(hasattr(private, name) for name in private.__all__)
+    assert importlib.import_module("mpistrat.tensorflow.bridge._private").missing == {}
 
 
 def test_a_private_function_with_other_parameters_is_named() -> None:
@@ -144,6 +150,30 @@ def test_where_a_private_name_has_moved_only_the_strategy_is_refused() -> None:
         assert text.startswith(f"MissingDependencyError MPIStrategy does not support {of}: ") and name in text
 
 
+def test_where_a_private_name_of_the_bridge_has_moved_collectives_work_or_say_what_to_install() -> None:
+    pytest.importorskip("keras")
+    finished = subprocess.run([sys.executable, SCRIPTS / "without_private_names.py"], env=job_environment("", {}),
+                              text=True, capture_output=True, timeout=250, check=False)
+    assert finished.returncode == 0, finished.stderr
+    reports = dict(line.split(": ", 1) for line in finished.stdout.splitlines())
+    assert len(reports) == 14
+    for name, report in reports.items():
+        is_python_op, is_executor = name in ("EagerFunc", "insert"), name.startswith("TFE_") or name in (
+            "context", "ensure_initialized", "_handle")
+        missing, on_gpu, asynchronous, xla = json.loads(report)
+        assert missing == [name]
+        assert xla == ("InvalidArgumentError" if name == "GraphOrParentsInXlaContext" else "InvalidRequestError")
+        for text, is_refused, user in ((on_gpu, is_python_op, "with GPU tensors in a tf.function,"),
+                                       (asynchronous, is_executor, "with asynchronous execution,")):
+            if not is_refused:
+                assert text == "works"
+                continue
+            assert text.startswith(f"MissingDependencyError: mpistrat.tensorflow, {user} does not support TensorFlow "
+                                   f"{tf.__version__}: ")
+            assert f"no attribute '{name}'. It was run with TensorFlow 2.16.1 to 2.21." in text
+            assert "or install such a version (pip install 'tensorflow>=" in text
+
+
 def test_where_keras_registries_have_moved_an_optimizer_still_trains_and_loads(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
@@ -161,3 +191,89 @@ def test_where_keras_registries_have_moved_an_optimizer_still_trains_and_loads(
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert type(loaded) is keras.optimizers.RMSprop and float(loaded.learning_rate) == 0.25
+
+
+# -- Keras' private attributes ----------------------------------------------------------------------------------------
+
+
+def model_with_layers_in_layers() -> tuple[Any, list[str]]:
+    """A model, and the names of its running statistics: in a model in it, in a layer that is no model, and frozen."""
+    keras = pytest.importorskip("keras")
+
+    class Block(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normalise, self.drop = keras.layers.BatchNormalization(name="in_layer"), keras.layers.Dropout(0.5)
+
+        def call(self, x: Any) -> Any:
+            return self.drop(self.normalise(x))
+
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), Block(),
+                              keras.layers.BatchNormalization(name="in_model")])
+    frozen = keras.layers.BatchNormalization(name="frozen", trainable=False)
+    dense = keras.layers.Dense(2, trainable=False)
+    model = keras.Sequential([keras.Input((2,)), inner, frozen, dense])
+    return model, ["frozen", "in_layer", "in_model"]
+
+
+def names_of_statistics(model: Any) -> list[str]:
+    statistics = importlib.import_module("mpistrat.keras.running_statistics").running_statistics(model)
+    assert {variable.name for variable in statistics} == {"moving_mean", "moving_variance"}
+    return sorted(variable.path.split("/")[-2] for variable in statistics if variable.name == "moving_mean")
+
+
+def test_running_statistics_are_those_of_all_layers_and_no_frozen_weights() -> None:
+    model, names = model_with_layers_in_layers()
+    assert names_of_statistics(model) == names
+
+
+@pytest.mark.parametrize("name", ["_FLATTEN", "_OWN_STATE"])
+def test_running_statistics_without_private_names_are_those_of_layers_that_train(
+        name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, names = model_with_layers_in_layers()
+    monkeypatch.setattr(importlib.import_module("mpistrat.keras._private"), name, "_moved")
+    assert names_of_statistics(model) == [each for each in names if each != "frozen"]
+    model.trainable = False
+    assert importlib.import_module("mpistrat.keras.running_statistics").running_statistics(model) == []
+
+
+def test_an_attribute_that_keras_lacks_is_named_with_the_versions_that_were_run() -> None:
+    keras = pytest.importorskip("keras")
+    private = importlib.import_module("mpistrat.keras._private")
+    model, optimizer = keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.SGD(0.1)
+    backup = keras.callbacks.BackupAndRestore("backup")
+    checkpoint = keras.callbacks.ModelCheckpoint("model.keras")
+    for owner, name, use in [(optimizer, "_trainable_variables", private.trained_by),
+                             (optimizer, "_iterations", private.calls_of),
+                             (optimizer, "_distribution_strategy", private.strategy_of_optimizer),
+                             (model, "_initial_epoch", private.epoch_after_backup),
+                             (model, "_initial_epoch", lambda model: private.set_epoch_after_backup(model, 1)),
+                             (backup, "_weights_path", private.paths_of_backup)]:
+        use(owner)
+        vars(owner).pop(name)
+        with pytest.raises(mpistrat.MissingDependencyError, match=rf"support Keras {re.escape(keras.__version__)}: "
+                           rf"{type(owner).__name__} has no {name}\. It was run with Keras 3\.0\.5 to 3\.15\. "
+                           "Install such a version"):
+            use(owner)
+        if owner is model:
+            model._initial_epoch = None
+    assert private.path_of_checkpoint(checkpoint, 1, None, {}) == "model.keras"
+
+
+def test_an_attribute_that_tensorflow_lacks_is_named_with_the_versions_that_were_run(tmp_path: Path) -> None:
+    private = importlib.import_module("mpistrat.tensorflow._private")
+    tf.random.set_seed(1)
+    assert private.operation_seeds().getstate()
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(), str(tmp_path), max_to_keep=2)
+    state = private.state_of_manager(manager)
+    private.set_state_of_manager(manager, state)
+    del manager._maybe_delete
+    text = (rf"MPIStrategy does not support TensorFlow {re.escape(tf.__version__)}: CheckpointManager has no "
+            r"_maybe_delete\. It was run with TensorFlow 2\.16\.1 to 2\.21")
+    for use in (lambda: private.state_of_manager(manager), lambda: private.set_state_of_manager(manager, state)):
+        with pytest.raises(mpistrat.MissingDependencyError, match=text):
+            use()
+    for use in (private.datasets_of, private.ends_on_all_ranks_together, private.functions_of, private.inputs_of,
+                private.spec_of_replica):
+        with pytest.raises(mpistrat.MissingDependencyError, match=r"MPIStrategy does not support .*: object has no"):
+            use(object())

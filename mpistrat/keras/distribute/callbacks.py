@@ -31,6 +31,7 @@ from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
 from ...tensorflow.distribute.threads import wire_name
+from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
 from .optimizer import slots_of
 from .patches import Function, replaces
 from .saving import writes_together
@@ -52,7 +53,7 @@ _READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore)
 @replaces(CallbackList, "on_train_begin", "logs that no callback reads would be reduced in every step")
 @replaces(CallbackList, "on_test_begin", "likewise")
 def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
-    model = getattr(self, "_model", None)
+    model = getattr(self, "model", None)
     strategy = strategy_of(model)
     if strategy is not None:
         wanted = any(_reads_logs(callback) for callback in self.callbacks)
@@ -72,8 +73,8 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
 
 @replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only")
 def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
-    if getattr(self, "_model", None) is not None:
-        average_statistics(self._model)
+    if getattr(self, "model", None) is not None:
+        average_statistics(self.model)
     with _errors_shared(self):
         original(self, epoch, logs)
 
@@ -148,7 +149,7 @@ def save_checkpoint(original: Function, self: ModelCheckpoint, epoch: int, batch
             return original(self, epoch, batch, logs)
     if batch is not None:  # At the end of an epoch they have been averaged.
         average_statistics(self.model)
-    path = self._get_file_path(epoch, batch, logs)
+    path = path_of_checkpoint(self, epoch, batch, logs)
     with with_values_of(self.model):
         self.best = files.write_once(path, lambda: original(self, epoch, batch, logs), lambda: self.best)
     return None
@@ -161,7 +162,7 @@ def save_backup(original: Function, self: BackupAndRestore) -> None:
     if self.save_freq != "epoch":
         average_statistics(self.model)
     with with_values_of(self.model):
-        return files.write_once(self._training_metadata_path, lambda: original(self))
+        return files.write_once(paths_of_backup(self)[1], lambda: original(self))
 
 
 @replaces(BackupAndRestore, "on_train_end", "two ranks would delete one directory at the same time")
@@ -180,16 +181,17 @@ def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None
     optimizer = model.optimizer
 
     def exists() -> bool:
-        return tf.io.gfile.exists(self._weights_path)
+        return tf.io.gfile.exists(paths_of_backup(self)[0])
 
     if files.on_chief(exists) and optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)  # Creating variables is collective.
 
-    def read() -> tuple[bool, int]:
+    def read() -> tuple[bool, int | None]:
         original(self, logs)
-        return exists(), model._initial_epoch
+        return exists(), epoch_after_backup(model)
 
-    found, model._initial_epoch = files.on_chief(read)
+    found, epoch = files.on_chief(read)
+    set_epoch_after_backup(model, epoch)
     if found:
         variables = [v for v in (*model.variables, *(optimizer.variables if optimizer is not None else ()))
                      if not is_central(v.value)]
@@ -208,7 +210,7 @@ def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None
 @replaces(TensorBoard, "_configure_embeddings", "likewise")
 def defer(original: Function, self: TensorBoard) -> None:
     """Defer a write until `on_begin` has assigned the callbacks to ranks."""
-    if not writes_together(self._model) or type(self) not in _ONE_RANK_ONLY:
+    if not writes_together(self.model) or type(self) not in _ONE_RANK_ONLY:
         return original(self)
     self.__dict__.setdefault("_mpistrat_deferred", []).append(lambda: original(self))
     return None
@@ -238,4 +240,4 @@ def swap_averages(original: Function, self: SwapEMAWeights,
     if slots is None or slots.are_here:
         original(self, optimizer)
     if slots is not None:
-        slots.share(optimizer._trainable_variables)
+        slots.share(trained_by(optimizer))

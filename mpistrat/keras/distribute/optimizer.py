@@ -23,6 +23,7 @@ from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.gradients import label_of
 from ...tensorflow.types import OptionalGradient, Tensor
+from .._private import calls_of, strategy_of_optimizer, trained_by
 from . import step_state
 from .patches import Function, replaces
 
@@ -43,7 +44,7 @@ def all_reduce_sum_gradients(original: Function, self: Optimizer,
     if strategy is None:
         return original(self, grads_and_vars)
     pairs = list(grads_and_vars)
-    strategy.extended.assigned_in_lockstep(self._iterations.value)
+    strategy.extended.assigned_in_lockstep(calls_of(self).value)
     present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     gradients = [pairs[i][0] for i in present]
     reduced = getattr(self, "_mpistrat_clipped", None)
@@ -119,7 +120,7 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 
 def slots_of(optimizer: Optimizer) -> Slots | None:
     """The slots of an optimizer, or None if they are not central."""
-    strategy = optimizer._distribution_strategy
+    strategy = strategy_of_optimizer(optimizer)
     return strategy.extended.slots if isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_central \
         else None
 
@@ -155,9 +156,9 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     if slots is None or not grads:
         return result
     if self.ema_overwrite_frequency:  # Every so many steps it overwrites all variables.
-        slots.share(self._trainable_variables)
+        slots.share(trained_by(self))
         return result
-    variables = self._trainable_variables if variables is None else variables
+    variables = trained_by(self) if variables is None else variables
     updated = [v for v, gradient in zip(variables, grads, strict=True) if gradient is not None]
     if not self.gradient_accumulation_steps:
         slots.share(updated)
@@ -167,7 +168,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
         slots.share(updated)
         return tf.constant(0)
 
-    complete = self._iterations % self.gradient_accumulation_steps == 0
+    complete = calls_of(self) % self.gradient_accumulation_steps == 0
     tf.cond(complete, share, lambda: tf.constant(0))
     return result
 

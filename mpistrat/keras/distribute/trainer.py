@@ -15,11 +15,12 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
+from ...tensorflow._private import spec_of_replica
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
 from ...tensorflow.types import Structure
-from .._private import GeneratorDataAdapter
+from .._private import GeneratorDataAdapter, element_spec
 from .._private import trainer as keras_trainer
 from ..optimizer import is_distributed
 from ..running_statistics import average, running_statistics
@@ -105,7 +106,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     rows = None
     if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
         # A batch that is taken from a generator cannot be put back.
-        data_batch = tf.nest.map_structure(_symbolic, iterator._distributed_dataset.element_spec)
+        data_batch = tf.nest.map_structure(_symbolic, element_spec(iterator))
     else:
         if iterator is not None:
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
@@ -119,7 +120,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _symbolic(specs: tf.TypeSpec) -> keras.KerasTensor:
-    spec = specs._value_specs[0]
+    spec = spec_of_replica(specs)
     return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 

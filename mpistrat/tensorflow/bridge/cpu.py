@@ -36,9 +36,9 @@ from ...core.errors import (
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
 from ...gpu.arrays import GpuInput
-from .._private import GraphOrParentsInXlaContext
 from ..types import Arrays
 from . import executions, gpu_eager
+from ._private import is_compiled_by_xla
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .observers import Observer
@@ -137,7 +137,7 @@ def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 def require_function() -> None:
     """Raise InvalidRequestError if the current graph cannot contain a collective."""
     graph = tf.compat.v1.get_default_graph()
-    if GraphOrParentsInXlaContext(graph):
+    if is_compiled_by_xla is not None and is_compiled_by_xla(graph):
         raise InvalidRequestError(
             "a collective cannot be compiled by XLA. Write model.compile(..., jit_compile=False), or leave jit_compile "
             "out of the tf.function that averages.")

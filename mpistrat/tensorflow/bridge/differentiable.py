@@ -2,7 +2,8 @@
 
 tf.custom_gradient is used for eager calls only. In a graph it registers one function per call, which lives until the
 process ends and keeps the graph alive. Here one function is registered for all collectives. The data that it needs
-about a collective is an attribute of a node in the graph, so all copies of the graph have it.
+about a collective is an attribute of a node in the graph, so all copies of the graph have it. A TensorFlow that lacks
+a private function for that gets tf.custom_gradient in graphs, too.
 """
 
 import json
@@ -14,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from .._private import could_possibly_record, record_operation
 from ..types import OptionalGradient
 from . import executions
+from ._private import could_possibly_record, record_operation, set_node_attribute
 from .executions import Execution
 from .program_order import current_function, function_of
 
@@ -51,12 +52,17 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
     """Return the list `collective(*values)` with this gradient. Collective."""
     if not tf.executing_eagerly():
         return _in_graph(collective, gradient, values)
-    if not could_possibly_record():
+    if could_possibly_record is not None and not could_possibly_record():
         return list(collective(*values))  # No tape records, and preparing a gradient takes 300 us.
+    return _with_custom_gradient(collective, gradient.of, values)
 
+
+def _with_custom_gradient(collective: Collective, gradient: Callable[..., list[tf.Tensor]],
+                          values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the list `collective(*values)`. `gradient` is called with these values, and then as Gradient.of."""
     @tf.custom_gradient
     def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
-        return list(collective(*values)), lambda *upstream: gradient.of(values, upstream)
+        return list(collective(*values)), lambda *upstream: gradient(values, upstream)
 
     results = differentiable(*values)
     return list(results) if isinstance(results, list | tuple) else [results]
@@ -65,6 +71,9 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
 def _in_graph(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     past = executions.current()
     with executions.scope(Execution() if past is None else past) as execution:
+        if record_operation is None or set_node_attribute is None:
+            return _with_custom_gradient(collective, lambda given, upstream: _gradients(
+                gradient, given, upstream, execution), values)
         results = collective(*values)
     before, count = [*results, *values], len(results)
 
@@ -75,7 +84,7 @@ def _in_graph(collective: Collective, gradient: Gradient, values: Sequence[tf.Te
         after = tf.identity_n(before)
     known = {"kind": type(gradient).__name__, "fields": asdict(gradient), "count": count,
              "number": None if execution.number is None else execution.number.name, "is_past": execution.is_past}
-    after[0].op._set_attr(_ATTRIBUTE, tf.compat.v1.AttrValue(s=json.dumps(known).encode()))
+    set_node_attribute(after[0].op, _ATTRIBUTE, tf.compat.v1.AttrValue(s=json.dumps(known).encode()))
     record_operation(_REGISTERED, after, before, backward)  # For tapes in the function; others call _registered.
     return list(after[:count])
 

@@ -4,14 +4,9 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-from .._private import (
-    TFE_ContextGetExecutorForThread,
-    TFE_ContextSetExecutorForThread,
-    TFE_DeleteExecutor,
-    TFE_ExecutorIsAsync,
-    TFE_NewExecutor,
-    context,
-)
+import tensorflow as tf
+
+from ._private import EXECUTOR_NAMES, Executors, executors, without_names
 
 
 class SynchronousExecution:
@@ -23,41 +18,51 @@ class SynchronousExecution:
 
     TensorFlow's executor_scope does not work here: it wraps the thread's executor in an object that waits for the whole
     queue when it is deleted.
+
+    Where TensorFlow lacks a private function that this needs, it does nothing, and is_asynchronous raises an error.
     """
 
     __slots__ = ("_previous",)
 
     def __enter__(self) -> None:
-        context().ensure_initialized()
-        previous = TFE_ContextGetExecutorForThread(context()._handle)
-        if TFE_ExecutorIsAsync(previous):
-            TFE_ContextSetExecutorForThread(context()._handle, _synchronous())
+        self._previous = None
+        if executors is None:
+            return
+        previous = executors.of_thread()
+        if executors.is_asynchronous(previous):
+            executors.set_for_thread(_synchronous(executors))
             self._previous = previous
         else:
-            TFE_DeleteExecutor(previous)  # Deletes this reference only.
-            self._previous = None
+            executors.delete(previous)  # Deletes this reference only.
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if self._previous is not None:
-            TFE_ContextSetExecutorForThread(context()._handle, self._previous)
-            TFE_DeleteExecutor(self._previous)
+        if executors is not None and self._previous is not None:
+            executors.set_for_thread(self._previous)
+            executors.delete(self._previous)
 
 
 def is_asynchronous() -> bool:
     """Whether this thread's eager operations run in the background.
 
     tf.config.experimental.get_synchronous_execution would wait for all of them.
+
+    Raises:
+        MissingDependencyError: They do, and TensorFlow lacks a private function that at_once needs.
     """
-    context().ensure_initialized()
-    here = TFE_ContextGetExecutorForThread(context()._handle)
+    if executors is None:
+        if tf.config.experimental.get_synchronous_execution():
+            return False
+        raise without_names("mpistrat.tensorflow, with asynchronous execution,", EXECUTOR_NAMES,
+                            "Leave out tf.config.experimental.set_synchronous_execution(False)")
+    here = executors.of_thread()
     try:
-        return TFE_ExecutorIsAsync(here)
+        return executors.is_asynchronous(here)
     finally:
-        TFE_DeleteExecutor(here)
+        executors.delete(here)
 
 
 @cache
-def _synchronous() -> Any:
+def _synchronous(executors: Executors) -> Any:
     """A synchronous executor, which has no queue; one for all threads."""
-    return TFE_NewExecutor(False, True, 0)
+    return executors.create(False, True, 0)

@@ -19,19 +19,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from .._private import EagerFunc, _py_funcs
 from ..types import Arrays
+from ._private import EagerFunc, insert_function, without_names
 from .own_executor import is_asynchronous
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
 # of its graph, even if other functions still call it.
-_functions: "weakref.WeakKeyDictionary[tf.Graph, list[EagerFunc]]" = weakref.WeakKeyDictionary()
+_functions: "weakref.WeakKeyDictionary[tf.Graph, list[Callable[..., object]]]" = weakref.WeakKeyDictionary()
 
 # In asynchronous execution, a function that was called but has not run yet may be deleted together with its graph.
-_kept: list[EagerFunc] = []
+_kept: list[Callable[..., object]] = []
 
 
-class _Direct(EagerFunc):
+class _Direct(EagerFunc or object):  # type: ignore[misc]
     """Of this class TensorFlow calls functions without conversions; in a PyFunc node, with numpy arrays."""
 
     def __init__(self, function: Callable[..., Arrays]):
@@ -53,6 +53,8 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
         dtypes: The dtypes of the results. Their shapes are unknown.
         stateful: As for tf.numpy_function: the call happens once, in program order, even if no node uses the results.
     """
+    if EagerFunc is None or insert_function is None:
+        return list(tf.numpy_function(function, list(inputs), list(dtypes), stateful=stateful))
     op = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
     return list(op(input=list(inputs), token=_kept_by_graph(_Direct(function)), Tout=list(dtypes)))
 
@@ -62,7 +64,14 @@ def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequ
     """As a stateless `host_call`, with eager tensors on `device` instead of arrays, like tf.py_function.
 
     TensorFlow's py_function is stateful. So it is in a function of its own, which is called as if it were not.
+    tf.py_function itself is no substitute where a private name is missing: its node is always on the CPU.
+
+    Raises:
+        MissingDependencyError: TensorFlow lacks a private name that this needs.
     """
+    if EagerFunc is None or insert_function is None:
+        raise without_names("mpistrat.tensorflow, with GPU tensors in a tf.function,", ("EagerFunc", "insert"),
+                            "Call the collective eagerly")
     called = EagerFunc(function, list(dtypes), is_grad_func=False)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs])
@@ -77,7 +86,7 @@ def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequ
         return list(tf.raw_ops.PartitionedCall(args=list(inputs), Tout=list(dtypes), f=concrete))
 
 
-def _kept_by_graph(function: EagerFunc) -> str:
+def _kept_by_graph(function: Callable[..., object]) -> str:
     """Return a token for the function, and keep it alive as long as the current graph or one of those around it."""
     if is_asynchronous():
         _kept.append(function)
@@ -85,7 +94,8 @@ def _kept_by_graph(function: EagerFunc) -> str:
     while graph is not None and graph.building_function:
         _functions.setdefault(graph, []).append(function)
         graph = graph.outer_graph
-    return _py_funcs.insert(function)
+    assert insert_function is not None  # The callers have checked it.
+    return insert_function(function)
 
 
 _thread = threading.local()

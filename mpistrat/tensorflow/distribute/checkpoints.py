@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from ...core.errors import ShutdownError
+from .._private import set_state_of_manager, state_of_manager
 from . import files, threads
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
@@ -134,8 +135,7 @@ def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable
 def _share_state(manager: tf.train.CheckpointManager) -> None:
     """Copy the state of the manager that wrote to this directory. Collective."""
     directory = os.path.abspath(manager.directory)
-    statuses = files.exchange_status(value=(directory, manager._maybe_delete, manager._latest_checkpoint,
-                                            manager._last_preserved_timestamp))
+    statuses = files.exchange_status(value=(directory, state_of_manager(manager)))
     if statuses is not None:
-        _, manager._maybe_delete, manager._latest_checkpoint, manager._last_preserved_timestamp = next(
-            status.value for status in statuses if status.value[0] == directory)
+        set_state_of_manager(manager, next(state for there, state in (status.value for status in statuses)
+                                           if there == directory))

@@ -13,7 +13,16 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError
-from .._private import InputWorkers, get_distributed_dataset, get_distributed_datasets_from_function
+from .._private import (
+    InputWorkers,
+    datasets_of,
+    ends_on_all_ranks_together,
+    functions_of,
+    get_distributed_dataset,
+    get_distributed_datasets_from_function,
+    inputs_of,
+    set_datasets,
+)
 from .threads import wire_name
 
 logger = logging.getLogger(__name__)
@@ -68,14 +77,14 @@ class Pipelines:
             chosen.experimental_distribute.auto_shard_policy = policy = _Policy.DATA
             distributed = self._distributed(dataset.with_options(chosen), options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
-            distributed._enable_get_next_as_optional = False
+            ends_on_all_ranks_together(distributed)
         return distributed
 
     def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         distributed = get_distributed_dataset(
             dataset, self._workers(options), self._strategy, num_replicas_in_sync=self._size,
             input_context=self._context(), options=self._iteration(options))
-        distributed._cloned_datasets = self._read_ahead(distributed._cloned_datasets, options)
+        set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
         return distributed
 
     def _problem_with_files(self, distributed: tf.distribute.DistributedDataset) -> str:
@@ -85,7 +94,7 @@ class Pipelines:
         """
         own = ""
         try:
-            for _ in distributed._cloned_datasets[0].take(1):
+            for _ in datasets_of(distributed)[0].take(1):
                 break
         except tf.errors.InvalidArgumentError as error:
             if "FILE based sharding" not in str(error):
@@ -102,10 +111,10 @@ class Pipelines:
                                       "leave it out.")
         distributed = get_distributed_datasets_from_function(
             dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
-        distributed._datasets = self._read_ahead(distributed._datasets, options)
-        batches, same = self._agree(distributed._datasets[0])
+        set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
+        batches, same = self._agree(datasets_of(distributed)[0])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
-            distributed._enable_get_next_as_optional = False
+            ends_on_all_ranks_together(distributed)
         return distributed
 
     def _context(self) -> tf.distribute.InputContext:
@@ -163,11 +172,11 @@ def _kind(spec: tf.TypeSpec) -> str:
 def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
     """The class names of a dataset and its inputs, and the types of the operations in their functions."""
     yield type(dataset).__name__
-    for wrapper in dataset._functions():
+    for wrapper in functions_of(dataset):
         graph_def = wrapper.function.graph.as_graph_def()
         for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
             yield from (node.op for node in nodes)
-    for other in dataset._inputs():
+    for other in inputs_of(dataset):
         yield from _operations(other)
 
 

@@ -80,11 +80,19 @@ class MpiControl(ControlPlane):
             if self._sending:
                 self._forget_sent()
             while self._comm.Iprobe(tag=self._TAG, status=self._status):
-                message = bytearray(self._status.Get_count(MPI.BYTE))
                 source = self._status.Get_source()
-                self._comm.Recv([message, MPI.BYTE], source=source, tag=self._TAG)
-                messages.append((source, bytes(message)))
+                messages.append((source, self._received(source, self._status.Get_count(MPI.BYTE))))
         return messages
+
+    def _received(self, source: int, nbytes: int) -> bytes:
+        """The message of `nbytes` that Iprobe has found. Raises StallError if it does not arrive within the limit."""
+        # Only the first part of a large message has arrived (rendezvous). MPI_Recv would wait for the rest for ever if
+        # the network fails in between. A small message is complete at the first test.
+        message = bytearray(nbytes)
+        request = self._comm.Irecv([message, MPI.BYTE], source, self._TAG)
+        if not request.Test():
+            self._wait.complete([request], nbytes, [source])
+        return bytes(message)
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         if not self._polls:

@@ -37,8 +37,13 @@ class PeerWait:
         self._topology, self._limit_s = topology, limit_s
         self._peers = [peer for peer in peers if peer != topology.rank]
 
-    def complete(self, requests: Sequence[MPI.Request], nbytes: int = 0) -> None:
-        """Return when the requests, of `nbytes` in all, are complete. Releases the GIL meanwhile.
+    def complete(self, requests: Sequence[MPI.Request], nbytes: int = 0, others: Sequence[int] | None = None) -> None:
+        """Return when the requests are complete. Releases the GIL meanwhile.
+
+        Args:
+            requests: All of them are tested together.
+            nbytes: The bytes to transfer, in all.
+            others: The ranks that the requests depend on, for the error. Default: all peers.
 
         Raises:
             StallError: They are not complete after the limit. Their memory is never freed then, since MPI may use it.
@@ -48,7 +53,7 @@ class PeerWait:
             if test(requests):
                 return
         try:
-            self.until(lambda: test(requests), nbytes=nbytes)
+            self.until(lambda: test(requests), None if others is None else lambda: others, nbytes)
         except StallError:
             never_free(requests)
             raise
