@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
