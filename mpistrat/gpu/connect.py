@@ -4,10 +4,10 @@ A rank that fails alone would leave the others waiting. So every rank sends what
 exception. Used by the engine's thread, before the first collective on GPU tensors.
 """
 
+import json
 import logging
 import os
-import pickle
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
-    """Return an Exchange among `size` ranks over `host`."""
+    """Return an Exchange among `size` ranks over `host`. Values travel as JSON, which runs no code when it is read."""
     def exchange(value: T) -> list[T]:
-        own = np.frombuffer(pickle.dumps(value), np.uint8)
+        own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.empty(size, np.int64)
         host.allgather(np.array([own.size], np.int64), sizes, [1] * size)
         gathered = np.empty(int(sizes.sum()), np.uint8)
         host.allgather(own, gathered, sizes.tolist())
         ends = np.cumsum(sizes)
-        return [pickle.loads(gathered[end - n:end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+        return [json.loads(gathered[end - n:end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
     return exchange
 
 
@@ -58,8 +58,9 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
         EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
     """
     found, buffers, own_ids = _probe(device, rank == 0, settings)
-    gathered = exchange((found, own_ids))
-    ranks = [other for other, _ in gathered]
+    own: tuple[list[Any], list[Any]] = (list(found), [_plain(unique_id) for unique_id in own_ids])
+    gathered = exchange(own)
+    ranks = [GpuInfo(*fields) for fields, _ in gathered]
     reason = why_not_nccl(ranks, settings.gpu_operations)
     if reason:
         is_expected = not any(other.problem or (other.nccl and not other.buffer_bytes) for other in ranks)
@@ -69,11 +70,21 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     nbytes = min(other.buffer_bytes for other in ranks)
     fusion_bytes = _fusion_bytes(rank, nbytes, settings)
     communicators = make_communicators(
-        lambda: [device.communicator(size, unique_id, rank) for unique_id in gathered[0][1]], device, rank,
+        lambda: [device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]], device, rank,
         exchange, settings.limit_s)
     buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
     return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl), fusion_bytes
+
+
+def _plain(unique_id: bytes | tuple[int, ...]) -> str | list[int]:
+    """An id of NCCL as a value for an Exchange: hexadecimal digits for bytes, a list for a tuple."""
+    return unique_id.hex() if isinstance(unique_id, bytes) else list(unique_id)
+
+
+def _unique_id(plain: str | list[int]) -> bytes | tuple[int, ...]:
+    """The id that `_plain` was given."""
+    return bytes.fromhex(plain) if isinstance(plain, str) else tuple(plain)
 
 
 def _fusion_bytes(rank: int, nbytes: int, settings: Settings) -> int:

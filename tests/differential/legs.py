@@ -44,11 +44,13 @@ MPI = Leg("mpi", {"MPISTRAT_CPU_OPERATIONS": "mpi"})
 # Ranks 0 and 1 share a host, where there are three ranks or more; two ranks are two hosts.
 TWO_HOSTS = Leg("two hosts", hosts="AAB")
 HOST_EACH = Leg("two hosts", hosts="AB")
+# The default backends, with every operation negotiated through rank 0.
+NO_VOTES = Leg("no votes", {"MPISTRAT_FAST_PATH": "0"})
 
 
 def legs_for(size: int) -> list[Leg]:
     """All legs of a program on `size` ranks."""
-    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH]
+    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH, NO_VOTES]
 
 
 @contextlib.contextmanager
@@ -67,5 +69,6 @@ def under(leg: Leg) -> Iterator[None]:
         assert not leg.hosts or set(mpistrat.hosts()) == set(leg.host_of(mpistrat.size())), mpistrat.hosts()
         assert "MPISTRAT_CPU_OPERATIONS" not in leg.settings or \
             runtime.current().data_name == leg.settings["MPISTRAT_CPU_OPERATIONS"], runtime.current().data_name
+        assert leg is not NO_VOTES or not runtime.current().world.engine.controller._fast_path._is_possible
         yield
         mpistrat.shutdown()

@@ -29,7 +29,7 @@ def test_a_forked_process_knows_its_rank_and_is_refused_everything_else() -> Non
     for rank in range(2):
         own, size, is_initialized, *refusals, shutdown, end, sums = job.of_rank(rank)
         assert [own, size, is_initialized] == [f"returned {rank}", "returned 2", "returned True"], job.output
-        assert len(refusals) == 9, job.output
+        assert len(refusals) == 11, job.output
         for refusal in refusals:
             assert refusal.startswith(_REFUSAL), job.output
             assert "multiprocessing.get_context('spawn')" in refusal, job.output
@@ -37,11 +37,24 @@ def test_a_forked_process_knows_its_rank_and_is_refused_everything_else() -> Non
     assert job.code == 0, job.output
 
 
+def test_a_forked_process_is_refused_collectives_on_tensors() -> None:
+    job = run_job(2, ["python", "tests/scripts/forked_tensorflow.py"])
+    for rank in range(2):
+        *calls, end, total = job.of_rank(rank)
+        names, answers = calls[::2], calls[1::2]
+        assert len(names) == len(set(names)) == 15, job.output
+        refused = [name for name, answer in zip(names, answers, strict=True) if answer.startswith(_REFUSAL)]
+        assert refused == names, job.output
+        assert [end, total] == ["the child ended with 0", "sum 2.0"], job.output
+    assert job.code == 0, job.output
+    assert job.left == (), job.output
+
+
 def test_a_process_that_a_lone_rank_has_forked_is_no_rank_either() -> None:
     job = run_limited([sys.executable, "tests/scripts/forked.py", "calls"])
     *calls, end, sums = job.of_rank(0)
     refused = sum(call.startswith(_REFUSAL) for call in calls)
-    assert refused in (8, 9), job.output  # The pending result of a lone rank may have come before the fork.
+    assert refused in (10, 11), job.output  # The pending result of a lone rank may have come before the fork.
     assert [end, sums] == ["the child ended with 0", "sums [1.0]"], job.output
     assert job.code == 0, job.output
 

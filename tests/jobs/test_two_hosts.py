@@ -211,6 +211,18 @@ def test_collectives_are_right_over_a_poor_link(link: Link, tmp_path: Path) -> N
     assert job.seconds > max(3 * 8 * link.delay_s, link.bits_per_s and 8 * sent / 2 / link.bits_per_s), job.output
 
 
+@pytest.mark.parametrize("way", ["sleep", "reduce", "wait at the end"])
+def test_the_ranks_of_both_hosts_end_when_mpirun_was_killed(hosts: Hosts, tmp_path: Path, way: str) -> None:
+    # Of two ranks on a host one has no connection to the other host, so that MPI does not end it.
+    mark = tmp_path / "mark"
+    job = hosts.run_until_ranks_end([2, 2], ["python", "tests/scripts/launcher_dies.py", way, str(mark), "kills"],
+                                    env={}, limit_s=60)
+    seconds = job.ended_at - float(mark.read_text())
+    print(f"all ranks had ended {seconds:.1f} s after mpirun")
+    # As in test_launcher.py, the ranks look every second, and the rest is for a busy machine.
+    assert seconds < 10, job.output
+
+
 # -- the launcher, and clusters ---------------------------------------------------------------------------------------
 
 

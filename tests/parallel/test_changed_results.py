@@ -42,6 +42,11 @@ def summed(size: int, step: int, columns: int) -> np.ndarray:
     return np.add.reduce([brought(r, step, columns) for r in range(size)])
 
 
+def first_rows(size: int, step: int, columns: int) -> np.ndarray:
+    """As many rows of each rank as make up ROWS."""
+    return np.concatenate([brought(r, step, columns)[:ROWS // size] for r in range(size)])
+
+
 # Each collective: what it makes of a rank's tensor, and of the steps' number for the expected result.
 COLLECTIVES: dict[str, tuple[Callable, Callable]] = {
     "allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum, name="changed/sum"), summed),
@@ -51,9 +56,13 @@ COLLECTIVES: dict[str, tuple[Callable, Callable]] = {
         lambda size, step, columns: summed(size, step, columns)[:1]),
     "broadcast": (lambda x: hvd.broadcast(x, 0, name="changed/broadcast"),
                   lambda size, step, columns: brought(0, step, columns)),
-    "allgather": (lambda x: hvd.allgather(x[:ROWS // hvd.size()], name="changed/gather"),
-                  lambda size, step, columns: np.concatenate([brought(r, step, columns)[:ROWS // size]
-                                                              for r in range(size)])),
+    "allgather": (lambda x: hvd.allgather(x[:ROWS // hvd.size()], name="changed/gather"), first_rows),
+    "grouped_allgather": (lambda x: hvd.grouped_allgather([x[:ROWS // hvd.size()], x[:1]], name="changed/gathers")[0],
+                          first_rows),
+    "reducescatter": (lambda x: hvd.reducescatter(tf.concat([x] * hvd.size(), 0), op=hvd.Sum, name="changed/scatter"),
+                      summed),
+    "alltoall": (lambda x: hvd.alltoall(tf.concat([x[:ROWS // hvd.size()]] * hvd.size(), 0), name="changed/exchange"),
+                 first_rows),
 }
 
 # Each way to cut a result, in TensorFlow and in numpy.
@@ -169,6 +178,17 @@ def by_assignment(piece: Any) -> None:
     variable.assign_add(tf.ones_like(variable))
 
 
+compiled = tf.function(lambda p: p + 1, jit_compile=True)
+
+
+def by_compiled_function(piece: Any) -> None:
+    changed = compiled(piece)
+    variable = tf.Variable(tf.zeros_like(changed))
+    variable.assign(changed)
+    del piece, changed
+    variable.assign(compiled(variable))
+
+
 def by_numpy(piece: Any) -> None:
     written_to(piece.numpy())
 
@@ -189,7 +209,7 @@ def by_dlpack(piece: Any) -> None:
 
 @pytest.mark.parametrize("amount, collective", [*(("large", name) for name in COLLECTIVES if name != "joined"),
                                                 ("small", "allreduce")])
-@pytest.mark.parametrize("change", [by_assignment, by_numpy, by_function, by_dlpack])
+@pytest.mark.parametrize("change", [by_assignment, by_compiled_function, by_numpy, by_function, by_dlpack])
 def test_what_rank_0_does_to_parts_of_an_eager_result(change: Callable, amount: str, collective: str, rank: int,
                                                       size: int) -> None:
     columns, (collect, expected) = COLUMNS[amount], COLLECTIVES[collective]

@@ -56,3 +56,9 @@ def test_ranks_that_take_longer_are_waited_for(exchange: Any, rank: int, size: i
 
 def test_values_of_different_lengths_are_exchanged(exchange: Any, size: int, rank: int) -> None:
     assert exchange("x" * rank) == ["x" * r for r in range(size)]
+    assert exchange([rank, None, [], "\udce4"]) == [[r, None, [], "\udce4"] for r in range(size)]
+
+
+def test_only_plain_values_are_exchanged(exchange: Any) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        exchange(object())

@@ -1,7 +1,7 @@
 """Gradients through collectives in branches, loops and functions inside of each other, against the sum over all ranks.
 
 The expected values are those of a program of one process that has all ranks' inputs, in which a collective is plain
-arithmetic. In one test they are finite differences too.
+arithmetic. In one test they are finite differences too, which know nothing of that arithmetic.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +51,45 @@ def gathered(x: Any) -> Any:
     return weighted(tf.reshape(hvd.allgather(x), [mpistrat.size(), 3]))
 
 
+def group_gathered(x: Any) -> Any:
+    first, second = hvd.grouped_allgather([x, tf.reduce_sum(x) * x])
+    return weighted(tf.reshape(first, [mpistrat.size(), 3])) + tf.reverse(
+        weighted(tf.reshape(second, [mpistrat.size(), 3])), [0])
+
+
+def multiples(x: Any) -> Any:
+    """A row for each rank, which makes what it gets its own: x for rank 0, 2 x for rank 1, and so on."""
+    return tf.range(1.0, mpistrat.size() + 1)[:, tf.newaxis] * x
+
+
+def scattered(x: Any) -> Any:
+    return tf.reshape(hvd.reducescatter(multiples(x), op=hvd.Sum), [3])
+
+
+def group_scattered(x: Any) -> Any:
+    first, second = hvd.grouped_reducescatter([multiples(x), multiples(tf.reduce_sum(x) * x)], op=hvd.Sum)
+    return tf.reshape(first + 3.0 * second, [3])
+
+
+def exchanged(x: Any) -> Any:
+    return weighted(hvd.alltoall(multiples(x)))
+
+
+def parts_of(x: Any, rank: int) -> Any:
+    """What a rank is sent with splits: one to three values."""
+    return x[:rank % 3 + 1]
+
+
+def padded(part: Any, rank: int) -> Any:
+    return tf.pad(part, [[0, 2 - rank % 3]])
+
+
+def exchanged_by_splits(x: Any) -> Any:
+    rank, size = mpistrat.rank(), mpistrat.size()
+    values, counts = hvd.alltoall(tf.concat([parts_of(x, r) for r in range(size)], 0), [r % 3 + 1 for r in range(size)])
+    return padded(weighted(tf.reshape(values, [size, rank % 3 + 1])), rank) + 0.0 * tf.cast(counts[0], tf.float32)
+
+
 def from_the_last(x: Any) -> Any:
     return hvd.broadcast(x, mpistrat.size() - 1)
 
@@ -63,16 +102,33 @@ def gathered_by_the_strategy(x: Any) -> Any:
     return weighted(tf.reshape(context().all_gather(x, 0), [mpistrat.size(), 3]))
 
 
-# By name: the collective, its arithmetic, and the factor of the gradient. Horovod's gradients of gathers and broadcasts
-# are averages, of all others sums over the ranks' losses.
-COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Callable[[Many], Many], bool]] = {
-    "allreduce": (reduced_sum, lambda v: [everything(v)] * len(v), False),
-    "grouped_allreduce": (group, lambda v: [3.0 * everything(v) + everything([tf.reduce_sum(x) * x for x in v])]
-                          * len(v), False),
-    "allgather": (gathered, lambda v: [weighted(tf.stack(v))] * len(v), True),
-    "broadcast": (from_the_last, lambda v: [v[-1]] * len(v), True),
-    "all_reduce": (reduced_by_the_strategy, lambda v: [everything(v)] * len(v), False),
-    "all_gather": (gathered_by_the_strategy, lambda v: [weighted(tf.stack(v))] * len(v), False)}
+def for_each(result: Callable[[int], Any]) -> Many:
+    """What each rank gets."""
+    return [result(rank) for rank in range(mpistrat.size())]
+
+
+def with_sums(values: Many) -> Many:
+    """Each rank's value times its sum: the second tensor of a group."""
+    return [tf.reduce_sum(x) * x for x in values]
+
+
+# By name: the collective, its arithmetic, and the power of the number of ranks that Horovod's gradient has as a factor,
+# compared with that of the sum over the ranks' losses.
+COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Callable[[Many], Many], int]] = {
+    "allreduce": (reduced_sum, lambda v: [everything(v)] * len(v), 0),
+    "grouped_allreduce": (group, lambda v: [3.0 * everything(v) + everything(with_sums(v))] * len(v), 0),
+    "allgather": (gathered, lambda v: [weighted(tf.stack(v))] * len(v), -1),
+    "grouped_allgather": (group_gathered, lambda v: [
+        weighted(tf.stack(v)) + tf.reverse(weighted(tf.stack(with_sums(v))), [0])] * len(v), -1),
+    "broadcast": (from_the_last, lambda v: [v[-1]] * len(v), -1),
+    "reducescatter": (scattered, lambda v: for_each(lambda r: (r + 1.0) * everything(v)), 1),
+    "grouped_reducescatter": (group_scattered, lambda v: for_each(
+        lambda r: (r + 1.0) * (everything(v) + 3.0 * everything(with_sums(v)))), 1),
+    "alltoall": (exchanged, lambda v: for_each(lambda r: (r + 1.0) * weighted(tf.stack(v))), 0),
+    "alltoall with splits": (exchanged_by_splits, lambda v: for_each(
+        lambda r: padded(weighted(tf.stack([parts_of(x, r) for x in v])), r)), 0),
+    "all_reduce": (reduced_by_the_strategy, lambda v: [everything(v)] * len(v), 0),
+    "all_gather": (gathered_by_the_strategy, lambda v: [weighted(tf.stack(v))] * len(v), 0)}
 
 
 # -- programs: a collective in them, or its arithmetic on lists --------------------------------------------------------
@@ -156,31 +212,47 @@ def inputs() -> Many:
 
 
 def expected(program: str, collective: str, rank: int) -> np.ndarray:
-    _, arithmetic, is_average = COLLECTIVES[collective]
+    _, arithmetic, power = COLLECTIVES[collective]
+    factor = float(mpistrat.size()) ** power
 
     def scaled(values: Many) -> Many:
-        """The values, with gradients divided by the number of ranks."""
-        size = float(len(values))
-        return [value / size + tf.stop_gradient(value - value / size) for value in values]
+        """The values, with gradients times the factor."""
+        return [value * factor + tf.stop_gradient(value - value * factor) for value in values]
 
     def innermost(values: Many) -> Many:
-        return arithmetic(scaled(values) if is_average else values)
+        return arithmetic(scaled(values) if power else values)
 
     return tape_outside(lambda values: nested(program, innermost, values), inputs())[rank].numpy()
 
 
-def actual(program: str, collective: str, way: Callable, rank: int, strategy: MPIStrategy) -> np.ndarray:
-    loss = lambda values: nested(program, lambda v: [COLLECTIVES[collective][0](v[0])], values)  # noqa: E731
+def loss_of(program: str, collective: str) -> Callable[[Many], Any]:
+    """This rank's loss, of a list of its one tensor."""
+    return lambda values: nested(program, lambda v: [COLLECTIVES[collective][0](v[0])], values)
+
+
+def run(collective: str, step: Callable[[Any], Any], x: Any, strategy: MPIStrategy) -> np.ndarray:
+    """The result of `step` on this rank's tensor; by the strategy, if the collective is one of its own."""
     if not collective.startswith("all_"):
-        return way(loss, [inputs()[rank]])[0].numpy()
-    result = strategy.run(lambda x: way(loss, [x])[0], args=(inputs()[rank],))
-    return strategy.experimental_local_results(result)[0].numpy()
+        return step(x).numpy()
+    return strategy.experimental_local_results(strategy.run(step, args=(x,)))[0].numpy()
+
+
+def actual(program: str, collective: str, way: Callable, rank: int, strategy: MPIStrategy) -> np.ndarray:
+    loss = loss_of(program, collective)
+    return run(collective, lambda x: way(loss, [x])[0], inputs()[rank], strategy)
+
+
+def programs_of(collective: str) -> list[str]:
+    """All for the all-reduce; some for what shares its way through graphs."""
+    if collective == "allreduce":
+        return PROGRAMS
+    if "scatter" in collective or "alltoall" in collective or collective == "grouped_allgather":
+        return ["loop branch", "branch twice"]
+    return ["branch branch", "loop branch", "branch function", "loop function loop", "branch twice"]
 
 
 @pytest.mark.parametrize("program, collective", [
-    (program, collective) for collective in COLLECTIVES
-    for program in (PROGRAMS if collective == "allreduce" else ["branch branch", "loop branch", "branch function",
-                                                                "loop function loop", "branch twice"])])
+    (program, collective) for collective in COLLECTIVES for program in programs_of(collective)])
 def test_the_gradient_is_that_of_one_process(program: str, collective: str, rank: int, strategy: MPIStrategy) -> None:
     ways = WAYS if collective == "allreduce" else [WAYS[PROGRAMS.index(program) % len(WAYS)]]  # each for some program
     for way in ways:
@@ -188,23 +260,22 @@ def test_the_gradient_is_that_of_one_process(program: str, collective: str, rank
         np.testing.assert_allclose(result, expected(program, collective, rank), rtol=1e-4, err_msg=way.__name__)
 
 
-@pytest.mark.parametrize("program", ["branch branch", "loop branch function"])
-def test_the_gradient_is_that_of_finite_differences(program: str, rank: int, size: int) -> None:
-    @tf.function(autograph=False)
-    def loss(x: Any) -> Any:
-        return nested(program, lambda v: [reduced_sum(v[0])], [x])
-
-    x = tf.constant([0.5, 0.25, 0.75]) + 0.1 * rank
+@pytest.mark.parametrize("program, collective", [("loop branch function", "allreduce"),
+                                                 *(("branch branch", collective) for collective in COLLECTIVES)])
+def test_the_gradient_is_that_of_finite_differences(program: str, collective: str, rank: int, size: int,
+                                                    strategy: MPIStrategy) -> None:
+    loss = tf.function(loss_of(program, collective), autograph=False)
+    x = inputs()[rank]
     differences = []
     for changing in range(size):
         for i in range(3):
             change = 1e-2 * tf.one_hot(i, 3) * float(rank == changing)
+            of_rank = run(collective, lambda x, change=change: loss([x + change]) - loss([x - change]), x, strategy)
             # The sum over the ranks' losses is what the gradient is of.
-            differences.append(float(hvd.allreduce(loss(x + change) - loss(x - change), op=hvd.Sum)) / 2e-2)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = loss(x)
-    np.testing.assert_allclose(tape.gradient(y, x), differences[3 * rank:3 * rank + 3], rtol=1e-2)
+            differences.append(float(mpistrat.allreduce(of_rank, op=mpistrat.Sum)) / 2e-2)
+    factor = float(size) ** COLLECTIVES[collective][2]
+    np.testing.assert_allclose(actual(program, collective, tape_inside, rank, strategy),
+                               np.multiply(differences[3 * rank:3 * rank + 3], factor), rtol=1e-2)
 
 
 @pytest.mark.parametrize("first, then", [(1, 0), (0, 1), (1, 2)])

@@ -2,15 +2,13 @@
 
 import os
 import sys
-import time
 from typing import Any
 
 import numpy as np
+from children import LIMIT_S, exit_status
 from reporting import attempt, say
 
 import mpistrat
-
-LIMIT_S = 30
 
 
 def raise_error() -> None:
@@ -26,27 +24,13 @@ def call_everything() -> None:
     attempt(mpistrat.is_initialized)
     for call in (lambda: mpistrat.allreduce(array), lambda: mpistrat.allreduce_async(array),
                  lambda: mpistrat.allgather(array), lambda: mpistrat.broadcast(array, 0), mpistrat.barrier,
-                 lambda: mpistrat.broadcast_object("text"), lambda: mpistrat.allgather_object("text"), mpistrat.init,
-                 pending.wait):
+                 lambda: mpistrat.broadcast_object("text"), lambda: mpistrat.allgather_object("text"), mpistrat.join,
+                 lambda: mpistrat.add_process_set([0]), mpistrat.init, pending.wait):
         attempt(call)
     attempt(mpistrat.shutdown)
 
 
-def exit_status(child: int) -> str:
-    """How the child ended; it is killed if it has not within the limit."""
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return f"the child ended with {os.waitstatus_to_exitcode(status)}"
-        time.sleep(0.05)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return "the child hangs"
-
-
 ways = {"ends": lambda: None, "exits with 5": lambda: sys.exit(5), "raises": raise_error, "calls": call_everything}
-
 
 
 def submit(rank: int) -> Any:

@@ -1,6 +1,10 @@
-"""Checked all-reduces of several sizes, again and again; says which backend is used and by how much memory grows.
+"""Checked all-reduces of several sizes, again and again.
 
-usage: many_allreduces.py TIMES
+Says which backend is used, whether the ranks have voted on operations, and whether memory grows.
+
+usage: many_allreduces.py TIMES [RANKS_PER_HOST]
+
+With RANKS_PER_HOST so many consecutive ranks each form a host that is made up.
 """
 
 import resource
@@ -11,8 +15,23 @@ from reporting import say
 
 import mpistrat
 from mpistrat.api import runtime
+from mpistrat.negotiation.fast_path import FastPath
+from tests.support.pretended_hosts import pretend_hosts
 
-times = int(sys.argv[1])
+times, *ranks_per_host = map(int, sys.argv[1:])
+if ranks_per_host:
+    pretend_hosts(*ranks_per_host)
+votes: list[int] = []
+vote = FastPath._vote
+
+
+def count_vote(self: FastPath, number: int, is_ready: bool, now: float) -> None:
+    """Vote as the product does, and remember it."""
+    votes.append(number)
+    vote(self, number, is_ready, now)
+
+
+FastPath._vote = count_vote
 mpistrat.init()
 rank, size = mpistrat.rank(), mpistrat.size()
 SIZES = [1, 1000, 30_000, 300_000]
@@ -33,4 +52,4 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for _ in range(times):
     once()
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-say(f"{runtime.current().data_name} {'grows' if grown > 4096 else 'stays'}")
+say(f"{runtime.current().data_name} with{'' if votes else 'out'} votes {'grows' if grown > 4096 else 'stays'}")

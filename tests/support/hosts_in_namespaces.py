@@ -33,7 +33,16 @@ import psutil
 
 from mpistrat.core.install import pip_extra
 
-from .jobs import JOB_VARIABLE, ROOT, Finished, find_mpirun, job_environment, processes_of, run_limited
+from .jobs import (
+    JOB_VARIABLE,
+    ROOT,
+    Finished,
+    find_mpirun,
+    job_environment,
+    kill_processes_of,
+    processes_of,
+    run_limited,
+)
 
 _WORLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
           "sh", "-ec"]
@@ -170,8 +179,7 @@ class Hosts:
                     time.sleep(0.05)
                 ended_at = time.time()
             finally:
-                for left in processes_of(job):
-                    left.kill()
+                kill_processes_of(job)
                 process.wait()
             output.seek(0)
             printed = output.read()

@@ -105,8 +105,7 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
             pytest.fail(f"{' '.join(map(str, line))}\nwas not done after {limit_s} s; left were {names}. "
                         f"It printed:\n{_content(output)}")
         finally:
-            for stuck in processes_of(job):
-                stuck.kill()
+            kill_processes_of(job)
             process.kill()
             process.wait()
 
@@ -199,3 +198,10 @@ def processes_of(job: str, named: str = "") -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
+
+
+def kill_processes_of(job: str) -> None:
+    """Kill what `processes_of` finds. A process may end by itself meanwhile."""
+    for process in processes_of(job):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

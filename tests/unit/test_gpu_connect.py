@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from mpistrat.core.errors import EngineError
+from mpistrat.core.settings import Settings
+from mpistrat.gpu.connect import connect, exchange_over
 from mpistrat.gpu.nccl.communicators import make_communicators
+from mpistrat.transport.local import ThreadGroup
+from tests.support.gpu_stand_in import Device
 
 
 class AnyDevice:
@@ -84,3 +88,20 @@ def test_ranks_that_do_not_connect_in_time_say_so() -> None:
     with pytest.raises(EngineError, match="rank 0: not connected after 10 s"):
         make_communicators(lambda: [never.wait(30)], AnyDevice(), 0, alone, 10.0, clock=lambda: next(times))
     never.set()
+
+
+@pytest.mark.parametrize("made", [bytes(range(128)), tuple(range(128))], ids=["bytes", "tuple"])
+def test_an_id_of_nccl_arrives_as_it_was_made(made: bytes | tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    device, given, communicator = Device(), [], Device.communicator
+
+    def record(self: Device, size: int, unique_id: Any, rank: int) -> Any:
+        given.append(unique_id)
+        return communicator(self, size, unique_id, rank)
+
+    monkeypatch.setattr(Device, "unique_id", lambda self: made)
+    monkeypatch.setattr(Device, "communicator", record)
+    host = ThreadGroup(1).data(0)
+    settings = Settings(fusion_bytes=2**16, nccl_streams=2)
+    nccl, _ = connect(device, 0, 1, exchange_over(host, 1), host, settings)
+    assert nccl is not None
+    assert given == [made] * 2

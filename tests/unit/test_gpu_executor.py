@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +259,25 @@ def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
     watchdog.close()
 
 
+def watchdogs() -> set[threading.Thread]:
+    """The threads of Watchdogs."""
+    return {thread for thread in threading.enumerate() if thread.name == "mpistrat-gpu-watchdog"}
+
+
+def test_a_watchdog_has_a_thread_if_it_has_a_limit() -> None:
+    before = watchdogs()
+    aborted = threading.Event()
+    watchdog = Watchdog(0.0, aborted.set, "too late")
+    assert watchdogs() <= before
+    with watchdog.guarding():
+        pass
+    limited = Watchdog(60.0, aborted.set, "too late")
+    assert len(watchdogs() - before) == 1
+    for each in (watchdog, limited):
+        each.close()
+    assert not aborted.is_set()
+
+
 def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     with caplog.at_level(logging.INFO, "mpistrat"):
@@ -272,11 +290,16 @@ def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """A job whose collectives never end, as if another rank had died."""
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives never end, as if another rank had died."""
     monkeypatch.setattr(Communicator, "_with_all", lambda self, source, count, dtype, stream, use: next(
         s for s in self._device._streams if s.ptr == stream).work.append(lambda: False))
-    yield Job(stall_warning_s=1.0, stall_abort_s=10.0)
+
+
+@pytest.fixture
+def stuck(endless: None) -> Job:
+    """A job whose collectives never end."""
+    return Job(stall_warning_s=1.0, stall_abort_s=10.0)
 
 
 def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> None:
@@ -291,6 +314,19 @@ def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> Non
         handle.wait(30)
     stuck.engine.end()
     assert ("abort",) in stuck.device.log
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("no_limit", [{"stall_check_disable": True}, {"stall_abort_s": 0.0}],
+                         ids=["no check of stalls", "no limit"])
+def test_without_a_limit_a_gpu_is_waited_for_and_no_watchdog_is_made(no_limit: dict[str, Any]) -> None:
+    before, job = watchdogs(), Job(**no_limit)
+    handle = job.submit("a/b", np.ones(3))
+    for job.now in (1.0, 10 * Settings().stall_abort_s):
+        job.settle()
+        assert not handle.done()
+    assert watchdogs() <= before
+    assert ("abort",) not in job.device.log
 
 
 def test_a_call_of_nccl_that_does_not_return_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

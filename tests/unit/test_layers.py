@@ -34,10 +34,12 @@ PACKAGES: dict[str, set[str]] = {
 }
 # Modules of one package that stand in another's directory, because users import them from there.
 ELSEWHERE = {"tensorflow.keras": "keras"}
-# The imports that point up, each in one function: Horovod has DistributedOptimizer in mpistrat.tensorflow too, the
-# first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with the launcher.
-UPWARDS = {("tensorflow", "keras"), ("api.run_function", "cli.function"), ("tensorflow.distribute.strategy", "keras"),
-           ("tensorflow.distribute.strategy", "keras.distribute")}
+# The imports that point up, as (module, function, imported module): Horovod has DistributedOptimizer in
+# mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with
+# the launcher. Each is allowed inside of its function only, which runs after the import of the modules.
+UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
+           ("tensorflow.distribute.strategy", "_keras_integration", "keras"),
+           ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
@@ -68,45 +70,80 @@ def is_package(module: str) -> bool:
     return (PACKAGE / module.replace(".", "/") / "__init__.py").exists()
 
 
+def imported_by(node: ast.AST, package: list[str]) -> set[str]:
+    """The full names of what one statement or call in a module of `package` imports: modules, or packages of names."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        start = package[:len(package) - node.level + 1] if node.level else []
+        base = ".".join([*start, *([node.module] if node.module else [])])
+        inner = {f"{base}.{alias.name}" for alias in node.names}
+        return {name if name.removeprefix("mpistrat.") in modules() else base for name in inner}
+    if (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+            and isinstance(node.args[0], ast.Constant)):
+        return {str(node.args[0].value)}
+    return set()
+
+
 def is_for_types(node: ast.AST) -> bool:
     """Whether a statement is `if TYPE_CHECKING:`, whose imports are never executed."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
+def placed_in(node: ast.AST, package: list[str], function: str = "", for_types: bool = True) -> set[tuple[str, str]]:
+    """The imports at and below a node of a module of `package`, as (function that they are in, full name).
+
+    The function is named with those around it, as "outer.inner"; "" is the top of the module. Without `for_types` what
+    is below `if TYPE_CHECKING:` is left out.
+    """
+    if is_for_types(node) and not for_types:
+        return set()
+    found = {(function, name) for name in imported_by(node, package)}
+    for child in ast.iter_child_nodes(node):
+        is_inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and child in node.body
+        inner = f"{function}.{node.name}".lstrip(".") if is_inside else function
+        found |= placed_in(child, package, inner, for_types)
+    return found
+
+
 @cache
-def imports(module: str, for_types: bool = True) -> frozenset[str]:
+def placed_imports(module: str, for_types: bool = True) -> frozenset[tuple[str, str]]:
+    """All that a module imports, anywhere in it, as placed_in."""
+    package = ("mpistrat." + module).rstrip(".").split(".")
+    if not is_package(module):
+        package.pop()
+    return frozenset(placed_in(modules()[module], package, for_types=for_types))
+
+
+def imports(module: str, for_types: bool = True) -> set[str]:
     """The full names of all that a module imports, anywhere in it: modules, or the packages that names come from.
 
     Args:
         module: Its name without "mpistrat.".
         for_types: False: without what it imports under `if TYPE_CHECKING:`.
     """
-    found: set[str] = set()
-    package = ("mpistrat." + module).rstrip(".").split(".")
-    if not is_package(module):
-        package.pop()
-    left_out = {inner for node in ast.walk(modules()[module]) if is_for_types(node) and not for_types
-                for inner in ast.walk(node)}
-    for node in ast.walk(modules()[module]):
-        if node in left_out:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            start = package[:len(package) - node.level + 1] if node.level else []
-            base = ".".join([*start, *([node.module] if node.module else [])])
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                found.add(inner if inner.removeprefix("mpistrat.") in modules() else base)
-        elif (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
-              and isinstance(node.args[0], ast.Constant)):
-            found.add(str(node.args[0].value))
-    return frozenset(found)
+    return {name for _, name in placed_imports(module, for_types)}
+
+
+def own_name(name: str) -> str:
+    """The name of a module of mpistrat without "mpistrat."."""
+    return name.removeprefix("mpistrat").lstrip(".")
+
+
+def is_own(name: str) -> bool:
+    """Whether a full name is one of mpistrat."""
+    return name.split(".")[0] == "mpistrat"
 
 
 def own_imports(module: str) -> set[str]:
     """The modules of mpistrat that a module imports."""
-    return {name.removeprefix("mpistrat").lstrip(".") for name in imports(module) if name.split(".")[0] == "mpistrat"}
+    return {own_name(name) for name in imports(module) if is_own(name)}
+
+
+def own_imports_but_upwards(module: str) -> set[str]:
+    """As own_imports, without the imports of UPWARDS. A module imported elsewhere in `module` too stays in."""
+    return {own_name(name) for function, name in placed_imports(module)
+            if is_own(name) and (module, function, own_name(name)) not in UPWARDS}
 
 
 def owner(module: str, names: list[str]) -> str | None:
@@ -131,9 +168,31 @@ every_module = pytest.mark.parametrize("module", modules(), ids=titled)
 @every_module
 def test_a_module_imports_only_the_packages_below_its_own(module: str) -> None:
     package = package_of(module)
-    others = {titled(name) for name in own_imports(module)
-              if package_of(name) not in {package} | PACKAGES[package] and (module, name) not in UPWARDS}
+    others = {titled(name) for name in own_imports_but_upwards(module)
+              if package_of(name) not in {package} | PACKAGES[package]}
     assert not others, f"{titled(module)} is in package {titled(package)}"
+
+
+def test_every_import_that_points_up_is_inside_of_its_function() -> None:
+    found = {(module, function, own_name(name)) for module in modules() for function, name in placed_imports(module)}
+    assert found >= UPWARDS
+
+
+def test_the_walk_tells_imports_of_a_function_from_those_at_the_top() -> None:
+    code = """
+from .. import cli
+@decorated(import_module("mpistrat.keras"))
+def run(value=import_module("mpistrat.keras.data")):
+    if value:
+        from ..cli.function import Where
+    def inner():
+        import keras
+class Runner:
+    import json
+"""
+    assert placed_in(ast.parse(code), ["mpistrat", "api"]) == {
+        ("", "mpistrat.cli"), ("", "mpistrat.keras"), ("", "mpistrat.keras.data"), ("run", "mpistrat.cli.function"),
+        ("run.inner", "keras"), ("", "json")}
 
 
 def test_the_packages_stand_on_few_floors() -> None:
@@ -166,7 +225,7 @@ def test_the_walk_sees_imports_of_every_form() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    graph = {module: {name for name in own_imports(module) if (module, name) not in UPWARDS} for module in modules()}
+    graph = {module: own_imports_but_upwards(module) for module in modules()}
     order = list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules.
     assert set(order) == set(modules())
 

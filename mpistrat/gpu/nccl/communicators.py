@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Exchange(Protocol):
-    """An allgather of pickled values. Collective."""
+    """An allgather of plain values: None, numbers, text, and lists of them. Collective."""
 
     def __call__(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
+        """The values of all ranks, by rank. Tuples may arrive as lists."""
 
 
 
