@@ -428,6 +428,67 @@ def test_a_step_of_the_users_own_and_an_eager_one(rank: int) -> None:
         assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
 
 
+class Two(keras.Model):
+    """Trains with an optimizer for each of two layers, in attributes that compile does not get."""
+
+    def __init__(self, uneven: str = "error") -> None:
+        super().__init__()
+        self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+        self.build((None, COLUMNS))
+        self.compile(jit_compile=False)
+        self.both = [hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), uneven=uneven) for _ in range(2)]
+
+    def build(self, shape: Any) -> None:
+        self.norm.build(shape)
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.norm(x, training=training))
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        parts = [self.norm.trainable_weights, self.dense.trainable_weights]
+        for optimizer, weights, gradients in zip(self.both, parts, tape.gradient(loss, parts)):
+            optimizer.apply_gradients(zip(gradients, weights))
+        return {"own_loss": loss}
+
+
+def new_two(**arguments: Any) -> Two:
+    keras.utils.set_random_seed(1)
+    return Two(**arguments)
+
+
+def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int) -> None:
+    model = new_two()
+    early = keras.callbacks.EarlyStopping("own_loss", mode="max", patience=1)
+    history = fit(model, rank, [BroadcastCallback(0), early], epochs=8)
+    losses = everywhere(history.history["own_loss"])
+    assert len(losses[0]) < 8
+    assert all(other == losses[0] for other in losses)
+    assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
+
+
+def test_a_variable_that_is_local_to_one_of_two_optimizers_stays_on_its_rank(rank: int, size: int) -> None:
+    model = new_two()
+    model.both[1].register_local_var(model.norm.moving_mean)
+    fit(model, rank)
+    assert len(set(everywhere(model.norm.moving_mean.numpy().tobytes()))) == size
+    assert len(set(everywhere(model.norm.moving_variance.numpy().tobytes()))) == 1
+
+
+def test_uneven_steps_with_two_optimizers(rank: int, size: int) -> None:
+    rows = ROWS if rank else ROWS + BATCH
+    with pytest.raises(mpistrat.MismatchError, match=r"steps per epoch: 4 on ranks \[0\]; 3 on ranks"):
+        fit(new_two(), rank, rows=rows)
+    model = new_two(uneven="join")
+    fit(model, rank, rows=rows, epochs=2)
+    states = [*model.get_weights(), *(v.numpy() for optimizer in model.both for v in optimizer.variables)]
+    assert len(set(everywhere(b"".join(np.asarray(state).tobytes() for state in states)))) == 1
+
+
 def test_a_model_with_a_plain_optimizer_is_left_alone(rank: int) -> None:
     model = new_model()
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
