@@ -172,9 +172,10 @@ class FitChecks(Callback):
         try:
             array_ops.barrier(f"{self._name}/{what}", self._process_set)
         except CollectiveError as error:
-            advice = "stop after the same batch" if self.model.stop_training else "have the same number of steps"
-            raise type(error)(f"{error} This rank has {what}{self._cause()}, and others have not: all ranks must "
-                              f"{advice}.") from error
+            if not self.model.stop_training:
+                raise
+            raise type(error)(f"{error} This rank has {what}{self._cause()}, and others have not: all ranks must stop "
+                              "after the same batch.") from error
 
     def _cause(self) -> str:
         """Which callback has stopped this rank, as far as that is known."""
