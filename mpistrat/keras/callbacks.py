@@ -4,7 +4,7 @@ Names and arguments are Horovod's. Users pass the callbacks to fit, and Keras ca
 Those that communicate are collective: all ranks pass them, in the same order.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -47,10 +47,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         process_set: The ranks that take part; `root_rank` is one of them. On other ranks it does nothing.
 
     Attributes:
-        first_steps: What checks the optimizer's first reductions. Those before the broadcast do not count. Set by fit.
+        first_steps: What checks the first reductions of each optimizer. Those before the broadcast do not count. Set by
+            fit.
     """
 
-    first_steps: FirstSteps | None = None
+    first_steps: Sequence[FirstSteps] = ()
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
@@ -69,16 +70,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.model.built and self.model.trainable_variables and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         self._broadcast()
-        if self.first_steps is not None:
-            self.first_steps.is_paused = not self.model.built
+        for first_steps in self.first_steps:
+            first_steps.is_paused = not self.model.built
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         # The first `batch` is not 0 with steps_per_execution > 1.
         if self._is_first_batch and len(self._variables()) != self._sent:
             self._broadcast()
         self._is_first_batch = False
-        if self.first_steps is not None:
-            self.first_steps.is_paused = False
+        for first_steps in self.first_steps:
+            first_steps.is_paused = False
 
     def _variables(self) -> list[keras.Variable]:
         return [v for v in (*self.model.weights, *self.model.optimizer.variables) if v not in self._local]

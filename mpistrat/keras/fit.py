@@ -1,4 +1,4 @@
-"""Makes fit add mpistrat's own callbacks, if the model's optimizer is distributed and there are several ranks.
+"""Makes fit add mpistrat's own callbacks, if a model's optimizers are distributed and there are several ranks.
 
 Model.fit is wrapped, by public names of Keras only. CallbackList is left alone: users call its methods in loops of
 their own, maybe on one rank. So are evaluate and predict, which may run on one rank.
@@ -17,9 +17,11 @@ from keras.callbacks import Callback, CallbackList
 from keras.optimizers import Optimizer
 
 from ..api import runtime
-from ..tensorflow.gradients import GradientReducer
 from .fit_checks import FitChecks
+from .fit_optimizers import FitOptimizers, fit_optimizers_of
+from .input_rows import digest_of_rows
 from .running_statistics import AverageStatistics
+from .save_schedules import AverageBeforeSaves
 from .uneven import JoinEpochs
 
 logger = logging.getLogger(__name__)
@@ -42,11 +44,12 @@ def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
 
     @functools.wraps(original)
     def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        optimizer = distributed_in(getattr(self, "optimizer", None))
-        if optimizer is None or not optimizer._mpistrat_reducer.process_set.has_others():
+        optimizers = fit_optimizers_of(self, distributed_in)
+        if optimizers is None or not optimizers.process_set.has_others():
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
-        with _extended(call.arguments.get("callbacks"), self, optimizer) as callbacks:
+        rows = digest_of_rows([call.arguments.get("x"), call.arguments.get("y")])
+        with _extended(call.arguments.get("callbacks"), self, optimizers, rows) as callbacks:
             call.arguments["callbacks"] = callbacks
             return original(*call.args, **call.kwargs)
 
@@ -54,28 +57,33 @@ def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
     keras.Model.fit = fit
 
 
-def own_callbacks(optimizer: Optimizer, callbacks: list[Callback]) -> list[Callback]:
-    """The callbacks that fit adds before those of the user."""
-    reducer: GradientReducer = optimizer._mpistrat_reducer
-    averages = optimizer._mpistrat_averages_statistics
-    own: list[Callback] = [JoinEpochs(reducer)] if optimizer._mpistrat_joins else []
-    if reducer.checks is not None and not runtime.current().settings.consistency_check_disable:
-        own.append(FitChecks(reducer.name, callbacks, averages, optimizer._mpistrat_joins, reducer.checks,
-                             reducer.process_set))
-    if averages:
-        own.append(AverageStatistics(reducer.name, reducer))
-    return own
+def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], rows: bytes) -> list[Callback]:
+    """The callbacks that fit adds before those of the user.
+
+    Args:
+        optimizers: Those of the model.
+        callbacks: The user's.
+        rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
+    """
+    own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
+    statistics = before_saves = None
+    if optimizers.averages_statistics:
+        statistics = AverageStatistics(optimizers)
+        before_saves = AverageBeforeSaves(statistics, callbacks)
+    if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
+        own.append(FitChecks(optimizers, callbacks, rows, before_saves))
+    return own + [callback for callback in (before_saves, statistics) if callback is not None]
 
 
 @contextmanager
-def _extended(callbacks: Any, model: keras.Model, optimizer: Optimizer) -> Iterator[Any]:
+def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers, rows: bytes) -> Iterator[Any]:
     """A context with the callbacks that fit gets instead of the user's: one, a nested structure or a CallbackList."""
     if not isinstance(callbacks, CallbackList):
         flat = tf.nest.flatten(callbacks) if callbacks else []
-        yield [*own_callbacks(optimizer, flat), *flat]
+        yield [*own_callbacks(optimizers, flat, rows), *flat]
         return
     users = list(callbacks.callbacks)
-    own = own_callbacks(optimizer, users)
+    own = own_callbacks(optimizers, users, rows)
     for callback in own:
         callback.set_params(callbacks.params)
         callback.set_model(model)

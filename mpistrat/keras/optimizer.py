@@ -141,7 +141,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
-            BatchNormalization to their mean over the ranks. False: each rank keeps its own, as in Horovod.
+            BatchNormalization to their mean over the ranks, and also before a ModelCheckpoint saves within an epoch.
+            False: each rank keeps its own, as in Horovod.
         uneven: What fit does if the ranks have different numbers of batches. "error": an error when it begins, if Keras
             knows the numbers. "join": ranks without batches wait at the end of each epoch, gradients are averaged over
             the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a

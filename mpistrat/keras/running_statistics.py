@@ -8,9 +8,10 @@ import tensorflow as tf
 
 from ..core.request import Average
 from ..tensorflow.bridge.buckets import reduce_list
-from ..tensorflow.gradients import GradientReducer, label_of
+from ..tensorflow.gradients import label_of
 from ..tensorflow.lists import number_of
 from ._private import non_trainable_variables
+from .fit_optimizers import FitOptimizers
 
 # Takes variables and their labels, and returns the ranks' mean of each. Collective.
 Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
@@ -34,18 +35,20 @@ class AverageStatistics(keras.callbacks.Callback):
     It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own statistics.
 
     Args:
-        name: That of the optimizer, the same on all ranks.
-        reducer: That of the optimizer. Its local variables stay as they are.
+        optimizers: Those of the model. Their local variables stay as they are.
     """
 
-    def __init__(self, name: str, reducer: GradientReducer):
+    def __init__(self, optimizers: FitOptimizers):
         super().__init__()
-        self._name, self._reducer = f"{name}/statistics", reducer
+        self._name, self._optimizers = f"{optimizers.name}/statistics", optimizers
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        variables = [v for v in running_statistics(self.model) if not self._reducer.is_local(v)]
-        average(variables, self._mean)
+        self.average()
+
+    def average(self) -> None:
+        """Average the running statistics of the model. Collective."""
+        average(self._optimizers.shared(running_statistics(self.model)), self._mean)
 
     def _mean(self, variables: list[keras.Variable], labels: list[str]) -> list[tf.Tensor]:
         return reduce_list([tf.convert_to_tensor(v) for v in variables], self._name, Average, labels=labels,
-                           process_set=number_of(self._reducer.process_set, self._name))
+                           process_set=number_of(self._optimizers.process_set, self._name))

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 
 from ..api import ops as array_ops
-from ..tensorflow.gradients import GradientReducer
 from ..tensorflow.ops import broadcast_variables
 from .callbacks import LearningRateScheduleCallback
+from .fit_optimizers import FitOptimizers
 
 
 class JoinEpochs(keras.callbacks.Callback):
@@ -23,12 +23,12 @@ class JoinEpochs(keras.callbacks.Callback):
     validation of the epoch, and before callbacks read or save the model.
 
     Args:
-        reducer: That of the optimizer. Its local variables stay as they are.
+        optimizers: Those of the model. Their local variables stay as they are.
     """
 
-    def __init__(self, reducer: GradientReducer):
+    def __init__(self, optimizers: FitOptimizers):
         super().__init__()
-        self._reducer = reducer
+        self._optimizers = optimizers
         self._has_joined = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -44,10 +44,10 @@ class JoinEpochs(keras.callbacks.Callback):
         if self._has_joined:
             return
         self._has_joined = True
-        process_set = self._reducer.process_set
+        process_set = self._optimizers.process_set
         last = array_ops.join(process_set)
-        variables = [*self.model.trainable_variables, *self.model.optimizer.variables]
-        broadcast_variables([v for v in variables if not self._reducer.is_local(v)], last, process_set)
+        variables = [*self.model.trainable_variables, *self._optimizers.variables]
+        broadcast_variables(self._optimizers.shared(variables), last, process_set)
 
 
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:

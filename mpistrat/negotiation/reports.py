@@ -146,5 +146,6 @@ def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequen
     counts = Counter(completed[rank] for rank in lost)
     after = ", ".join(str(count) for count in sorted(counts))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
-            f"already shut down (after {after} operations). They ended early (sys.exit?), or the ranks ran "
-            f"different numbers of steps: give every rank the same number ({_EQUAL_STEPS}).")
+            f"already shut down (after {after} operations). They ended early (sys.exit?), or a collective is under "
+            "`if rank() == 0`, or the ranks ran different numbers of steps: give every rank the same number "
+            f"({_EQUAL_STEPS}).")

@@ -115,7 +115,8 @@ class FirstSteps:
             self._require_equal_weights()
         digests = [_digest_of(gradients)]
         if variables and (self._step == 1 or (self._step == 2 and differing(self._received(0)))):
-            digests += _digests_of_weights(variables)
+            found = [found for variable in variables if (found := variable()) is not None]
+            digests += digests_of_weights(found) if len(found) == len(variables) else []
         self._exchanges.append(_send(self._group, self._name, digests))
         return True
 
@@ -135,13 +136,9 @@ class FirstSteps:
             raise MismatchError(describe_weights(self._labels, received, self._group.topology.job_ranks))
 
     def _warn_of_equal_data(self) -> None:
-        global _has_warned
         received = [self._received(number) for number in range(len(self._exchanges))]
-        if self._group.topology.rank == 0 and not _has_warned and is_same_data(received):
-            _has_warned = True
-            logger.warning(
-                "all ranks train on the same data: their gradients had the same bits in the first steps. Give each "
-                "rank its own rows: x, y = hvd.shard(x, y).")
+        if self._group.topology.rank == 0 and is_same_data(received):
+            warn_of_equal_data("their gradients had the same bits in the first steps")
 
     def _received(self, number: int) -> list[Digests]:
         """The digests of all ranks in one exchange; [] if they are not known, or a rank had joined."""
@@ -153,6 +150,15 @@ class FirstSteps:
             return []
         digests = by_rank(rows)
         return digests if len(digests) == self._group.topology.size else []
+
+
+def warn_of_equal_data(why: str) -> None:
+    """Warn once in this process that all ranks train on the same data, and say how that is known. Local."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        logger.warning("all ranks train on the same data: %s. Give each rank its own rows: x, y = hvd.shard(x, y).",
+                       why)
 
 
 def differing(digests: Sequence[Digests]) -> list[int]:
@@ -222,12 +228,10 @@ def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
     return _digest(gradients) if says_something else _NOTHING
 
 
-def _digests_of_weights(variables: Sequence["weakref.ref[Variable]"]) -> Digests:
-    found = [variable() for variable in variables]
-    if any(variable is None for variable in found):
-        return []
+def digests_of_weights(variables: Sequence[Variable]) -> Digests:
+    """The digest of each variable's value, read at once."""
     with SynchronousExecution():
-        return [_digest([tf.convert_to_tensor(variable).numpy()]) for variable in found]
+        return [_digest([tf.convert_to_tensor(variable).numpy()]) for variable in variables]
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> bytes:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from ..support.system_calls import needs_system_calls
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
+
+from mpistrat.keras.fit_checks import FitChecks  # noqa: E402
+from mpistrat.tensorflow import first_steps  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -133,6 +137,71 @@ def test_the_argument_on_statistics_must_be_the_same(rank: int) -> None:
         fit(new_model(average_statistics=rank == 0), rank)
 
 
+# -- what the ranks train ---------------------------------------------------------------------------------------------
+
+
+def different(rank: int, kind: str = "input", optimizer: Any = None) -> Any:
+    """A model whose weights are not the same on all ranks, with weight decay."""
+    keras.utils.set_random_seed(rank)
+    layers = [keras.layers.Dense(3, name="first"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((COLUMNS,)), *layers] if kind == "input" else layers)
+    optimizer = optimizer or keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    model.compile(hvd.DistributedOptimizer(optimizer), loss="mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["input", "no input"])
+@pytest.mark.parametrize("optimizer", [
+    lambda: keras.optimizers.AdamW(0.01), lambda: keras.optimizers.SGD(0.1, weight_decay=0.1),
+    lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01))], ids=["AdamW", "SGD", "scaled"])
+def test_with_weight_decay_a_forgotten_broadcast_is_an_error_on_every_rank(optimizer: Callable, kind: str, rank: int,
+                                                                           size: int) -> None:
+    where = "; ".join(f"[{number}]" for number in range(size))
+    with pytest.raises(mpistrat.MismatchError) as caught:
+        fit(different(rank, kind, optimizer()), rank)
+    assert f"first/kernel differ among ranks {where}. So do 1 more of 4 variables." in str(caught.value)
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size  # The engine goes on.
+
+
+@pytest.mark.parametrize("kind", ["input", "no input"])
+def test_with_weight_decay_weights_that_are_broadcast_are_compared_in_the_first_steps_only(
+        kind: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    original = FitChecks._compare_weights
+    monkeypatch.setattr(FitChecks, "_compare_weights",
+                        lambda self, batch: (compared.append(batch), original(self, batch)))
+    model = different(rank, kind)
+    fit(model, rank, [BroadcastCallback(0)], epochs=2)
+    assert compared == ([0] if kind == "input" else [0, 1])
+    fit(model, rank)
+    assert compared == ([0] if kind == "input" else [0, 1])
+    assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
+
+
+def test_with_weight_decay_local_weights_may_differ(rank: int, size: int) -> None:
+    model = different(rank)
+    for variable in model.layers[0].trainable_variables:
+        model.optimizer.register_local_var(variable)
+    fit(model, rank, [BroadcastCallback(0, local_variables=model.layers[0].trainable_variables)])
+    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == size
+
+
+@pytest.mark.parametrize("form", [np.asarray, tf.constant], ids=["numpy", "tensors"])
+@pytest.mark.parametrize("is_same", [True, False], ids=["same", "other"])
+def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_them(
+        is_same: bool, form: Callable, rank: int, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(first_steps, "_has_warned", False)
+    model = new_model()
+    keras.utils.set_random_seed(rank)
+    x, y = map(form, data_of(1 if is_same else rank))
+    for _ in range(2):
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=True)
+    texts = [r.getMessage() for r in caplog.records if "all ranks train on the same data" in r.getMessage()]
+    assert len(texts) == (1 if is_same and rank == 0 else 0)
+    assert all("fit got the same rows on all of them" in text for text in texts)
+
+
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +291,18 @@ def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int,
     restart()
 
 
+@needs_system_calls
+def test_ranks_whose_inputs_of_unknown_size_differ_are_told_their_steps(rank: int, restart: Callable) -> None:
+    def batches() -> Iterator[Any]:
+        x, y = data_of(rank, ROWS if rank == 0 else ROWS - BATCH)
+        return ((x[i:i + BATCH], y[i:i + BATCH]) for i in range(0, len(x), BATCH))
+
+    text = r"ranks \[0\] wait for ranks \[1.*\], which wait for optimizer\d+/ended epoch 1 after 2 steps instead"
+    with pytest.raises((mpistrat.DeadlockError, tf.errors.OpError), match=text):
+        new_model().fit(batches(), verbose=0, epochs=1)
+    restart()
+
+
 # -- running statistics -----------------------------------------------------------------------------------------------
 
 
@@ -255,6 +336,33 @@ def test_statistics_are_averaged_with_loss_scaling_too(rank: int) -> None:
     model.compile(scaled, loss="mse", jit_compile=False)
     fit(model, rank)
     assert len(set(everywhere(running_mean(model).tobytes()))) == 1
+
+
+class KeepOfBatches(keras.callbacks.Callback):
+    """Keeps the running mean after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[bytes] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.means.append(running_mean(self.model).tobytes())
+
+
+@pytest.mark.parametrize("on_all", [True, False], ids=["all ranks", "chief"])
+def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: bool, rank: int, size: int,
+                                                                       tmp_path: Path) -> None:
+    model, keep = new_model(), KeepOfBatches()
+    checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
+    for _ in range(2):  # The count goes on from epoch to epoch, and from fit to fit.
+        fit(model, rank, [checkpoint, keep] if on_all or rank == 0 else [keep], epochs=2, rows=3 * BATCH)
+    assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1] * 6
+    if on_all or rank == 0:
+        saved = new_model()
+        saved.load_weights(f"{tmp_path}/last.weights.h5")
+        assert running_mean(saved).tobytes() == keep.means[-1]
+    else:
+        new_model()  # All ranks create as many optimizers.
 
 
 # -- whatever is given to fit -----------------------------------------------------------------------------------------
@@ -317,6 +425,67 @@ def test_a_step_of_the_users_own_and_an_eager_one(rank: int) -> None:
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=run_eagerly, jit_compile=False)
         fit(model, rank, [BroadcastCallback(0), keras.callbacks.EarlyStopping("own_loss", mode="min")], epochs=2)
         assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
+
+
+class Two(keras.Model):
+    """Trains with an optimizer for each of two layers, in attributes that compile does not get."""
+
+    def __init__(self, uneven: str = "error") -> None:
+        super().__init__()
+        self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+        self.build((None, COLUMNS))
+        self.compile(jit_compile=False)
+        self.both = [hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), uneven=uneven) for _ in range(2)]
+
+    def build(self, shape: Any) -> None:
+        self.norm.build(shape)
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.norm(x, training=training))
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        parts = [self.norm.trainable_weights, self.dense.trainable_weights]
+        for optimizer, weights, gradients in zip(self.both, parts, tape.gradient(loss, parts)):
+            optimizer.apply_gradients(zip(gradients, weights))
+        return {"own_loss": loss}
+
+
+def new_two(**arguments: Any) -> Two:
+    keras.utils.set_random_seed(1)
+    return Two(**arguments)
+
+
+def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int) -> None:
+    model = new_two()
+    early = keras.callbacks.EarlyStopping("own_loss", mode="max", patience=1)
+    history = fit(model, rank, [BroadcastCallback(0), early], epochs=8)
+    losses = everywhere(history.history["own_loss"])
+    assert len(losses[0]) < 8
+    assert all(other == losses[0] for other in losses)
+    assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
+
+
+def test_a_variable_that_is_local_to_one_of_two_optimizers_stays_on_its_rank(rank: int, size: int) -> None:
+    model = new_two()
+    model.both[1].register_local_var(model.norm.moving_mean)
+    fit(model, rank)
+    assert len(set(everywhere(model.norm.moving_mean.numpy().tobytes()))) == size
+    assert len(set(everywhere(model.norm.moving_variance.numpy().tobytes()))) == 1
+
+
+def test_uneven_steps_with_two_optimizers(rank: int, size: int) -> None:
+    rows = ROWS if rank else ROWS + BATCH
+    with pytest.raises(mpistrat.MismatchError, match=r"steps per epoch: 4 on ranks \[0\]; 3 on ranks"):
+        fit(new_two(), rank, rows=rows)
+    model = new_two(uneven="join")
+    fit(model, rank, rows=rows, epochs=2)
+    states = [*model.get_weights(), *(v.numpy() for optimizer in model.both for v in optimizer.variables)]
+    assert len(set(everywhere(b"".join(np.asarray(state).tobytes() for state in states)))) == 1
 
 
 def test_a_model_with_a_plain_optimizer_is_left_alone(rank: int) -> None:

@@ -2,19 +2,27 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.fit_checks import (  # noqa: E402
+from mpistrat.keras.fit_optimizers import fit_optimizers_of  # noqa: E402
+from mpistrat.keras.fit_states import (  # noqa: E402
     Begin,
     Progress,
+    Step,
+    have_same_rows,
     means_of,
     problem_at_begin,
     problem_between_epochs,
     readers,
 )
+from mpistrat.keras.input_rows import digest_of_rows  # noqa: E402
+from mpistrat.keras.optimizer import distributed_in  # noqa: E402
+from mpistrat.keras.save_schedules import SaveSchedule  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)
@@ -61,8 +69,10 @@ def test_ranks_are_together(states: list) -> None:
      "ranks [0, 2] go on to epoch 3; ranks [1] ended training after epoch 2 (stopped by EarlyStopping).",
      "A rank that stops alone leaves the others without its gradients. Give all ranks the same callbacks"),
     ([Progress(2), Progress(5)], "ranks [0] go on to epoch 3; ranks [1] go on to epoch 6.", "the same epochs="),
-    ([BEGIN, Progress(1)], "ranks [0] begin to train; ranks [1] go on to epoch 2.", "the same epochs=")],
-    ids=["one stops", "other epochs", "one begins anew"])
+    ([BEGIN, Progress(1)], "ranks [0] begin to train; ranks [1] go on to epoch 2.", "the same epochs="),
+    ([Step(0, 2, ()), Progress(1)], "ranks [0] begin step 2 of epoch 1; ranks [1] go on to epoch 2.", "the same ep"),
+    ([Step(0, 2, ()), Step(0, 1, ())], "ranks [0] begin step 2 of epoch 1; ranks [1] begin step 1 of", "the same ep")],
+    ids=["one stops", "other epochs", "one begins anew", "one is in a step", "other steps"])
 def test_ranks_that_are_not_together_are_named(states: list, said: str, advice: str) -> None:
     problem = problem_between_epochs(states)
     assert said in problem
@@ -82,3 +92,61 @@ def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:
 def test_metrics_that_all_ranks_have_are_averaged() -> None:
     assert means_of([{"loss": 1.0, "val": 3.0}, {"loss": 2.0}, {"loss": 6.0, "x": 1.0}]) == \
         ({"loss": 3.0}, {"val": [0], "x": [2]})
+
+
+def test_rows_are_the_same_if_all_ranks_know_them_and_have_the_same() -> None:
+    a, b = replace(BEGIN, rows=b"a"), replace(BEGIN, rows=b"b")
+    assert have_same_rows([a, a])
+    assert not any(map(have_same_rows, ([a, a, b], [a, BEGIN], [BEGIN, BEGIN], [a])))
+
+
+ROWS = np.arange(24.0).reshape(12, 2)
+
+
+@pytest.mark.parametrize(("inputs", "others", "is_equal"), [
+    (ROWS, ROWS.copy(), True), (ROWS, ROWS + 1, False), (ROWS, ROWS[:11], False), (ROWS, ROWS.reshape(12, 2, 1), False),
+    ([ROWS, None], [tf.constant(ROWS), None], True), ({"a": ROWS}, {"a": -ROWS}, False), ([ROWS, ROWS], ROWS, False),
+    (ROWS, np.where(np.arange(12)[:, None] == 11, 0.0, ROWS), False)],
+    ids=["same", "values", "fewer", "shape", "tensor", "dict", "two", "last row"])
+def test_a_digest_tells_rows_apart(inputs: object, others: object, is_equal: bool) -> None:
+    assert digest_of_rows(inputs) != b""
+    assert (digest_of_rows(inputs) == digest_of_rows(others)) is is_equal
+
+
+@pytest.mark.parametrize("inputs", [
+    None, iter([ROWS]), [1.0, 2.0], np.array(["a", None]), np.empty((0, 2)), np.array(1.0), tf.constant(["a"])],
+    ids=["nothing", "generator", "list", "objects", "empty", "scalar", "strings"])
+def test_other_inputs_have_no_digest(inputs: object) -> None:
+    assert digest_of_rows(inputs) == b""
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["step by step", "three steps at once"])
+def test_a_schedule_is_that_of_keras(steps: int) -> None:
+    checkpoint = keras.callbacks.ModelCheckpoint("a.keras", save_freq=4)
+    saves: list[int] = []
+    checkpoint._save_model = lambda epoch, batch, logs: saves.append(number)  # type: ignore[method-assign]
+    schedule, expected, number = SaveSchedule(4), [], 0
+    for epoch in range(3):
+        checkpoint.on_epoch_begin(epoch)
+        for batch in range(steps - 1, 9, steps):
+            number += 1
+            checkpoint.on_train_batch_end(batch)
+            schedule = schedule.after(batch)
+            expected += [number] if schedule.saves else []
+    assert saves == expected != []
+
+
+def test_optimizers_are_found_in_public_attributes_in_the_order_of_their_names() -> None:
+    first, second, third = (hvd.DistributedOptimizer(keras.optimizers.SGD()) for _ in range(3))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    assert fit_optimizers_of(model, distributed_in) is None
+    model.compile("sgd", "mse")
+    model.nested, model.one = {"a": [keras.optimizers.LossScaleOptimizer(third)]}, second
+    model._hidden = first
+    found = fit_optimizers_of(model, distributed_in)
+    assert found is not None
+    assert found.reducers == [second._mpistrat_reducer, third._mpistrat_reducer]
+    model.compile(third, "mse")
+    found = fit_optimizers_of(model, distributed_in)
+    assert found is not None
+    assert found.reducers == [third._mpistrat_reducer, second._mpistrat_reducer]
