@@ -188,9 +188,9 @@ def _init_mpi(comm: Any, launched: int, launcher: str) -> Runtime:
     own = base.Dup()
     rank = own.Get_rank()
     infos = handshake.exchange_info(mpi, own)
-    problems = {r: info.problem for r, info in enumerate(infos) if info.problem}
-    if problems:
-        raise SettingsError("; ".join(f"rank {r}: {text}" for r, text in problems.items()))
+    problem = handshake.problems(infos)
+    if problem:
+        raise SettingsError(problem)
     settings = [info.settings for info in infos if info.settings is not None]
     different = differing(settings)
     if different:

@@ -293,19 +293,16 @@ def test_init_refuses_ranks_that_do_not_exist_or_come_twice() -> None:
 def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
     job = run(2, "init_only.py", env={"MPISTRAT_FUSION_TRESHOLD": "1"})
     for rank in range(2):
-        assert said(job, rank).startswith("SettingsError: "), job.output
-        assert "MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. Did you mean MPISTRAT_FUSION_THRESHOLD?" \
-            in said(job, rank), job.output
+        assert said(job, rank) == ("SettingsError: all ranks: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
+                                   "Did you mean MPISTRAT_FUSION_THRESHOLD?"), job.output
 
 
 @pytest.mark.quick
 def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it() -> None:
     job = run(3, "init_only.py", "1:MPISTRAT_FUSION_TRESHOLD=1")
     for rank in range(3):
-        assert said(job, rank).startswith(
-            "SettingsError: rank 1: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
-            "Did you mean MPISTRAT_FUSION_THRESHOLD? Known: MPISTRAT_"), job.output
-        assert "rank 0: " not in said(job, rank), job.output
+        assert said(job, rank) == ("SettingsError: ranks [1]: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
+                                   "Did you mean MPISTRAT_FUSION_THRESHOLD?"), job.output
 
 
 def test_a_value_out_of_range_is_an_error_on_every_rank() -> None:
