@@ -98,7 +98,9 @@ class Output:
         self._is_after_words = False
         before = self._reader.take(line)
         if before is not None:
-            return b"" if _TAG.fullmatch(before) or not before else before + b"\n"
+            if _TAG.fullmatch(before) or not before:
+                return b""
+            return before + b"\n" if self._is_all or not is_start else self._records.take(before + b"\n", now)
         if not is_start:
             return line
         is_rule = RULE.match(line) is not None

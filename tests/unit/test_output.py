@@ -196,6 +196,22 @@ def test_an_error_of_an_operation_that_a_report_has_is_left_out_with_its_stack()
     assert output.due(HOLD_S) + output.end() == b""
 
 
+@pytest.mark.parametrize("cut", [
+    b"Traceback", b'  File "/env/lib/handle.py"', b"se self._error", b"mpistrat.core.errors", b"Error: sum: ranks",
+    b"\t [[{{function"])
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_an_error_of_an_operation_that_is_cut_by_those_of_another_rank_is_left_out(cut: bytes,
+                                                                                   is_reported: bool) -> None:
+    def record(rank: int) -> bytes:
+        return FAILURE % (rank, rank, RENDEZVOUS) + STACK + NODE
+    at = len(FAILURE % (1, 1, RENDEZVOUS)) + (STACK + NODE).index(cut)
+    for pieces in ([record(1)[:at], record(2), record(1)[at:]],
+                   [record(1)[:at], record(2)[:at], record(1)[at:], record(2)[at:]]):
+        output = Output()
+        assert fed(output, b"".join(pieces) + b"other\n" + (REPORT_LINES if is_reported else b"")) == b"other\n"
+        assert (output.due(HOLD_S) == b"") is is_reported
+
+
 def test_an_error_of_an_operation_that_no_report_has_is_shown_once_after_a_moment() -> None:
     first = FAILURE % (1, 1, OP) + STACK + NODE
     output = Output()
