@@ -1,4 +1,4 @@
-"""TensorFlow's log lines and Python's warnings on stderr: what several ranks print is shown once. Pure.
+"""Log lines of TensorFlow, warnings and errors of Python on stderr: what several ranks print is shown once. Pure.
 
 TensorFlow's C++ code prints several lines when it starts, on each rank, and some in spite of TF_CPP_MIN_LOG_LEVEL. When
 an operation fails it prints the error with the stack of the operation, before the script gets the same error as an
@@ -25,6 +25,10 @@ _SEVERITIES = b"IWEF"
 # These two belong to lines of information.
 _OF_INFO = (b"WARNING: All log messages before absl::InitializeLog()", b"To enable the following instructions:")
 _WARNING = re.compile(rb"\S.*\.py:\d+: \w*Warning: ")  # Python's, with the line of source in the next line
+_NO_FILE = re.compile(rb"\S*python[\d.]*: can't open file ")
+_USAGE = re.compile(rb"usage: (\S+)")  # argparse's, before its error. The next lines of the usage are indented.
+_USAGE_INDENT = b" " * len("usage: ")
+_NO_DRIVER = b"failed call to cuInit"
 _FAILURE = re.compile(rb"(?:op_kernel|local_rendezvous)\.cc:\d+\] .*?\b[A-Z]+(?:_[A-Z]+)*: (.*\S)")
 _CLASS = re.compile(rb"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b")
 _NODE_BEGIN = b"\t [["
@@ -43,10 +47,12 @@ class Records:
 
     Args:
         least: The least severity of the log lines to show, as in TF_CPP_MIN_LOG_LEVEL: 0 is INFO, 1 WARNING, 2 ERROR.
+        has_driver: Whether a rank may find a driver for GPUs. Without one, TensorFlow's error that says so is left out.
     """
 
-    def __init__(self, least: int = 0) -> None:
-        self._least = least
+    def __init__(self, least: int = 0, has_driver: bool = True) -> None:
+        self._least, self._has_driver = least, has_driver
+        self._programs: set[bytes] = set()  # that have printed a usage
         self._warning = b""  # the previous line, if it is one
         self._seen: set[bytes] = set()
         self._held: list[_Record] = []
@@ -75,6 +81,8 @@ class Records:
             return line if self._is_new(text) else b""
         if warning and text.startswith(b"  "):
             return line if self._is_new(warning + text) else b""
+        if _NO_FILE.match(text) or self._is_usage(text):
+            return line if self._is_new(text) else b""
         if self._current is None and text == _STACK and self._held and not self._has_traceback:
             self._current = self._held[-1]
         if self._current is None:
@@ -107,9 +115,18 @@ class Records:
             self._seen.add(text)
         return is_new
 
+    def _is_usage(self, text: bytes) -> bool:
+        """Whether a line is of argparse's usage, or of its error after that."""
+        match = _USAGE.match(text)
+        if match and len(self._programs) < _MOST_KEYS:
+            self._programs.add(match[1])
+        return bool(match) or (bool(self._programs) and (
+            text.startswith(_USAGE_INDENT) or (b": error: " in text and text.startswith(tuple(self._programs)))))
+
     def _take_record(self, line: bytes, match: "re.Match[bytes]", now: float) -> bytes:
         severity, text = match[1] or match[2], match[3]
         is_shown = self._is_new(severity + text) and _SEVERITIES.index(severity) >= self._least
+        is_shown = is_shown and (self._has_driver or _NO_DRIVER not in text)
         failure = _FAILURE.search(text)
         self._stack, self._current = "", None
         if failure:

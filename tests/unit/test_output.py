@@ -189,6 +189,32 @@ def test_less_severe_lines_than_the_level_are_left_out() -> None:
     assert shown(error, least_severity=3) == b""
 
 
+CU_INIT = (b"E0000 00:00:1795526973.34%d   11 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+           b"Failed call to cuInit: UNKNOWN ERROR (303)\n")
+
+
+def test_that_there_is_no_driver_is_left_out_where_it_is_known() -> None:
+    both = CU_INIT % 1 + CU_INIT % 2
+    assert shown(both) == CU_INIT % 1
+    assert shown(both, has_driver=False) == b""
+    assert shown(both, has_driver=False, is_all=True) == both
+
+
+USAGE = b"""usage: train.py [-h] [--epochs EPOCHS]
+                [--rate RATE]
+train.py: error: argument --epochs: invalid int value: 'x'
+"""
+
+
+def test_errors_before_the_script_begins_are_shown_once() -> None:
+    no_file = b"/env/bin/python3: can't open file '/home/me/nofile.py': [Errno 2] No such file or directory\n"
+    assert shown(no_file * 3) == no_file
+    assert shown(USAGE * 2) == USAGE
+    assert shown(b"".join(line * 2 for line in USAGE.splitlines(keepends=True))) == USAGE
+    assert shown(USAGE + USAGE.replace(b"'x'", b"'y'")).endswith(b"'x'\n" + USAGE.splitlines()[-1][:-3] + b"'y'\n")
+    assert shown(b"train.py: error: x\n" * 2) == b"train.py: error: x\n" * 2
+
+
 def test_an_error_of_an_operation_that_a_report_has_is_left_out_with_its_stack() -> None:
     failures = FAILURE % (1, 1, OP) + STACK + FAILURE % (2, 1, RENDEZVOUS) + STACK + NODE
     output = Output()
