@@ -220,4 +220,4 @@ def _configure_logging(settings: Settings) -> None:
 
 def _warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        logger.warning("%s", sentence)
+        logger.warning("mpistrat: %s", sentence)

@@ -140,8 +140,8 @@ class FirstSteps:
         if self._group.topology.rank == 0 and not _has_warned and is_same_data(received):
             _has_warned = True
             logger.warning(
-                "all ranks train on the same data: their gradients had the same bits in the first steps. Give each "
-                "rank its own rows: x, y = hvd.shard(x, y).")
+                "mpistrat: all ranks train on the same data: their gradients had the same bits in the first steps. "
+                "Give each rank its own rows: x, y = hvd.shard(x, y).")
 
     def _received(self, number: int) -> list[Digests]:
         """The digests of all ranks in one exchange; [] if they are not known, or a rank had joined."""

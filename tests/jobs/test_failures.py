@@ -325,7 +325,7 @@ def test_horovod_variables_are_warned_about_once() -> None:
     job = run(3, "init_only.py", env={"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "1"})
     assert [job.of_rank(rank) for rank in range(3)] == [["returned 3.0"]] * 3, job.output
     assert [line for line in job.output.splitlines() if "HOROVOD" in line] == [
-        "HOROVOD_CYCLE_TIME is not read and has no counterpart. "
+        "mpistrat: HOROVOD_CYCLE_TIME is not read and has no counterpart. "
         "HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."], job.output
 
 
@@ -334,9 +334,9 @@ def test_the_chief_warns_of_ranks_that_run_other_code_or_versions() -> None:
     *warnings, result, end = job.of_rank(0)
     assert [result, end] == ["returned 3.0", "ends"], job.output
     assert len(warnings) == 2, job.output
-    assert warnings[0].startswith("WARNING: The ranks differ in the version of tensorflow: "), job.output
+    assert warnings[0].startswith("WARNING: mpistrat: The ranks differ in the version of tensorflow: "), job.output
     assert warnings[0].endswith(" on ranks [0, 2]; 2.99.9 on ranks [1]"), job.output
-    assert warnings[1].startswith("WARNING: The ranks differ in the content of the script tests/scripts/"), job.output
+    assert warnings[1].startswith("WARNING: mpistrat: The ranks differ in the content of the script tests/scripts/"), job.output
     assert " on ranks [0, 2]; " in warnings[1] and warnings[1].endswith(" on ranks [1]"), job.output
     for rank in (1, 2):
         assert job.of_rank(rank) == ["returned 3.0", "ends"], job.output
