@@ -336,7 +336,8 @@ def test_the_chief_warns_of_ranks_that_run_other_code_or_versions() -> None:
     assert len(warnings) == 2, job.output
     assert warnings[0].startswith("WARNING: mpistrat: The ranks differ in the version of tensorflow: "), job.output
     assert warnings[0].endswith(" on ranks [0, 2]; 2.99.9 on ranks [1]"), job.output
-    assert warnings[1].startswith("WARNING: mpistrat: The ranks differ in the content of the script tests/scripts/"), job.output
+    assert warnings[1].startswith("WARNING: mpistrat: The ranks differ in the content of the script tests/scripts/"), \
+        job.output
     assert " on ranks [0, 2]; " in warnings[1] and warnings[1].endswith(" on ranks [1]"), job.output
     for rank in (1, 2):
         assert job.of_rank(rank) == ["returned 3.0", "ends"], job.output
