@@ -23,7 +23,7 @@ import mpistrat.keras as hvd
 try:
     from sklearn.datasets import load_digits
 except ImportError:
-    sys.exit("The digits come with scikit-learn, which is not installed: pip install 'mpistrat[examples]'")
+    sys.exit("The digits come with scikit-learn, which is not installed: pip install scikit-learn")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--directory", required=True, help="where the model is saved after each epoch")

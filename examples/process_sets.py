@@ -20,7 +20,7 @@ import mpistrat.keras as hvd
 try:
     from sklearn.datasets import load_digits
 except ImportError:
-    sys.exit("The digits come with scikit-learn, which is not installed: pip install 'mpistrat[examples]'")
+    sys.exit("The digits come with scikit-learn, which is not installed: pip install scikit-learn")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=12)
@@ -39,7 +39,7 @@ x, y = load_digits(return_X_y=True)
 x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
 order = np.random.default_rng(0).permutation(len(x))  # The same split on every rank.
 train, test = order[:1437], order[1437:]
-train = train[:len(train) // own.size() * own.size()][own.rank()::own.size()]  # This rank's rows among those of its set
+train = hvd.shard(train, process_set=own)  # This rank's rows; the ranks of its set have the others.
 
 keras.utils.set_random_seed(1 + hvd.rank())  # The ranks start with different weights; the callback makes them equal.
 hidden = [keras.layers.Conv2D(16, 3, activation="relu"), keras.layers.MaxPooling2D(), keras.layers.Flatten()] \

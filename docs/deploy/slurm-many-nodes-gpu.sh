@@ -13,7 +13,7 @@
 set -euo pipefail
 source .venv/bin/activate
 
-# Every rank sees all GPUs of its node. MPIStrategy, or pin_gpu() in Horovod's way, gives each rank one of them. So no
-# --gpus-per-task, which would hide the other GPUs from NCCL.
+# Every rank sees all GPUs of its node. MPIStrategy or init() gives each rank one of them. So no --gpus-per-task,
+# which would hide the other GPUs from NCCL.
 # For --mpi and --cpus-per-task see slurm-many-nodes-cpu.sh.
 srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=cores --kill-on-bad-exit=1 python train.py

@@ -12,6 +12,6 @@
 set -euo pipefail
 source .venv/bin/activate
 
-# Every rank sees all GPUs of the node. MPIStrategy, or pin_gpu() in Horovod's way, gives each rank one of them.
+# Every rank sees all GPUs of the node. MPIStrategy or init() gives each rank one of them.
 export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
 mpistrat run -np "$SLURM_NTASKS" python train.py

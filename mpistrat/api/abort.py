@@ -76,8 +76,13 @@ def prepare(mpi: ModuleType, rank: int, host: str) -> None:
             end_job(mpi, rank, host, text, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
 
     def end() -> None:
-        if _end is not None and not forked.is_child():
+        if forked.is_child():
+            return
+        if _end is not None:
             end_job(mpi, rank, host, ErrorText("", _end[0]), _end[1])
+        elif is_reported and (ended := exit_code.final()) is not None:  # No rank waits. mpirun may not name this one.
+            code, call = ended
+            report.announce(rank, host, code, ErrorText("", call), os.environ)
 
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook

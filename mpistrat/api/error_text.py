@@ -136,7 +136,7 @@ def _without_node(lines: list[str]) -> list[str]:
 
 
 def _causes(error: BaseException) -> list[str]:
-    """A line for each exception that this one was raised from, or while it was handled."""
+    """A line for each exception that this one was raised from, or while it was handled, unless it has the same text."""
     lines = []
     for _ in range(MOST_CAUSES):
         how, cause = "caused by", error.__cause__
@@ -144,6 +144,7 @@ def _causes(error: BaseException) -> list[str]:
             how, cause = "raised while handling", error.__context__
         if cause is None:
             break
-        lines.append(f"({how} {message_of(type(cause), cause).splitlines()[0]})")
+        if str(cause) != str(error):
+            lines.append(f"({how} {message_of(type(cause), cause).splitlines()[0]})")
         error = cause
     return lines

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import SettingsError
 from ..core.settings import Settings
-from ..core.topology import describe_by_rank
+from ..core.topology import describe_by_rank, rank_list
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,6 +88,16 @@ def script_digest() -> str:
             return hashlib.sha256(file.read()).hexdigest()
     except (OSError, IndexError):
         return "no file"
+
+
+def problems(infos: Sequence[RankInfo]) -> str:
+    """Return what is wrong with the settings, once for all ranks that have the same problem; "" if nothing is."""
+    ranks: dict[str, list[int]] = {}
+    for rank, info in enumerate(infos):
+        if info.problem:
+            ranks.setdefault(info.problem, []).append(rank)
+    return " ".join(f"{'all ranks' if len(where) == len(infos) else f'ranks {rank_list(where)}'}: {problem}"
+                    for problem, where in ranks.items())
 
 
 def differences(infos: Sequence[RankInfo]) -> list[str]:

@@ -148,6 +148,7 @@ class Registry:
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks of the job are about to connect the next set. MPI's calls that connect have no limit."""
+        assert self._world.comm is not None, "one rank has no sets to connect"
         if not library.wait_for_all(self._world.comm, self._settings.limit_s):
             topology = self._world.topology
             others = [rank for rank in range(topology.size) if rank != topology.rank]

@@ -191,9 +191,9 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     own = base.Dup()
     rank = own.Get_rank()
     infos = handshake.exchange_info(mpi, own)
-    problems = {r: info.problem for r, info in enumerate(infos) if info.problem}
-    if problems:
-        raise SettingsError("; ".join(f"rank {r}: {text}" for r, text in problems.items()))
+    problem = handshake.problems(infos)
+    if problem:
+        raise SettingsError(problem)
     settings = [info.settings for info in infos if info.settings is not None]
     different = differing(settings)
     if different:
@@ -223,4 +223,4 @@ def _configure_logging(settings: Settings) -> None:
 
 def _warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        logger.warning("%s", sentence)
+        logger.warning("mpistrat: %s", sentence)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, SupportsInt, TypeGuard, cast
 import numpy as np
 
 from ..core.errors import InvalidRequestError
-from . import runtime
+from .process_sets import ProcessSet, resolved
 
 UNEVEN = ("drop", "pad")
 # What tf.data.Dataset.cardinality() returns where it is not a number of elements.
@@ -47,7 +47,7 @@ class _Dataset(Protocol):
     def flat_map(self, map_func: Callable[..., "_Dataset"]) -> "_Dataset": ...
 
 
-def shard(*data: object, uneven: str = "drop") -> Any:
+def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = None) -> Any:
     """Return this rank's rows of `data`, the same number on every rank, so that all ranks take as many steps.
 
         x, y = hvd.shard(x, y)
@@ -65,20 +65,21 @@ def shard(*data: object, uneven: str = "drop") -> Any:
             `dataset.apply(tf.data.experimental.assert_cardinality(n))` makes the number known.
         uneven: Where the number of rows n is not a multiple of s: "drop" leaves out the last n % s rows, and "pad"
             repeats rows from the beginning, so that no row is lost. With "pad" the ranks that repeat a row get a copy.
+        process_set: The ranks that share the rows; r is this rank's place in it, and s its size. Default: all ranks.
 
     Returns:
         One array or dataset for one argument, a tuple for several.
 
     Raises:
-        InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, or an argument
-            has no rows.
+        InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument has
+            no rows, or this rank is not in the process set.
         NotInitializedError: Before init().
     """
     if uneven not in UNEVEN:
         raise InvalidRequestError(f'uneven is "drop" or "pad". Received: {uneven!r}')
     if not data:
         raise InvalidRequestError("shard() takes at least one array or dataset.")
-    topology = runtime.current().topology
+    topology = resolved(process_set).group("shard()").topology
     _check_counts(data, topology.size)
     parts = tuple(_part(argument, topology.rank, topology.size, uneven, _title(number))
                   for number, argument in enumerate(data))

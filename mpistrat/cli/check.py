@@ -9,7 +9,7 @@ import sys
 
 from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts
-from .inventory import Row, backend_rows, gpu_rows, mpi_rows, nvidia_gpus, software
+from .inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from .mpirun import Job, LaunchCommand, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
 from .text import counted
@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
     if options.np is not None and mpirun is not None:
         job = Job(options.np, _selftest(options.np), hosts, options.oversubscribe)
         command = compose(job, mpirun, this_machine(os.environ), os.environ)
-    found = probe()
-    rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ))]
-    backends = backend_rows(found)
+    found, has_driver = probe(), has_nvidia_driver()
+    rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
+    backends = backend_rows(found, has_driver)
     print(table("This machine", rows))
     print(table("Backends", backends))
     missing = [row.label for row in rows if row.needed and not row.is_available]

@@ -1,8 +1,10 @@
 """What this machine has, as rows of a table.
 
-`software`, `installed` and `nvidia_gpus` look at the machine; the other functions are pure.
+`software`, `installed`, `nvidia_gpus` and `has_nvidia_driver` look at the machine; the other functions are pure.
 """
 
+import ctypes
+import os
 import platform
 import re
 import shutil
@@ -103,12 +105,19 @@ def _other_maker(found: Findings, mpirun: Mpirun) -> str:
     return maker if (maker == OPEN_MPI) != (mpirun.maker == OPEN_MPI) else ""
 
 
-def gpu_rows(found: Findings, gpus: list[str]) -> list[Row]:
-    """Rows for cupy, NCCL and the GPUs; `gpus` is a result of `nvidia_gpus`."""
+def gpu_rows(found: Findings, gpus: list[str], has_driver: bool = True) -> list[Row]:
+    """Rows for cupy, NCCL and the GPUs.
+
+    Args:
+        found: What the probe has found.
+        gpus: A result of `nvidia_gpus`.
+        has_driver: Whether there is a driver for GPUs. Without one, a package for GPUs is not missing.
+    """
     cupy: dict[str, Any] = found.cupy if found.cupy is not None else {"error": found.failure}
-    rows = [_package_row("cupy", installed(CUPY), cupy.get("error", ""))]
+    missing = f"missing: {pip_extra('gpu')}" if has_driver else "not needed: no GPU"
+    rows = [_package_row("cupy", installed(CUPY), cupy.get("error", ""), missing)]
     code = cupy.get("nccl")
-    rows.append(Row("NCCL", nccl_version(code)) if code else _package_row("NCCL", installed(NCCL), ""))
+    rows.append(Row("NCCL", nccl_version(code)) if code else _package_row("NCCL", installed(NCCL), "", missing))
     if gpus:
         rows.append(Row("GPUs", "; ".join(gpus)))
     elif cupy.get("gpus"):
@@ -118,9 +127,9 @@ def gpu_rows(found: Findings, gpus: list[str]) -> list[Row]:
     return rows
 
 
-def _package_row(label: str, found: tuple[str, str] | None, error: str) -> Row:
+def _package_row(label: str, found: tuple[str, str] | None, error: str, missing: str) -> Row:
     if found is None:
-        return Row(label, f"missing: {pip_extra('gpu')}", is_available=False)
+        return Row(label, missing, is_available=False)
     name, version = found
     return Row(label, f"{version} ({name})" + (f", but: {error}" if error else ""), is_available=not error)
 
@@ -131,14 +140,14 @@ def nccl_version(code: int) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def backend_rows(found: Findings) -> list[Row]:
-    """A row for each backend: "yes", or "no" with the reason."""
+def backend_rows(found: Findings, has_driver: bool = True) -> list[Row]:
+    """A row for each backend: "yes", or "no" with the reason. Without a driver for GPUs that is NCCL's reason."""
     if found.backends is None:
         # The probe ended before it could check the backends. The local one needs no library.
         return [Row("local", "yes (one rank only)"), Row("mpi", f"no: {found.failure}", is_available=False)]
     rows = []
     for backend in found.backends:
-        reason = backend["reason"]
+        reason = backend["reason"] if has_driver or backend["name"] != "nccl" else "no GPU"
         if backend["available"]:
             rows.append(Row(backend["name"], f"yes ({reason})" if reason else "yes"))
         else:
@@ -168,3 +177,14 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether this machine has NVIDIA's driver: the kernel's module, or its library (as WSL has it)."""
+    if os.path.exists("/proc/driver/nvidia"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

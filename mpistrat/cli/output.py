@@ -4,7 +4,8 @@ Bytes pass unchanged, apart from the following, which needs whole lines:
 
 - The report of a rank that fails is kept; the summary at the end has it.
 - mpirun's words about the end of a rank are kept.
-- A log line of TensorFlow and a warning of Python are shown once, and not for each rank (`records`).
+- Log lines of TensorFlow, warnings of Python and errors in the arguments of a script are shown once, and not for each
+  rank (`records`).
 
 A line that is not complete passes after a moment, so that prompts and progress bars appear.
 """
@@ -33,11 +34,12 @@ class Output:
     Args:
         is_all: Keep nothing back but reports.
         least_severity: Of log lines of TensorFlow, as in TF_CPP_MIN_LOG_LEVEL.
+        has_driver: Whether a rank may find a driver for GPUs.
     """
 
-    def __init__(self, is_all: bool = False, least_severity: int = 0):
+    def __init__(self, is_all: bool = False, least_severity: int = 0, has_driver: bool = True):
         self._is_all = is_all
-        self._reader, self._records = ReportReader(), Records(least_severity)
+        self._reader, self._records = ReportReader(), Records(least_severity, has_driver)
         self._partial, self._partial_until = b"", math.inf
         self._is_inside_line = False  # The beginning of the line that comes has been returned.
         self._block: list[bytes] = []
@@ -98,7 +100,9 @@ class Output:
         self._is_after_words = False
         before = self._reader.take(line)
         if before is not None:
-            return b"" if _TAG.fullmatch(before) or not before else before + b"\n"
+            if _TAG.fullmatch(before) or not before:
+                return b""
+            return before + b"\n" if self._is_all or not is_start else self._records.take(before + b"\n", now)
         if not is_start:
             return line
         is_rule = RULE.match(line) is not None

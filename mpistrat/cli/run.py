@@ -12,6 +12,7 @@ from ..core.errors import LaunchError
 from . import check, horovodrun
 from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .capacity import check_count
+from .inventory import has_nvidia_driver
 from .mpirun import Job, compose, find_mpirun, identify, is_local, this_machine
 from .startup import is_python, variables
 from .supervisor import supervise
@@ -31,7 +32,8 @@ MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEN
 prints the whole command.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once.
+share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once
+for all ranks.
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
 kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
@@ -72,7 +74,7 @@ def main(argv: list[str]) -> int:
         print(f"mpistrat run: {warning}", file=sys.stderr)
     environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ)}
     return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
-                     is_all_output=options.all_output)
+                     is_all_output=options.all_output, has_driver=has_nvidia_driver() or not is_local(job, machine))
 
 
 def asks_for_help(command: Sequence[str]) -> bool:

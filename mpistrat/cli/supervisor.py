@@ -107,7 +107,7 @@ class Termination:
 
 
 def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(), dialect: str = "",
-              is_all_output: bool = False) -> int:
+              is_all_output: bool = False, has_driver: bool = True) -> int:
     """Run mpirun until the job has ended. Returns mpirun's exit code, or 128 + the number of the signal that ended it.
 
     Call it on the main thread, because it changes the handling of signals.
@@ -118,6 +118,7 @@ def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLi
         limits: Time limits.
         dialect: Of mpirun's options.
         is_all_output: Show the log lines of TensorFlow of all ranks, and all that mpirun says.
+        has_driver: Whether a rank may find a driver for GPUs.
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -128,7 +129,9 @@ def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLi
     caught = {number for number in _ENDING | _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
-        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits, is_all_output)
+        level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+        output = Output(is_all_output, int(level) if level.isdecimal() else 0, has_driver)
+        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits, output)
         code = run.wait()
         run.say_why(code, dialect)
         return code
@@ -144,11 +147,10 @@ class _Run:
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
-                 mask: Collection[int], limits: TimeLimits, is_all_output: bool):
+                 mask: Collection[int], limits: TimeLimits, output: Output):
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits)
-        level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
-        self._output = Output(is_all_output, int(level) if level.isdecimal() else 0)
+        self._output = output
         self._last_signal: int | None = None  # of those that end programs
         self._is_killed = False
         self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY

@@ -97,9 +97,10 @@ class Settings:
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env:
                 # Compared without the prefix, which makes all names similar.
-                near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 1)
-                hint = f" Did you mean {PREFIX}{near[0]}?" if near else ""
-                problems.append(f"{name} is not a setting of mpistrat.{hint} Known: {', '.join(sorted(by_env))}.")
+                near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 3)
+                hint = f"Did you mean {' or '.join(PREFIX + n for n in near)}?" if near \
+                    else "The page Settings of the documentation (docs/settings.md) has all of them."
+                problems.append(f"{name} is not a setting of mpistrat. {hint}")
                 continue
             try:
                 values[by_env[name].name] = _parse(by_env[name], environ[name])

@@ -1,4 +1,4 @@
-"""Horovod's elastic API for Keras: the state of a model, and callbacks that keep it up to date. See api/elastic.py.
+"""Horovod's elastic API for Keras: the state of a model, and callbacks that keep it up to date.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 

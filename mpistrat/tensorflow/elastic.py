@@ -1,4 +1,4 @@
-"""Horovod's elastic API for TensorFlow: states with variables, see api/elastic.py.
+"""Horovod's elastic API for TensorFlow: states with variables.
 
     state = hvd.elastic.TensorFlowKerasState(model, optimizer, epoch=0)
 

@@ -157,7 +157,8 @@ def warn_of_equal_data(why: str) -> None:
     global _has_warned
     if not _has_warned:
         _has_warned = True
-        logger.warning("all ranks train on the same data: %s. Give each rank its own rows: x, y = hvd.shard(x, y).",
+        logger.warning("mpistrat: all ranks train on the same data: %s. Give each rank its own rows: "
+                       "x, y = hvd.shard(x, y).",
                        why)
 
 

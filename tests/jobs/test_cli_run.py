@@ -94,6 +94,33 @@ def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_f
     assert (said > 1 and "Traceback" in job.output) if options else said == 1, job.output
 
 
+@needs_mpirun
+@pytest.mark.parametrize(("others", "said"), [
+    ("pass", r"sys\.exit\(3\)"),
+    ("hvd.allreduce(np.ones(3))", r"sys\.exit\(3\), while other ranks wait for this one: allreduce: ranks \[0\] .*")])
+def test_sys_exit_on_a_rank_of_tensorflow_ends_the_job_with_one_line(tmp_path: Path, others: str, said: str) -> None:
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nimport numpy as np\nimport mpistrat.tensorflow as hvd\nhvd.init()\n"
+                      f"if hvd.rank() == 1:\n    sys.exit(3)\n{others}\n")
+    job = mpistrat("run", "-np", "2", str(script), env={"TF_CPP_MIN_LOG_LEVEL": "3"}, limit_s=200)
+    assert job.code == 3, job.output
+    assert re.fullmatch(rf"mpistrat run: the job has ended with exit code 3\. Rank 1 on \S+: {said}\n", job.output), \
+        job.output
+
+
+@needs_mpirun
+def test_a_mismatch_of_eager_tensors_is_printed_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    script = tmp_path / "script.py"
+    script.write_text("import numpy as np\nimport mpistrat.tensorflow as hvd\nhvd.init()\n"
+                      "hvd.allreduce(np.ones(3 + hvd.rank()), name='sum')\n")
+    job = mpistrat("run", "-np", "2", str(script), env={"TF_CPP_MIN_LOG_LEVEL": "3"}, limit_s=200)
+    assert job.code == 1, job.output
+    assert job.output.count("the ranks disagree on shape") == 1, job.output
+    assert "\nmpistrat.core.errors.MismatchError: sum: " in job.output, job.output
+
+
 @pytest.mark.quick
 @needs_mpirun
 def test_more_ranks_than_slots() -> None:

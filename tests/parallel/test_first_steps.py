@@ -217,6 +217,7 @@ def test_the_chief_warns_once_of_the_same_data_on_all_ranks(kind: str, rank: int
         fit(new_model(rank, kind), data_of(0, 5 * BATCH), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     found = [text for text in warnings() if SAME_DATA in text]
     assert len(found) == (1 if rank == 0 else 0)
+    assert all(text.startswith("mpistrat: ") for text in found)
     assert all("Give each rank its own rows: x, y = hvd.shard(x, y)." in text for text in found)
 
 

@@ -170,15 +170,14 @@ def script_block(scene: Scene) -> str:
 _HEAD = f"""\
 # The first hour, on a terminal
 
-What a terminal of {LINES} lines and {COLUMNS} columns shows: first steps, and the errors that are met most. A test
-(`tests/jobs/test_transcript.py`) runs each of these commands and compares the decisive lines.
-`python -m tests.support.transcript > docs/transcript.md` has recorded the page, on a machine of two cores without a
-GPU; only the directory and the name of the host were replaced. The line with `cuInit` is one of
-[TensorFlow's log lines](running.md#tensorflows-log-lines).
+What a terminal of {LINES} lines and {COLUMNS} columns shows: first steps, and the most common errors. The page was
+recorded by `python -m tests.support.transcript > docs/transcript.md`, on a machine of two cores without a GPU. Then
+only the directory and the name of the host were replaced. A test (`tests/jobs/test_transcript.py`) runs each command
+that was recorded and compares the decisive lines.
 
 ## Install
 
-These commands, in a checkout, were not recorded:
+These commands, in a checkout, are not recorded, because they need a network, which the test does not have:
 
 ```bash
 python3 -m venv .venv

@@ -1,6 +1,7 @@
 """The cases, the figures and the output of `mpistrat bench`."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -9,13 +10,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpistrat.api import processes
 from mpistrat.cli.bench import command, output
 from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
-from mpistrat.cli.bench.plot import binary_text, decimal_text, plot
+from mpistrat.cli.bench.plot import binary_text, decimal_text, plot, ratio_text
 from mpistrat.cli.bench.report import Table, as_json
 from mpistrat.core.errors import MpistratError
 from mpistrat.core.install import pip_extra
@@ -84,7 +86,7 @@ def figures(*points: Point, path: Path) -> Any:
     return figure
 
 
-def test_the_plot_joins_single_tensors_only_and_names_the_limits(tmp_path: Path) -> None:
+def test_the_plot_joins_single_tensors_only_and_names_what_it_is_compared_with(tmp_path: Path) -> None:
     cases = [point(case="1KB", nbytes=2**10, mpistrat_s=1e-4, mpi_s=5e-5, memcpy_s=1e-6),
              point(case="16MB", nbytes=2**24, mpistrat_s=8e-3, mpi_s=1e-2, memcpy_s=3e-3),
              point(case="resnet50", tensors=161, nbytes=102_228_128, mpistrat_s=5e-2, mpi_s=7e-2,
@@ -95,13 +97,36 @@ def test_the_plot_joins_single_tensors_only_and_names_the_limits(tmp_path: Path)
     assert list(lines["mpistrat, one tensor"].get_xdata()) == [2**10, 2**24]
     assert list(lines["mpistrat, a group of tensors"].get_xdata()) == [102_228_128]
     assert lines["mpistrat, a group of tensors"].get_linestyle() == "None"
-    assert len(lines["limit: MPI_Allreduce of as many bytes"].get_xdata()) == 3
-    assert len(lines["limit: memcpy of as many bytes"].get_xdata()) == 3
+    assert len(lines["for comparison: MPI_Allreduce"].get_xdata()) == 3
+    assert len(lines["for comparison: memcpy"].get_xdata()) == 3
     assert {text.get_text() for text in rates.texts} == {"resnet50\n(161 tensors)"}
     assert ratios.get_ylabel() == "times as long as\nMPI_Allreduce"
     shown = [label.get_text() for label in ratios.get_xticklabels()]
     assert {"1 KB", "64 KB", "1 MB", "16 MB"} <= set(shown)
     assert {"10 MB/s", "100 MB/s", "1 GB/s", "10 GB/s"} <= {label.get_text() for label in rates.get_yticklabels()}
+
+
+def test_no_label_lies_on_a_curve_or_on_another_label(tmp_path: Path) -> None:
+    cases = [point(case=f"{size}", nbytes=size, mpistrat_s=size / 4e9, mpi_s=size / 2e9, memcpy_s=size / 9e9)
+             for size in (2**10, 2**20)]
+    cases += [point(case=f"group{size}", tensors=9, nbytes=size, mpistrat_s=size / 4e9, mpi_s=size / 2.5e9,
+                    memcpy_s=size / 9e9) for size in (2**27, 2**28, 2**29)]
+    rates = figures(*cases, path=tmp_path / "plot.png").axes[0]
+    boxes = [text.get_window_extent() for text in rates.texts]
+    assert len(boxes) == 3
+    for box in boxes:
+        assert not any(box.overlaps(other) for other in boxes if other is not box)
+        assert rates.get_window_extent().x1 >= box.x1
+        for line in rates.lines:
+            if line.get_linestyle() != "None":
+                corners = rates.transData.transform(line.get_xydata())
+                for begin, end in itertools.pairwise(corners):
+                    assert not any(box.contains(*(begin + part * (end - begin))) for part in np.linspace(0, 1, 500))
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(1 / 128, "1/128"), (0.5, "1/2"), (1, "1"), (16, "16")])
+def test_a_ratio_below_one_is_a_fraction(ratio: float, text: str) -> None:
+    assert ratio_text(ratio) == text
 
 
 def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:

@@ -125,14 +125,21 @@ def supervised(fake, monkeypatch):
     return run
 
 
-def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised) -> None:
+@pytest.mark.parametrize(("words", "has_driver"), [([], False), (["-H", "node1:1,node2:1"], True)])
+def test_only_a_job_of_this_host_is_known_to_have_no_driver(supervised, monkeypatch, words, has_driver) -> None:
+    monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: False)
+    assert supervised(*words, "sh")[2]["has_driver"] is has_driver
+
+
+def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised, monkeypatch) -> None:
+    monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: True)
     launch, environ, options = supervised("python", "train.py")
     assert environ["_MPISTRAT_REPORTS"] == "summary"
     assert environ["TF_CPP_MIN_LOG_LEVEL"] == "1"
     assert environ["PYTHONPATH"] == startup.HERE
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
-    assert options == {"dialect": "Open MPI", "is_all_output": False}
+    assert options == {"dialect": "Open MPI", "is_all_output": False, "has_driver": True}
     assert supervised("sh", mpirun=MPICH_VERSION)[2]["dialect"] == "MPICH"
 
 
@@ -271,6 +278,15 @@ def test_old_frameworks_do_not_count() -> None:
     assert row.text == f"2.15.1 is older than 2.16: {pip_extra('tensorflow', upgrade=True)}" and not row.is_available
     assert framework_row("TensorFlow", ("tensorflow-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tensorflow-cpu)"
     assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_available
+
+
+def test_without_a_driver_nothing_for_gpus_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(inventory, "installed", lambda names: None)
+    rows = gpu_rows(Findings(cupy={}), [], has_driver=False)
+    assert [row.text for row in rows[:2]] == ["not needed: no GPU"] * 2
+    nccl = {"name": "nccl", "available": False, "reason": "cupy cannot be imported (pip install cupy)"}
+    assert texts(backend_rows(Findings(backends=[nccl]), has_driver=False)) == {"nccl": "no: no GPU"}
+    assert texts(backend_rows(Findings(backends=[nccl]))) == {"nccl": f"no: {nccl['reason']}"}
 
 
 def test_gpu_rows(monkeypatch) -> None:

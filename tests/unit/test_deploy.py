@@ -60,8 +60,17 @@ def test_the_image_has_a_python_and_extras_that_exist() -> None:
     used = [arguments["EXTRAS"], *re.findall(r"EXTRAS=([\w,]+)", (FILES / "Dockerfile").read_text())]
     assert {extra for extras in used for extra in extras.split(",")} <= set(config["options.extras_require"])
     installed = " ".join(text for name, text in found if name == "RUN")
-    for name in (*arguments, "openssh-server"):
+    for name in (*arguments, "openssh-server", "/src["):
         assert name in installed
+    assert ("COPY", "mpistrat /src") in found
+
+
+def test_the_page_has_the_build_commands_of_the_dockerfile() -> None:
+    comment = " ".join(re.findall(r"^# +(.*)$", (FILES / "Dockerfile").read_text(), re.MULTILINE))
+    commands = re.findall(r"docker build (?:[^`]*?) \.", re.sub(r"\s*\\\s+", " ", comment))
+    assert len(commands) == 2
+    for command in commands:
+        assert command in re.sub(r"\s*\\\n\s*", " ", PAGE.partition("```{literalinclude}")[0])
 
 
 # -- Kubernetes -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 MODULES = ("mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.keras.callbacks",
-           "mpistrat.tensorflow.data.compute_service")
+           "mpistrat.keras.elastic", "mpistrat.tensorflow.elastic", "mpistrat.tensorflow.data.compute_service")
 PACKAGE = Path(mpistrat.__file__).parent
 
 
@@ -38,7 +38,9 @@ def is_ours(value: object) -> bool:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """(full name, docstring) of the public functions and classes, and of the methods that mpistrat defines."""
+    """(full name, docstring) of public modules, functions and classes, and of the methods that mpistrat defines."""
+    for module in MODULES:
+        yield module, inspect.getdoc(importlib.import_module(module)) or ""
     for name, value in public().items():
         if inspect.isclass(value) or inspect.isfunction(value):
             yield name, inspect.getdoc(value) or ""

@@ -123,6 +123,14 @@ def test_a_rank_that_others_wait_for_ends_the_job_with_the_code_of_sys_exit() ->
         assert (done.returncode, done.stderr) == (0, ""), well
 
 
+def test_a_sys_exit_that_no_rank_waits_for_is_reported_to_mpistrat_run() -> None:
+    done = end("sys.exit(3)", {RUN_REPORTS: "summary"})
+    assert (done.returncode, done.stderr) == (
+        3, "[mpistrat] rank 1 on there fails with exit code 3:\n[mpistrat] rank 1 > sys.exit(3)\n")
+    assert end("sys.exit(0)", {RUN_REPORTS: "summary"}).stderr == ""
+    assert end("sys.exit(3)").stderr == ""
+
+
 @pytest.mark.parametrize("library", [SimpleNamespace(__file__="No such file"), np.linalg._umath_linalg])
 def test_a_library_without_a_barrier_in_finalize_is_left_as_it_is(library: Any) -> None:
     assert not finalize_without_barrier(library)

@@ -158,6 +158,19 @@ except ValueError:
                                          "(raised while handling ValueError: one)", "(caused by KeyError: 'name')"]
 
 
+def test_a_cause_with_the_same_text_is_left_out(tmp_path: Path) -> None:
+    text = raised(tmp_path / "train.py", """
+try:
+    try:
+        {}["name"]
+    except KeyError as error:
+        raise ValueError("one") from error
+except ValueError as error:
+    raise RuntimeError("one") from error
+""")
+    assert text.message.splitlines() == ["RuntimeError: one", "(caused by KeyError: 'name')"]
+
+
 def test_an_error_in_the_syntax_is_shown_as_python_does(tmp_path: Path) -> None:
     assert raised(tmp_path / "train.py", "exec('f(')").message.endswith("SyntaxError: '(' was never closed")
 

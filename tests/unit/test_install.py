@@ -11,8 +11,10 @@ from mpistrat.core import install
 from mpistrat.core.install import EXTRAS, pip, pip_extra
 
 ROOT = Path(__file__).parents[2]
-USER_PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "release.md")]
-OF_AN_INDEX = re.compile(r"pip install [^`\n]*mpistrat\[")
+USER_FILES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "release.md"),
+              *(ROOT / "docs" / "deploy").iterdir(), *(ROOT / "examples").rglob("*.py")]
+# The name of the package, or with extras; not a path such as /src/mpistrat.
+OF_AN_INDEX = re.compile(r"""pip install (?:[^`\n&]*[ '"])?mpistrat(?:\[|['"\s]|$)""", re.MULTILINE)
 
 
 def test_before_a_release_the_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +52,18 @@ def test_no_other_module_has_a_pip_command(path: Path) -> None:
                 and isinstance(node.value, str) and "pip install" in node.value and id(node) not in docstrings]
 
 
-def test_pages_name_an_extra_by_mpistrat_only_when_an_index_has_it() -> None:
-    naming = [page.name for page in USER_PAGES if OF_AN_INDEX.search(page.read_text())]
+@pytest.mark.parametrize(("line", "answer"), [
+    ("pip install 'mpistrat[gpu]'", True), ('RUN pip install --no-cache-dir "mpistrat[${EXTRAS}]" numpy', True),
+    ("pip install mpistrat", True), ("pip install -U mpistrat\nnext", True), ("pip install scikit-learn", False),
+    ("pip install '.[tensorflow,openmpi]'", False), ('pip install "/src[${EXTRAS}]" && mpistrat check', False),
+    ("pip install -q '.[test]' && .venv/bin/mpistrat run", False), ("pip install /src/mpistrat", False)])
+def test_a_command_that_needs_an_index_is_found(line: str, answer: bool) -> None:
+    assert (OF_AN_INDEX.search(line) is not None) is answer
+
+
+def test_files_for_users_install_mpistrat_by_its_name_only_when_an_index_has_it() -> None:
+    naming = [file.name for file in USER_FILES if OF_AN_INDEX.search(file.read_text())]
     if install.IS_PUBLISHED:
-        assert {"README.md", "index.md", "running.md"} <= set(naming)
+        assert {"README.md", "index.md", "running.md", "Dockerfile"} <= set(naming)
     else:
         assert naming == []

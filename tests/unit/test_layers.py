@@ -51,6 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "api.basics": {"mpi4py"}, "api.pickling": {"cloudpickle"}, "api.interop": {"numpy", "ml_dtypes"},
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
+    "cli.bench.labels": {"numpy", "matplotlib"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
 }
 

@@ -14,7 +14,7 @@ mpistrat.init()
 mpistrat.shutdown()
 print(len(logging.getLogger().handlers + logging.getLogger("mpistrat").handlers))
 """
-WARNING = "HOROVOD_CYCLE_TIME is not read and has no counterpart."
+WARNING = "mpistrat: HOROVOD_CYCLE_TIME is not read and has no counterpart."
 
 
 def run(level: str, before: str = "") -> tuple[str, list[str]]:

@@ -189,11 +189,53 @@ def test_less_severe_lines_than_the_level_are_left_out() -> None:
     assert shown(error, least_severity=3) == b""
 
 
+CU_INIT = (b"E0000 00:00:1795526973.34%d   11 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+           b"Failed call to cuInit: UNKNOWN ERROR (303)\n")
+
+
+def test_that_there_is_no_driver_is_left_out_where_it_is_known() -> None:
+    both = CU_INIT % 1 + CU_INIT % 2
+    assert shown(both) == CU_INIT % 1
+    assert shown(both, has_driver=False) == b""
+    assert shown(both, has_driver=False, is_all=True) == both
+
+
+USAGE = b"""usage: train.py [-h] [--epochs EPOCHS]
+                [--rate RATE]
+train.py: error: argument --epochs: invalid int value: 'x'
+"""
+
+
+def test_errors_before_the_script_begins_are_shown_once() -> None:
+    no_file = b"/env/bin/python3: can't open file '/home/me/nofile.py': [Errno 2] No such file or directory\n"
+    assert shown(no_file * 3) == no_file
+    assert shown(USAGE * 2) == USAGE
+    assert shown(b"".join(line * 2 for line in USAGE.splitlines(keepends=True))) == USAGE
+    assert shown(USAGE + USAGE.replace(b"'x'", b"'y'")).endswith(b"'x'\n" + USAGE.splitlines()[-1][:-3] + b"'y'\n")
+    assert shown(b"train.py: error: x\n" * 2) == b"train.py: error: x\n" * 2
+
+
 def test_an_error_of_an_operation_that_a_report_has_is_left_out_with_its_stack() -> None:
     failures = FAILURE % (1, 1, OP) + STACK + FAILURE % (2, 1, RENDEZVOUS) + STACK + NODE
     output = Output()
     assert fed(output, failures + b"other\n" + REPORT_LINES) == b"other\n"
     assert output.due(HOLD_S) + output.end() == b""
+
+
+@pytest.mark.parametrize("cut", [
+    b"Traceback", b'  File "/env/lib/handle.py"', b"se self._error", b"mpistrat.core.errors", b"Error: sum: ranks",
+    b"\t [[{{function"])
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_an_error_of_an_operation_that_is_cut_by_those_of_another_rank_is_left_out(cut: bytes,
+                                                                                   is_reported: bool) -> None:
+    def record(rank: int) -> bytes:
+        return FAILURE % (rank, rank, RENDEZVOUS) + STACK + NODE
+    at = len(FAILURE % (1, 1, RENDEZVOUS)) + (STACK + NODE).index(cut)
+    for pieces in ([record(1)[:at], record(2), record(1)[at:]],
+                   [record(1)[:at], record(2)[:at], record(1)[at:], record(2)[at:]]):
+        output = Output()
+        assert fed(output, b"".join(pieces) + b"other\n" + (REPORT_LINES if is_reported else b"")) == b"other\n"
+        assert (output.due(HOLD_S) == b"") is is_reported
 
 
 def test_an_error_of_an_operation_that_no_report_has_is_shown_once_after_a_moment() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.api import sharding
+from mpistrat.api import process_sets
 from mpistrat.core.topology import Topology
 
 
@@ -17,8 +17,8 @@ from mpistrat.core.topology import Topology
 def place(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes this process one rank of several."""
     def become(rank: int, size: int) -> None:
-        runtime = SimpleNamespace(topology=Topology(rank, ("host",) * size))
-        monkeypatch.setattr(sharding.runtime, "current", lambda: runtime)
+        group = SimpleNamespace(topology=Topology(rank, ("host",) * size))
+        monkeypatch.setattr(process_sets.global_process_set, "_group", group)
     return become
 
 
@@ -46,6 +46,22 @@ def test_all_ranks_have_the_same_number_of_rows(rows: int, size: int, on_each_ra
     padded = on_each_rank(size, np.arange(rows), uneven="pad")
     assert {len(part) for part in padded} == {-(-rows // size)}
     assert sorted(np.concatenate(padded)) == sorted([*range(rows), *range(-rows % size)])
+
+
+def test_the_ranks_of_a_process_set_share_the_rows(place: Any) -> None:
+    place(5, 8)
+    own = mpistrat.ProcessSet([1, 5, 7])
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"shard\(\): Process set does not exist"):
+        mpistrat.shard([1, 2, 3], process_set=own)
+    own.bind(1, [1, 5, 7], SimpleNamespace(topology=Topology(1, ("host",) * 3)))
+    assert mpistrat.shard(list(range(8)), process_set=own) == [1, 4]
+    assert mpistrat.shard(list(range(8)), process_set=own, uneven="pad") == [1, 4, 7]
+    other = mpistrat.ProcessSet([0, 1])
+    other.bind(2, [0, 1])
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"shard\(\): this rank is not a member .* \[0, 1\]"):
+        mpistrat.shard([1, 2, 3], process_set=other)
+    with pytest.raises(mpistrat.InvalidRequestError, match="process_set must be a ProcessSet"):
+        mpistrat.shard([1, 2, 3], process_set=[0, 1])
 
 
 def test_ranks_take_turns(on_each_rank: Any) -> None:

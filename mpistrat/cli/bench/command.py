@@ -123,7 +123,8 @@ def _parser() -> Parser:
                         help="draw bytes of the all-reduces against bytes per second (.png, .svg, .pdf)")
     parser.add_argument("--predict", metavar="FILE",
                         help="print the efficiency that a model fitted to a file of --json predicts for more ranks")
-    parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS", help="for --predict (300)")
+    parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS",
+                        help="for --predict: step without averaging, in ms (300)")
     parser.add_argument("--ranks-per-host", type=_count, default=8, metavar="N", help="for --predict (8)")
     parser.add_argument("--wire-gbit", type=_positive, default=100.0, metavar="GBIT", help="for --predict (100)")
     parser.add_argument("--wire-latency-us", type=_positive, default=5.0, metavar="US", help="for --predict (5)")

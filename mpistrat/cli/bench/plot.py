@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import MissingDependencyError
 from ...core.install import pip_extra
+from .labels import Label, place
 from .measure import Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOUR = "tab:blue"  # of mpistrat
-_LIMITS: dict[str, Any] = {"color": "dimgray", "linewidth": 1.2, "markersize": 4}
+_COMPARED: dict[str, Any] = {"color": "dimgray", "linewidth": 1.2, "markersize": 4}
 
 
 def require_matplotlib() -> None:
@@ -25,7 +26,7 @@ def require_matplotlib() -> None:
 def plot(points: Sequence[Point], path: str, title: str) -> None:
     """Draw points of all-reduces to a file.
 
-    The upper part has bytes per second, with MPI_Allreduce and memcpy as limits. The lower part, with more than one
+    The upper part has bytes per second, compared with MPI_Allreduce and memcpy. The lower part, with more than one
     rank, has the time as a multiple of MPI_Allreduce's. A curve joins the single tensors of different sizes. The groups
     of tensors are separate marks, because each differs from the others in more than its size.
 
@@ -48,20 +49,22 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     if has_ratios:
         _draw_ratios(axes[1], points)
     _draw_sizes(axes[-1], [point.nbytes for point in points])
+    place(axes[0], [Label(f"{point.case}\n({point.tensors} tensors)", point.nbytes, point.nbytes / point.mpistrat_s)
+                    for point in points if point.tensors > 1], _COLOUR)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
-    """Bytes per second of mpistrat, and of the limits."""
+    """Bytes per second of mpistrat, and of what it is compared with."""
     sizes = [point.nbytes for point in points]
     copied = [point.nbytes / point.memcpy_s for point in points]
-    axes.plot(sizes, copied, "^:", label="limit: memcpy of as many bytes", **_LIMITS)
+    axes.plot(sizes, copied, "^:", label="for comparison: memcpy", **_COMPARED)
     own = [point.nbytes / point.mpistrat_s for point in points]
     by_mpi = [point.nbytes / point.mpi_s for point in points if point.mpi_s is not None]
     if len(by_mpi) == len(points):
-        axes.plot(sizes, by_mpi, "s--", label="limit: MPI_Allreduce of as many bytes", **_LIMITS)
-    _draw_own(axes, points, own, names=True)
+        axes.plot(sizes, by_mpi, "s--", label="for comparison: MPI_Allreduce", **_COMPARED)
+    _draw_own(axes, points, own)
     axes.set_yscale("log")
     rates = [*copied, *own, *by_mpi]
     axes.set_ylim(10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(max(rates)) + 1e-9))
@@ -74,17 +77,17 @@ def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
 def _draw_ratios(axes: "Axes", points: Sequence[Point]) -> None:
     """The time of mpistrat over that of MPI_Allreduce."""
     ratios = [point.times_as_long_as_mpi or math.nan for point in points]
-    axes.axhline(1.0, linestyle="--", color=_LIMITS["color"], linewidth=_LIMITS["linewidth"])
-    _draw_own(axes, points, ratios, names=False)
+    axes.axhline(1.0, linestyle="--", color=_COMPARED["color"], linewidth=_COMPARED["linewidth"])
+    _draw_own(axes, points, ratios)
     axes.set_yscale("log", base=2)
     low, high = math.floor(math.log2(min(0.5, *ratios))), math.ceil(math.log2(max(2.0, *ratios)))
     axes.set_ylim(2 ** (low - 0.2), 2 ** (high + 0.2))
-    axes.yaxis.set_major_formatter(lambda ratio, position: f"{ratio:g}")
+    axes.yaxis.set_major_formatter(lambda ratio, position: ratio_text(ratio))
     axes.set_ylabel("times as long as\nMPI_Allreduce")
     axes.grid(True, alpha=0.4)
 
 
-def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float], names: bool) -> None:
+def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float]) -> None:
     """mpistrat's values: a curve of the single tensors, and a mark for each group of tensors."""
     single = [(point.nbytes, value) for point, value in zip(points, values, strict=True) if point.tensors == 1]
     groups = [(point, value) for point, value in zip(points, values, strict=True) if point.tensors > 1]
@@ -93,9 +96,6 @@ def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float], na
     if groups:
         axes.plot([point.nbytes for point, _ in groups], [value for _, value in groups], "D", color=_COLOUR,
                   markerfacecolor="white", label="mpistrat, a group of tensors")
-    for point, value in groups if names else ():
-        axes.annotate(f"{point.case}\n({point.tensors} tensors)", (point.nbytes, value), xytext=(0, -8),
-                      textcoords="offset points", ha="center", va="top", fontsize="x-small", color=_COLOUR)
 
 
 def _draw_sizes(axes: "Axes", sizes: Sequence[int]) -> None:
@@ -117,6 +117,11 @@ def binary_text(nbytes: float) -> str:
 def decimal_text(rate: float) -> str:
     """Return a number of bytes per second with its unit, in powers of 1000, as in the table: "10 MB/s"."""
     return _with_unit(rate, 1000, ("B/s", "KB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def ratio_text(ratio: float) -> str:
+    """Return a power of two, as a fraction if it is below 1: "1/128"."""
+    return f"{ratio:g}" if ratio >= 1 else f"1/{1 / ratio:g}"
 
 
 def _with_unit(value: float, base: int, units: Sequence[str]) -> str:

@@ -215,18 +215,29 @@ class _CpuCallSite:
 
 
 def as_tf_error(error: MpistratError) -> Exception:
-    """`error` as an instance of its own class and of the class of tf.errors that Horovod raises."""
-    for ours, theirs in _TF_ERRORS:
-        if isinstance(error, ours):
-            kind = _merged.get(type(error))
-            if kind is None:
-                def initialise(self: tf.errors.OpError, text: str, theirs: type[tf.errors.OpError] = theirs) -> None:
-                    theirs.__init__(self, None, None, text)
-                kind = type(type(error).__name__, (type(error), theirs), {"__init__": initialise,
-                                                                          "__module__": __name__})
-                _merged[type(error)] = kind
-            return kind(str(error))
-    return error
+    """`error` as an instance of its own class and of the class of tf.errors that Horovod raises.
+
+    A traceback names the class as that of mpistrat.core.errors: `mpistrat run` recognizes errors of ours by this name.
+    """
+    theirs = next((theirs for ours, theirs in _TF_ERRORS if isinstance(error, ours)), None)
+    if theirs is None:
+        return error
+    kind = _merged.get(type(error))
+    if kind is None:
+        kind = _merged[type(error)] = _merged_class(type(error), theirs)
+    return kind(str(error))
+
+
+def _merged_class(ours: type[MpistratError], theirs: type[tf.errors.OpError]) -> type[Exception]:
+    def initialise(self: tf.errors.OpError, text: str) -> None:
+        theirs.__init__(self, None, None, text)
+        self.args = (text,)  # which TensorFlow empties, and repr() prints
+
+    def reduced(self: tf.errors.OpError) -> tuple[Callable[[MpistratError], Exception], tuple[MpistratError]]:
+        return as_tf_error, (ours(str(self)),)  # Pickle would find the class without TensorFlow's by this name.
+
+    return type(ours.__name__, (ours, theirs),
+                {"__init__": initialise, "__reduce__": reduced, "__module__": ours.__module__})
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:

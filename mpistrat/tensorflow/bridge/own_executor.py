@@ -48,7 +48,7 @@ def is_asynchronous() -> bool:
     tf.config.experimental.get_synchronous_execution would wait for all of them.
 
     Raises:
-        MissingDependencyError: They do, and TensorFlow lacks a private function that at_once needs.
+        MissingDependencyError: They do, and TensorFlow lacks a private function that SynchronousExecution needs.
     """
     if executors is None:
         if tf.config.experimental.get_synchronous_execution():
