@@ -158,8 +158,7 @@ def warn_of_equal_data(why: str) -> None:
     if not _has_warned:
         _has_warned = True
         logger.warning("mpistrat: all ranks train on the same data: %s. Give each rank its own rows: "
-                       "x, y = hvd.shard(x, y).",
-                       why)
+                       "x, y = hvd.shard(x, y).", why)
 
 
 def differing(digests: Sequence[Digests]) -> list[int]:
