@@ -8,7 +8,7 @@ from ..support.jobs import needs_mpirun, run_job
 
 
 @needs_mpirun
-def test_a_thousand_steps_in_another_order_on_each_rank() -> None:
+def test_steps_in_another_order_on_each_rank() -> None:
     job = run_job(2, ["python", "tests/scripts/shuffled_order.py", "300", "50"], limit_s=600)
     assert job.code == 0, job.output
     for rank in range(2):
