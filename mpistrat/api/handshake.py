@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import SettingsError
 from ..core.settings import Settings
-from ..core.topology import describe_by_rank, rank_list
+from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,10 +92,8 @@ def script_digest() -> str:
 
 def problems(infos: Sequence[RankInfo]) -> str:
     """Return what is wrong with the settings, once for all ranks that have the same problem; "" if nothing is."""
-    ranks: dict[str, list[int]] = {}
-    for rank, info in enumerate(infos):
-        if info.problem:
-            ranks.setdefault(info.problem, []).append(rank)
+    ranks = ranks_by_value(info.problem for info in infos)
+    ranks.pop("", None)
     return " ".join(f"{'all ranks' if len(where) == len(infos) else f'ranks {rank_list(where)}'}: {problem}"
                     for problem, where in ranks.items())
 

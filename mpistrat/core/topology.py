@@ -4,6 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,20 @@ def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]
 
 def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ranks}") -> str:
     """`3 on ranks [0, 2]; 4 on ranks [1]`: which ranks have which value. `values[r]` is that of rank r."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
+    ranks = ranks_by_value(map(str, values))
     return "; ".join(form.format(value=value, ranks=rank_list(where)) for value, where in ranks.items())
+
+
+def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
+    """The ranks that have each value, by value. The values come in the order of their first ranks.
+
+    Args:
+        values: That of each rank, by rank.
+    """
+    ranks: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:

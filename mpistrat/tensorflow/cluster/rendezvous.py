@@ -15,7 +15,7 @@ from ...api import runtime
 from ...api.ops import allgather_object
 from ...core.errors import ClusterError
 from ...core.roles import Role, assign_roles, cluster_spec
-from ...core.topology import Topology
+from ...core.topology import Topology, ranks_by_value
 from . import tf_config
 from .cluster import Cluster
 from .liveness import LivenessClient, LivenessServer
@@ -173,10 +173,8 @@ def _accept(server: LivenessServer, topology: Topology, token: bytes) -> Link:
 
 def _raise_together(problems: Sequence[str]) -> None:
     """Raise ClusterError on every rank if one has a problem."""
-    ranks: dict[str, list[int]] = {}
-    for rank, problem in enumerate(problems):
-        if problem:
-            ranks.setdefault(problem, []).append(rank)
+    ranks = ranks_by_value(problems)
+    ranks.pop("", None)
     if len(ranks) == 1 and len(next(iter(ranks.values()))) == len(problems):
         raise ClusterError(next(iter(ranks)))
     if ranks:
