@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         print(f"mpistrat run: {warning}", file=sys.stderr)
     environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ)}
     return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
-                     is_all_output=options.all_output, has_driver=has_nvidia_driver() or not is_local(job, machine))
+                     is_all_output=options.all_output, has_driver=not is_local(job, machine) or has_nvidia_driver())
 
 
 def asks_for_help(command: Sequence[str]) -> bool:

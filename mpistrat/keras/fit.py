@@ -48,8 +48,8 @@ def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
         if optimizers is None or not optimizers.process_set.has_others():
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
-        rows = digest_of_rows([call.arguments.get("x"), call.arguments.get("y")])
-        with _extended(call.arguments.get("callbacks"), self, optimizers, rows) as callbacks:
+        inputs = [call.arguments.get("x"), call.arguments.get("y")]
+        with _extended(call.arguments.get("callbacks"), self, optimizers, inputs) as callbacks:
             call.arguments["callbacks"] = callbacks
             return original(*call.args, **call.kwargs)
 
@@ -57,13 +57,13 @@ def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
     keras.Model.fit = fit
 
 
-def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], rows: bytes) -> list[Callback]:
+def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
     """The callbacks that fit adds before those of the user.
 
     Args:
         optimizers: Those of the model.
         callbacks: The user's.
-        rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
+        inputs: What fit got as x and y.
     """
     own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
     statistics = before_saves = None
@@ -71,19 +71,19 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], rows: by
         statistics = AverageStatistics(optimizers)
         before_saves = AverageBeforeSaves(statistics, callbacks)
     if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
-        own.append(FitChecks(optimizers, callbacks, rows, before_saves))
+        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves))
     return own + [callback for callback in (before_saves, statistics) if callback is not None]
 
 
 @contextmanager
-def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers, rows: bytes) -> Iterator[Any]:
+def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers, inputs: list[Any]) -> Iterator[Any]:
     """A context with the callbacks that fit gets instead of the user's: one, a nested structure or a CallbackList."""
     if not isinstance(callbacks, CallbackList):
         flat = tf.nest.flatten(callbacks) if callbacks else []
-        yield [*own_callbacks(optimizers, flat, rows), *flat]
+        yield [*own_callbacks(optimizers, flat, inputs), *flat]
         return
     users = list(callbacks.callbacks)
-    own = own_callbacks(optimizers, users, rows)
+    own = own_callbacks(optimizers, users, inputs)
     for callback in own:
         callback.set_params(callbacks.params)
         callback.set_model(model)

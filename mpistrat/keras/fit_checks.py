@@ -140,19 +140,19 @@ class FitChecks(Callback):
         return "" if self._process_set.process_set_id == 0 else \
             f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
 
-    def _require_together(self, state: Progress) -> None:
-        problem = problem_between_epochs(self._exchange(state))
+    def _require_together(self, state: Progress | Step) -> list[Any]:
+        """The states of all ranks, as _exchange. Raises MismatchError unless all are at the same place."""
+        states = self._exchange(state)
+        problem = problem_between_epochs(states)
         if problem:
             raise MismatchError(f"fit{self._numbering()}: {problem}")
+        return states
 
     def _compare_weights(self, batch: int) -> None:
         """Raise MismatchError if the weights differ before two steps. The first batch may create or broadcast them."""
         variables = self._optimizers.shared(self.model.trainable_variables)
-        step = Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)))
-        states: list[Step] = self._exchange(step)
-        problem = problem_between_epochs(states)
-        if problem:
-            raise MismatchError(f"fit{self._numbering()}: {problem}")
+        states: list[Step] = self._require_together(
+            Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables))))
         if not all(state.weights for state in states):
             return
         digests = [[b"", *state.weights] for state in states]

@@ -26,8 +26,7 @@ class SaveSchedule:
 
     def after(self, batch: int) -> "SaveSchedule":
         """The state after this batch. A step of several batches has the number of its last batch, as in Keras."""
-        is_new_epoch = self.last is None or batch <= self.last
-        seen = self.seen + (batch + 1 if self.last is None or is_new_epoch else batch - self.last)
+        seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
         return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
 
     @property

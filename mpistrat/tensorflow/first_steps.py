@@ -115,7 +115,7 @@ class FirstSteps:
             self._require_equal_weights()
         digests = [_digest_of(gradients)]
         if variables and (self._step == 1 or (self._step == 2 and differing(self._received(0)))):
-            found = [found for variable in variables if (found := variable()) is not None]
+            found = [each for each in (variable() for variable in variables) if each is not None]
             digests += digests_of_weights(found) if len(found) == len(variables) else []
         self._exchanges.append(_send(self._group, self._name, digests))
         return True
