@@ -14,7 +14,16 @@ from mpistrat.cli.inventory import TENSORFLOW, installed
 from mpistrat.cli.mpirun import find_mpirun, identify
 from mpistrat.core.install import pip_extra
 
-from ..support.jobs import ROOT, Finished, job_environment, needs_mpirun, processes_of, run_limited, wait_until
+from ..support.jobs import (
+    ROOT,
+    Finished,
+    job_environment,
+    kill_processes_of,
+    needs_mpirun,
+    processes_of,
+    run_limited,
+    wait_until,
+)
 
 # The launcher has to work where nobody has prepared the environment for Open MPI.
 BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",
@@ -184,8 +193,7 @@ def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signal
         wait_until(lambda: not processes_of(name), 10)
     finally:
         process.kill()
-        for left in processes_of(name):
-            left.kill()
+        kill_processes_of(name)
 
 
 @pytest.mark.quick

@@ -10,7 +10,15 @@ import time
 import psutil
 import pytest
 
-from ..support.jobs import ROOT, find_mpirun, job_environment, needs_mpirun, processes_of, run_job
+from ..support.jobs import (
+    ROOT,
+    find_mpirun,
+    job_environment,
+    kill_processes_of,
+    needs_mpirun,
+    processes_of,
+    run_job,
+)
 
 pytestmark = needs_mpirun
 MANY = ["python", "tests/scripts/many_allreduces.py"]
@@ -115,8 +123,7 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
                 rank.send_signal(signal.SIGKILL)
             assert process.wait(60) != 0
         finally:
-            for left in processes_of(job):
-                left.kill()
+            kill_processes_of(job)
     assert segments() == before
 
 

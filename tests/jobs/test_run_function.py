@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ..support.jobs import ROOT, job_environment, needs_mpirun, processes_of, run_limited, wait_until
+from ..support.jobs import (
+    ROOT,
+    job_environment,
+    kill_processes_of,
+    needs_mpirun,
+    processes_of,
+    run_limited,
+    wait_until,
+)
 
 SCRIPT = [sys.executable, "tests/scripts/run_function.py"]
 
@@ -67,6 +75,5 @@ def test_the_job_ends_with_the_process_that_called(number: signal.Signals, tmp_p
         if number == signal.SIGINT:
             assert "KeyboardInterrupt" in output.read_text()
     finally:
-        for process in processes_of(name):
-            process.kill()
+        kill_processes_of(name)
         caller.wait()

@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 import pytest
 
-from ..support.jobs import ROOT, job_environment, living_after, processes_of, wait_until
+from ..support.jobs import ROOT, job_environment, kill_processes_of, living_after, processes_of, wait_until
 
 SOON_S = 60  # for what takes a second on a machine that is not busy
 LONG = {"abort_s": 1e4, "signal_s": 1e4, "second_s": 0.3, "kill_s": 1e4, "left_s": 1e4}
@@ -51,8 +51,7 @@ class Run:
         """Kill what is left of it."""
         self.process.kill()
         self.process.wait()
-        for left in processes_of(self.job):
-            left.kill()
+        kill_processes_of(self.job)
 
     @property
     def output(self) -> str:

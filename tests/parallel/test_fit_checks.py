@@ -402,19 +402,27 @@ def test_callbacks_may_be_given_by_position(rank: int) -> None:
     assert seen.batches == ROWS // BATCH
 
 
+class NormAndDense(keras.Model):
+    """Two layers, and the gradients of a loss of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.norm(x, training=training))
+
+    def loss_and_tape(self, data: Any) -> tuple[Any, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        return loss, tape
+
+
 def test_a_step_of_the_users_own_and_an_eager_one(rank: int) -> None:
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            return self.dense(self.norm(x, training=training))
-
+    class Own(NormAndDense):
         def train_step(self, data: Any) -> dict:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            loss, tape = self.loss_and_tape(data)
             weights = self.trainable_weights
             self.optimizer.apply(tape.gradient(loss, [w.value for w in weights]), weights)
             return {"own_loss": loss}
@@ -427,12 +435,11 @@ def test_a_step_of_the_users_own_and_an_eager_one(rank: int) -> None:
         assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
 
 
-class Two(keras.Model):
+class Two(NormAndDense):
     """Trains with an optimizer for each of two layers, in attributes that compile does not get."""
 
     def __init__(self, uneven: str = "error") -> None:
         super().__init__()
-        self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
         self.build((None, COLUMNS))
         self.compile(jit_compile=False)
         self.both = [hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), uneven=uneven) for _ in range(2)]
@@ -442,13 +449,8 @@ class Two(keras.Model):
         self.dense.build(shape)
         self.built = True
 
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.dense(self.norm(x, training=training))
-
     def train_step(self, data: Any) -> dict:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        loss, tape = self.loss_and_tape(data)
         parts = [self.norm.trainable_weights, self.dense.trainable_weights]
         for optimizer, weights, gradients in zip(self.both, parts, tape.gradient(loss, parts)):
             optimizer.apply_gradients(zip(gradients, weights))

@@ -21,7 +21,7 @@ from pathlib import Path
 import pexpect
 import pyte
 
-from .jobs import ROOT, job_environment, living_after, processes_of
+from .jobs import ROOT, job_environment, kill_processes_of, living_after
 
 SCRIPTS = ROOT / "tests" / "transcript"
 PAGE = ROOT / "docs" / "transcript.md"
@@ -129,8 +129,7 @@ def record(scene: Scene) -> Recording:
             left = living_after(job, 5)
         finally:
             terminal.close(force=True)
-            for process in processes_of(job):
-                process.kill()
+            kill_processes_of(job)
         return Recording(terminal.exitstatus, screen(_anonymous(printed.getvalue(), directory)), left)
 
 
