@@ -98,7 +98,7 @@ class Controller:
             seconds: More than 0.
             setting: What the user has set, for the error.
         """
-        self._coordinator.abort_stalls_after(seconds, setting)
+        self._coordinator.stalls.abort_after(seconds, setting)
         self._fast_path.abort_s = seconds
 
     # -- for the thread that drives -----------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Controller:
             timeout_s = device.next_check_s(now)
             spins = timeout_s == 0.0
         else:
-            timeout_s, spins = min(self._coordinator.next_check_s(now), self._fast_path.next_check_s(),
+            timeout_s, spins = min(self._coordinator.next_check_s(), self._fast_path.next_check_s(),
                                    max(self._standstill.next_look_at - now, 0.0)), is_awaited
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
@@ -179,7 +179,7 @@ class Controller:
             self._execute_learned(now)
         if not self.life.ended.is_set():
             self._coordinator.check(now)
-        report = self._coordinator.stall_report(now)
+        report = self._coordinator.stalls.report(now)
         if report:
             logger.warning("%s", report)
         is_busy = bool(has_finished or entries or has_settled or messages or announcement or decision)

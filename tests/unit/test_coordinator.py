@@ -516,9 +516,9 @@ def test_a_stall_names_who_waits_and_for_whom() -> None:
     job.submit_all(allreduce("a"), but=[1])
     job.settle()
     root = job.nodes[0]
-    assert root.stalled(60.0, WARNING_S) == {}
-    assert root.stalled(61.0, WARNING_S) == {"a": [1]}
-    text = root.stall_report(61.0)
+    assert root.stalls.stalled(60.0, WARNING_S) == {}
+    assert root.stalls.stalled(61.0, WARNING_S) == {"a": [1]}
+    text = root.stalls.report(61.0)
     assert text is not None
     assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for nothing." in text
     assert "Every rank must call the same collectives with the same names" in text
@@ -532,10 +532,10 @@ def test_a_stall_names_what_the_missing_rank_waits_for_instead(size: int) -> Non
     job.submit(missing, allreduce("b"))
     for now in (0, 31, 62, 93):
         job.settle(now)
-    text = job.nodes[0].stall_report(job.now)
+    text = job.nodes[0].stalls.report(job.now)
     assert text is not None
     assert f"have waited 93 s for ranks [{missing}], which wait for b instead." in text
-    assert job.nodes[0].stalled(job.now, WARNING_S)["a"] == [missing]
+    assert job.nodes[0].stalls.stalled(job.now, WARNING_S)["a"] == [missing]
 
 
 def test_a_stall_names_only_what_the_missing_ranks_wait_for() -> None:
@@ -544,7 +544,7 @@ def test_a_stall_names_only_what_the_missing_ranks_wait_for() -> None:
     job.submit_all(allreduce("b"), but=[2, 3])
     job.submit(3, allreduce("c"))
     job.settle()
-    text = job.nodes[0].stall_report(61.0)
+    text = job.nodes[0].stalls.report(61.0)
     assert text is not None
     assert "a: ranks [0, 1] have waited 61 s for ranks [2, 3], which wait for c instead." in text
     assert "c: ranks [3] have waited 61 s for ranks [0, 1, 2], which wait for a, b instead." in text
@@ -555,14 +555,14 @@ def test_a_stall_is_reported_again_after_a_while_and_only_by_rank_0() -> None:
     job.submit_all(allreduce("a"), but=[1])
     job.settle()
     root = job.nodes[0]
-    assert root.stall_report(59.0) is None
-    assert root.stall_report(61.0) is not None
-    assert root.stall_report(62.0) is None
-    assert root.stall_report(120.0) is None
-    assert root.stall_report(121.0) is not None
+    assert root.stalls.report(59.0) is None
+    assert root.stalls.report(61.0) is not None
+    assert root.stalls.report(62.0) is None
+    assert root.stalls.report(120.0) is None
+    assert root.stalls.report(121.0) is not None
     job = Job(2)
     job.submit(1, allreduce("a"))
-    assert job.nodes[1].stall_report(1000.0) is None
+    assert job.nodes[1].stalls.report(1000.0) is None
 
 
 def test_what_is_complete_is_no_stall() -> None:
@@ -573,15 +573,15 @@ def test_what_is_complete_is_no_stall() -> None:
     job.settle(59.0)
     job.submit_all(allreduce("a"), but=[1])  # The same name again begins anew.
     job.settle(100.0)
-    assert job.nodes[0].stalled(110.0, WARNING_S) == {}
-    assert job.nodes[0].stall_report(110.0) is None
+    assert job.nodes[0].stalls.stalled(110.0, WARNING_S) == {}
+    assert job.nodes[0].stalls.report(110.0) is None
 
 
 def test_a_report_of_many_stalls_is_short() -> None:
     job = Job(2)
     job.submit_all(*(allreduce(f"t{i}") for i in range(50)), but=[1])
     job.settle()
-    text = job.nodes[0].stall_report(61.0)
+    text = job.nodes[0].stalls.report(61.0)
     assert text is not None
     assert "t5: " in text
     assert "t6: " not in text
@@ -629,7 +629,7 @@ def test_without_an_abort_time_a_stall_never_ends() -> None:
     job.settle(0.0)
     job.settle(1e6)
     assert job.end()[0] is None
-    assert job.nodes[0].stall_report(1e6) is not None
+    assert job.nodes[0].stalls.report(1e6) is not None
 
 
 def test_without_a_warning_time_nothing_is_reported_or_told() -> None:
@@ -637,24 +637,24 @@ def test_without_a_warning_time_nothing_is_reported_or_told() -> None:
     job.submit(17, allreduce("a"))
     for now in (0.0, 1e3, 1e6):
         job.settle(now)
-    assert job.nodes[0].stall_report(1e6) is None
-    assert job.nodes[0].stalled(1e6, 60.0) == {}
+    assert job.nodes[0].stalls.report(1e6) is None
+    assert job.nodes[0].stalls.stalled(1e6, 60.0) == {}
     assert [rank for rank, _, _ in job.announcements] == [17]
 
 
 def test_a_waiting_rank_looks_up_now_and_then() -> None:
     node = Coordinator(0, 2, CAPACITY, stall_warning_s=WARNING_S)
-    assert node.next_check_s(0.0) > 10
+    assert node.next_check_s() > 10
     node.submit(allreduce("a"), 0.0)
-    assert 0 < node.next_check_s(0.0) <= 1
-    assert Coordinator(0, 2, CAPACITY, stall_warning_s=None).next_check_s(0.0) > 10
+    assert 0 < node.next_check_s() <= 1
+    assert Coordinator(0, 2, CAPACITY, stall_warning_s=None).next_check_s() > 10
 
 
 def test_a_rank_that_rank_0_does_not_answer_ends_after_the_limit() -> None:
     node = Coordinator(3, 4, CAPACITY, WARNING_S, ABORT_S, Topology(3, ("here", "here", "there", "there")))
     node.submit(allreduce("a"), 0.0)
     node.submit(allreduce("b"), 100.0)
-    assert 0 < node.next_check_s(0.0) <= 1
+    assert 0 < node.next_check_s() <= 1
     for now in range(int(ABORT_S) + 4):
         node.check(now)  # Rank 0 may just be about to say that it is too late.
     with pytest.raises(StallError, match=r"^a: rank 3 on there has waited 604 s for ranks \[0\] on here\. Either the "
@@ -747,7 +747,7 @@ def test_work_that_was_told_of_in_part_is_executed_once_when_complete(size: int)
         job.submit(rank, allreduce("a", 3))
         job.settle(94.0)
     assert job.agreed == ["a"]
-    assert all(not node.stalled(1e6, 0.0) for node in job.nodes)
+    assert all(not node.stalls.stalled(1e6, 0.0) for node in job.nodes)
 
 
 def test_a_mismatch_that_was_told_of_in_part_is_found_when_complete() -> None:
@@ -1021,8 +1021,8 @@ def test_a_join_stalls_only_if_the_other_ranks_do_nothing() -> None:
         job.now = now
         job.submit_all(allreduce("a"), but=[1])
         job.settle()
-        assert job.nodes[0].stall_report(now) is None
-    report = job.nodes[0].stall_report(170.0)
+        assert job.nodes[0].stalls.report(now) is None
+    report = job.nodes[0].stalls.report(170.0)
     assert report is not None
     assert "join(): ranks [1] have waited 70 s for ranks [0, 2], which wait for nothing" in report
     job.settle(100.0 + ABORT_S + 1.0)

@@ -210,7 +210,7 @@ def test_a_vote_that_is_open_is_no_deadlock_until_it_has_ended() -> None:
         engine.controller._standstill.look(0.0)
         engine.controller._standstill.look(1.0)
         engine.controller._standstill.look(2.0)
-        assert not engine.controller._coordinator._blocked._after
+        assert not engine.controller._coordinator._subtree.blocked._after
         engine.controller._fast_path.is_open = False
     job.now = 3.0
     job.pass_time(2 * SOON_S)
