@@ -36,7 +36,8 @@ from ..core.request import (
 from ..core.rows import even_splits
 from . import runtime
 from .group import Group
-from .interop import Tensor, TensorLike, tensors_of
+from .interop import Tensor, tensors_of
+from .libraries import TensorLike
 from .pickling import dumps
 from .process_sets import ProcessSet, global_process_set, resolved
 

@@ -1,42 +1,33 @@
-"""This rank's GPU: memory, streams, events, the copy kernel and NCCL, by cupy. The only module that imports cupy.
+"""This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
 
-It implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests. Importing
-it fails where cupy is missing; api.interop.make_device names the remedy. Any thread may use a Device, and one thread at
-a time a Communicator.
+This module and the three that it imports (events.py, copy/compiler.py, nccl/library.py) are the only ones that call
+cupy. It implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests.
+Importing it fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use a Device.
 """
 
-import ctypes
 import platform
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
-from itertools import count
-from threading import Lock, get_ident
 from typing import Any, cast
 
 import cupy
 import cupyx
 import numpy as np
-from cupy.cuda import compiler, nccl
 
-from ..core.errors import EngineError
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream
+from .copy.compiler import compiled
 from .copy.kernel import NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
 from .dlpack import CUDA
-from .nccl.types import RESULTS
-from .wheels import load_nvrtc
+from .events import Event, Recording
+from .nccl import library
 
-_NOT_READY = 600  # cudaErrorNotReady
-_PER_THREAD = 2  # cudaStreamPerThread
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
 # cupy passes a numpy array of one element by value.
 _TABLE = np.dtype([("pieces", PIECE, (PIECES_PER_LAUNCH,))])
-# A float below the normal ones stays what it is.
-_COMPILER_OPTIONS = ("-std=c++17", "-ftz=false")
 
 
 class Device:
@@ -163,140 +154,17 @@ class Device:
         with self._imports:
             return cupy.ascontiguousarray(cupy.from_dlpack(tensor)), self._imports
 
-    # -- NCCL ---------------------------------------------------------------------------------------------------------
+    # -- NCCL, here so that a stand-in for a device has it, too -------------------------------------------------------
 
-    @staticmethod
-    def nccl_version() -> int:
-        """NCCL's version code (22805 is 2.28.5); 0 if cupy was built without NCCL, or cannot load it."""
-        return int(nccl.get_version()) if nccl.available else 0
-
-    @staticmethod
-    def unique_id() -> bytes | tuple[int, ...]:
-        """A new id for a communicator, made by one rank for all: bytes, or a tuple before cupy 14."""
-        made: bytes | tuple[int, ...] = nccl.get_unique_id()
-        return made
-
-    @staticmethod
-    def communicator(size: int, unique_id: bytes | tuple[int, ...], rank: int) -> "Communicator":
-        """Connect the ranks that have `unique_id`. Collective; waits for all of them."""
-        return Communicator(size, unique_id, rank)
-
-    @staticmethod
-    @contextmanager
-    def nccl_group() -> Iterator[None]:
-        """A context in which NCCL's operations are enqueued as one."""
-        with explained("a group"):
-            nccl.groupStart()
-            try:
-                yield
-            finally:
-                nccl.groupEnd()
-
-
-class Communicator:
-    """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
-
-    Implements nccl.types.NcclCommunicator. One thread calls it. Another one may call `abort` meanwhile: the call that
-    waits in NCCL returns then, and no call begins after it. (cupy forgets NCCL's communicator only when ncclCommAbort
-    has returned. Without the flag a call that begins in the meantime would use freed memory.) The waiting call itself
-    cannot be waited for first, since nothing but the abort makes it return. cupy's calls release the lock of Python's
-    interpreter, so that another thread can run.
-    """
-
-    def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
-        with explained(f"connecting rank {rank} of {size}"):
-            self._cupy_communicator = nccl.NcclCommunicator(size, unique_id, rank)
-        self._rank, self._lock, self._is_aborted = rank, Lock(), False
-
-    def abort(self) -> None:
-        """End all work of the communicator, and free it. May be called twice, and by any thread."""
-        with self._lock:
-            is_first, self._is_aborted = not self._is_aborted, True
-        if is_first:
-            with explained(f"abort on rank {self._rank}"):
-                self._cupy_communicator.abort()
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._cupy_communicator, name)
-
-        def call(*arguments: Any) -> Any:
-            if self._is_aborted:
-                raise EngineError(f"NCCL's communicator was aborted before {name} on rank {self._rank}.")
-            with explained(f"{name} on rank {self._rank}"):
-                return method(*arguments)
-
-        setattr(self, name, call)  # so that later calls bypass __getattr__
-        return call
-
-
-def compiled(code: str) -> bytes:
-    """Return the machine code of a kernel for the current GPU. Any thread, within `Device.current()`.
-
-    Not by cupy's RawModule, which appends -ftz=true to the options.
-
-    Raises:
-        EngineError: There is no NVRTC that works, or it refuses the code. Has the compiler's message.
-    """
-    try:
-        _find_nvrtc()
-        binary: bytes = compiler.compile_using_nvrtc(code, _COMPILER_OPTIONS, cache_in_memory=True)[0]
-    except (RuntimeError, OSError, compiler.CompileException) as error:
-        raise EngineError(f"the copy kernel cannot be compiled: {error}") from error
-    return binary
-
-
-def _find_nvrtc() -> None:
-    try:
-        compiler.nvrtc.getVersion()  # cupy's own way
-    except RuntimeError:
-        load_nvrtc(cupy.cuda.driver.get_build_version() // 1000)
+    nccl_version = staticmethod(library.version)
+    unique_id = staticmethod(library.unique_id)
+    communicator = staticmethod(library.Communicator)
+    nccl_group = staticmethod(library.group)
 
 
 @cache
 def _has_priorities() -> bool:
     return int(cupy.__version__.split(".")[0]) >= 14
-
-
-@contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """A context that turns NCCL's errors into EngineErrors with NCCL's own message."""
-    try:
-        yield
-    except nccl.NcclError as error:
-        raise EngineError(f"NCCL has failed ({doing}): {error}. {last_error()}".rstrip(". ") + ".") from error
-    except KeyError as error:
-        number = error.args[0] if error.args else None
-        if number not in RESULTS:
-            raise
-        raise EngineError(f"NCCL has failed ({doing}): {RESULTS[number]}. {last_error()}".rstrip(". ") + ".") from error
-
-
-class Recording:
-    """Numbers the events of a device in the order in which they are recorded."""
-
-    def __init__(self) -> None:
-        self.lock, self.numbers = Lock(), count()
-
-
-class Event:
-    """A point in a stream. See arrays.GpuEvent."""
-
-    def __init__(self, stream: GpuStream, recording: Recording):
-        self.cupy_event = cupy.cuda.Event(disable_timing=True)
-        self._stream = stream  # so that the address is that of no other stream while there is the event
-        with recording.lock:
-            self.cupy_event.record(stream)
-            self.number = next(recording.numbers)
-        # The per-thread default streams of all threads have the same address.
-        self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
-
-    @property
-    def done(self) -> bool:
-        """Whether the stream has reached it. Raises EngineError if the GPU has failed."""
-        status = cupy.cuda.runtime.eventQuery(self.cupy_event.ptr)
-        if status not in (0, _NOT_READY):
-            raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
-        return bool(status == 0)
 
 
 def gpu_count() -> int:
@@ -305,13 +173,3 @@ def gpu_count() -> int:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
-
-
-def last_error() -> str:
-    """NCCL's message on its latest error in this process; "" if it is not available."""
-    try:
-        get_last_error = ctypes.CDLL("libnccl.so.2").ncclGetLastError
-    except (OSError, AttributeError):
-        return ""
-    get_last_error.restype, get_last_error.argtypes = ctypes.c_char_p, (ctypes.c_void_p,)
-    return (get_last_error(None) or b"").decode(errors="replace")

@@ -84,11 +84,11 @@ def steps_of(kind: str, recording: AbstractContextManager[Any]) -> None:
 def arrays() -> Callable[[], object]:
     """A step that averages cupy arrays."""
     if "--stand-in" in sys.argv:
-        from mpistrat.api import interop
+        from mpistrat.api import libraries, own_gpu
         from tests.support.gpu_stand_in import Device
         stand_in: Any = Device()
-        interop.make_device = lambda number: stand_in
-        interop.KINDS["tests"] = interop.Cupy()
+        own_gpu.make_device = lambda number: stand_in
+        libraries.KINDS["tests"] = libraries.Cupy()
         made = [stand_in.tensor(np.ones(100, np.float32)) for _ in range(TENSORS)]
     else:
         import cupy

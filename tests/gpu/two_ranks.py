@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import interop
+from mpistrat.api import libraries, own_gpu
 from tests.gpu.memory import DTYPES, can_test
 from tests.support.dtypes import dtype_of
 
@@ -42,8 +42,8 @@ class StandIn:
         from tests.support import gpu_stand_in
         self.device = gpu_stand_in.Device(seed=mpistrat.rank())
         device: Any = self.device
-        interop.make_device = lambda number: device
-        interop.KINDS["tests"] = interop.Cupy()
+        own_gpu.make_device = lambda number: device
+        libraries.KINDS["tests"] = libraries.Cupy()
 
     def array(self, values: np.ndarray) -> Any:
         """Copy to the stand-in."""

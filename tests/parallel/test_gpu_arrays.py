@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.api import interop
+from mpistrat.api import libraries, own_gpu
 from tests.support import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -117,8 +117,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     patch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
     if kind == "stand-in":
-        patch.setattr(interop, "make_device", lambda number: found.device)
-        patch.setitem(interop.KINDS, "tests", interop.Cupy())
+        patch.setattr(own_gpu, "make_device", lambda number: found.device)
+        patch.setitem(libraries.KINDS, "tests", libraries.Cupy())
     mpistrat.init()
     yield found
     mpistrat.shutdown()
@@ -313,7 +313,7 @@ def test_a_tensor_on_another_gpu_is_refused(library: Any) -> None:
     mpistrat.allreduce(array)
     other = array.__dlpack_device__()[1] + 1
     with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {other}, but this rank's tensors are on GPU"):
-        interop.this_ranks_gpu(other)
+        own_gpu.this_ranks_gpu(other)
 
 
 def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.FixtureRequest,

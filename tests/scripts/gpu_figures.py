@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import interop
+from mpistrat.api import libraries, own_gpu
 from mpistrat.cli.bench.cases import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
@@ -53,8 +53,8 @@ class StandIn:
         from tests.support import gpu_stand_in
         self.device: Any = gpu_stand_in.Device(seed=mpistrat.rank())
         self.name = "stand-in, no GPU"
-        interop.make_device = lambda number: self.device
-        interop.KINDS["tests"] = interop.Cupy()
+        own_gpu.make_device = lambda number: self.device
+        libraries.KINDS["tests"] = libraries.Cupy()
 
     def array(self, elements: int) -> Any:
         """A float32 array."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mpistrat.api import interop
+from mpistrat.api import own_gpu
 from mpistrat.gpu import dlpack
 from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
 from tests.support import gpu_stand_in
@@ -19,6 +19,6 @@ class StandIn(gpu_stand_in.Device):
 
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let all tensors of this process go the way of GPU tensors: eager ones, and those of graphs."""
-    replace(interop, "make_device", lambda number: StandIn(seed=rank))
+    replace(own_gpu, "make_device", lambda number: StandIn(seed=rank))
     replace(gpu_eager, "are_on_gpu", lambda tensors: True)
     replace(gpu_graph, "device_of", lambda tensors: None if tf.executing_eagerly() else "/device:CPU:0")

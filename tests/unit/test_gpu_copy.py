@@ -164,14 +164,14 @@ def ptx_of(job: CopyJob, architecture: str) -> str:
     pytest.importorskip("cupy", reason="cupy is not installed")
     from cupy.cuda import compiler
 
-    from mpistrat.gpu import device
+    from mpistrat.gpu.copy.compiler import OPTIONS, find_nvrtc
     try:
-        device._find_nvrtc()
+        find_nvrtc()
     except OSError as error:
         pytest.skip(f"no NVRTC: {error}")
     program = compiler.nvrtc.createProgram(source(job), "batched_copy.cu", [], [])
     try:
-        compiler.nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *device._COMPILER_OPTIONS))
+        compiler.nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
         ptx: str = compiler.nvrtc.getPTX(program).decode()
     finally:
         compiler.nvrtc.destroyProgram(program)

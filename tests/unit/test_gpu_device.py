@@ -1,4 +1,4 @@
-"""What can be said of the module that touches cupy without a GPU; skipped where cupy is not installed."""
+"""What the modules that call cupy do without a GPU; skipped where cupy is not installed."""
 
 import ast
 from contextlib import nullcontext
@@ -24,16 +24,16 @@ def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.Mo
 
 
 def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu import device
+    from mpistrat.gpu.nccl import library
 
     class Failing:
         def check_async_error(self) -> None:
             raise nccl.NcclError(6)
 
     monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Failing())
-    monkeypatch.setattr(device, "last_error", lambda: "socketProgress: Connection closed by remote peer")
+    monkeypatch.setattr(library, "last_error", lambda: "socketProgress: Connection closed by remote peer")
     with pytest.raises(EngineError) as raised:
-        device.Device.communicator(2, b"", 1).check_async_error()
+        library.Communicator(2, b"", 1).check_async_error()
     text = str(raised.value)
     assert text.startswith("NCCL has failed (check_async_error on rank 1): NCCL_ERROR_")
     assert text.endswith(". socketProgress: Connection closed by remote peer.")
@@ -42,16 +42,16 @@ def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest
 @pytest.mark.parametrize("number, name", [(7, "ncclInProgress"), (8, "ncclTimeout")])
 def test_a_result_that_cupy_cannot_name_has_its_name_from_nccl(number: int, name: str,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu import device
-    monkeypatch.setattr(device, "last_error", lambda: "")
+    from mpistrat.gpu.nccl import library
+    monkeypatch.setattr(library, "last_error", lambda: "")
     with pytest.raises(EngineError, match=rf"NCCL has failed \(allReduce on rank 1\): {name}"), \
-            device.explained("allReduce on rank 1"):
+            library.explained("allReduce on rank 1"):
         raise nccl.NcclError(number)
 
 
 def test_a_key_error_that_is_none_of_nccls_stays_one() -> None:
-    from mpistrat.gpu import device
-    with pytest.raises(KeyError), device.explained("a group"):
+    from mpistrat.gpu.nccl import library
+    with pytest.raises(KeyError), library.explained("a group"):
         raise KeyError("tensor")
 
 
@@ -81,23 +81,23 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of an H100, in place of asking a GPU. Skips without NVRTC."""
     from cupy.cuda import compiler
 
-    from mpistrat.gpu import device
+    from mpistrat.gpu.copy.compiler import find_nvrtc
     monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin"))
     try:
-        device._find_nvrtc()
+        find_nvrtc()
     except OSError as error:
         pytest.skip(f"no NVRTC: {error}")
 
 
 @pytest.mark.usefixtures("architecture")
 def test_cupy_makes_machine_code_of_the_kernel() -> None:
-    from mpistrat.gpu.device import compiled
+    from mpistrat.gpu.copy.compiler import compiled
     assert compiled(source(CopyJob("float32", "bfloat16", 0.5))).startswith(b"\x7fELF")
 
 
 @pytest.mark.usefixtures("architecture")
 def test_code_that_is_refused_is_an_error_with_the_compilers_words() -> None:
-    from mpistrat.gpu.device import compiled
+    from mpistrat.gpu.copy.compiler import compiled
     with pytest.raises(EngineError, match=r"(?s)the copy kernel cannot be compiled: .*error"):
         compiled("this is no C++")
 
@@ -125,7 +125,7 @@ def test_a_priority_is_given_where_this_cupy_takes_one() -> None:
 def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_or_the_device() -> None:
     from mpistrat.gpu import device
     package = Path(device.__file__).parent.parent
-    names = {node.attr for folder in ("gpu", "collectives", "tensorflow") for path in (package / folder).rglob("*.py")
+    names = {node.attr for folder in ("gpu", "engine", "tensorflow") for path in (package / folder).rglob("*.py")
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     assert "wait_event" in names and not [name for name in names if "ynchronize" in name]
 

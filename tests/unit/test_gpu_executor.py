@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.api.interop import Cupy
+from mpistrat.api.libraries import Cupy
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.api import interop
+from mpistrat.api import interop, own_gpu
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
 from mpistrat.gpu import wheels
@@ -20,9 +20,9 @@ def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "mpistrat.gpu.device", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    interop.why_no_cupy.cache_clear()
+    own_gpu.why_no_cupy.cache_clear()
     yield tmp_path / "cupy.py"
-    interop.why_no_cupy.cache_clear()
+    own_gpu.why_no_cupy.cache_clear()
 
 
 @pytest.mark.parametrize("code, reason", [
@@ -35,7 +35,7 @@ def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_the_reason_is_in_words(code: str, reason: str, cupy_says: Path) -> None:
     cupy_says.write_text(code)
     with pytest.raises(MissingDependencyError) as raised:
-        interop.make_device(0)
+        own_gpu.make_device(0)
     assert str(raised.value) == f"tensors on a GPU need cupy: {reason}."
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop import go_by_host, gpu_input, this_ranks_gpu
+from ...api.own_gpu import go_by_host, gpu_input, this_ranks_gpu
 from ...core.request import DEVICE_GPU, Request
 from ...gpu.arrays import Allocated, GpuArray, GpuInput
 from .gpu_memory import exported, shared, uninitialised
@@ -46,7 +46,7 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
         shapes: The shape of each result, as far as it is known before the collective.
 
     Raises:
-        As `api.interop.this_ranks_gpu` and `AsyncResult.wait`.
+        As `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
     device = device_of(tensors[0])
     with device.current(), SynchronousExecution():
@@ -79,7 +79,7 @@ def _input(tensor: tf.Tensor, result: GpuArray | None, device: "Device") -> GpuI
 
 
 def device_of(tensor: tf.Tensor) -> "Device":
-    """This rank's GPU, which an eager tensor is on. Raises as `api.interop.this_ranks_gpu`."""
+    """This rank's GPU, which an eager tensor is on. Raises as `api.own_gpu.this_ranks_gpu`."""
     number = tf.DeviceSpec.from_string(tensor.backing_device).device_index or 0
     return this_ranks_gpu(cuda_number(number))
 

@@ -36,7 +36,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop import go_by_host, gpu_input, why_no_cupy
+from ...api.own_gpu import go_by_host, gpu_input, why_no_cupy
 from ...core.handle import Handle
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ...gpu.arrays import GpuInput

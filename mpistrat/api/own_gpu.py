@@ -1,0 +1,98 @@
+"""This rank's GPU: which one it is, why there is none, and how tensors on it are reduced.
+
+cupy is imported when the first tensor on a GPU is passed. Any thread may call the functions of this module.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+from ..core.errors import InvalidRequestError, MissingDependencyError
+from ..core.install import pip_extra
+from ..gpu.arrays import Allocated, GpuArray, GpuInput
+from ..gpu.host_copies import HostCopies
+from . import runtime
+
+if TYPE_CHECKING:
+    from ..gpu.device import Device  # They import cupy.
+    from ..gpu.events import Event
+
+logger = logging.getLogger(__name__)
+
+_devices: "WeakKeyDictionary[runtime.Runtime, Device]" = WeakKeyDictionary()
+_copies: "WeakKeyDictionary[Device, HostCopies]" = WeakKeyDictionary()
+_logged: WeakSet[runtime.Runtime] = WeakSet()
+_lock = threading.Lock()
+
+
+def this_ranks_gpu(number: int) -> "Device":
+    """Return this rank's GPU. The first call since init() decides which GPU that is.
+
+    Raises:
+        InvalidRequestError: This rank already uses another GPU than `number`.
+        MissingDependencyError: cupy is not installed.
+    """
+    current = runtime.current()
+    with _lock:
+        device = _devices.get(current)
+        if device is None:
+            device = _devices[current] = make_device(number)
+    if device.number != number:
+        raise InvalidRequestError(f"the tensor is on GPU {number}, but this rank's tensors are on GPU {device.number}; "
+                                  "a rank uses one GPU.")
+    return device
+
+
+def make_device(number: int) -> "Device":
+    """Open the GPU with this number. Raises MissingDependencyError if cupy is not installed, or cannot be imported."""
+    reason = why_no_cupy()
+    if reason:
+        raise MissingDependencyError(f"tensors on a GPU need cupy: {reason}.")
+    from ..gpu.device import Device
+    return Device(number)
+
+
+@cache
+def why_no_cupy() -> str:
+    """Why tensors on a GPU cannot be read; "" if they can. Imports cupy."""
+    try:
+        from ..gpu.device import Device  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            return f"it is not installed ({pip_extra('gpu')})"
+        return f"it cannot be imported: {error}"
+    except Exception as error:  # cupy looks for CUDA's libraries and its driver while it is imported.
+        text = " ".join(str(error).split())
+        return f"it cannot be imported: {type(error).__name__}: {text[:300]}"
+    return ""
+
+
+def go_by_host() -> bool:
+    """Return whether GPU tensors are reduced as CPU tensors (MPISTRAT_GPU_OPERATIONS=host). Rank 0 logs it once."""
+    current = runtime.current()
+    if current.settings.gpu_operations != "host":
+        return False
+    with _lock:
+        if current not in _logged and current.topology.rank == 0:
+            logger.info("rank 0: GPU tensors are copied to the host and reduced as CPU tensors by %s: "
+                        "MPISTRAT_GPU_OPERATIONS=host", current.data_name)
+        _logged.add(current)
+    return True
+
+
+def host_copies_of(device: "Device") -> HostCopies:
+    """What copies this GPU's tensors to the host and back, where they are reduced as CPU tensors."""
+    settings = runtime.current().settings
+    with _lock:
+        if device not in _copies:
+            _copies[device] = HostCopies(device, settings.limit_s)
+        return _copies[device]
+
+
+def gpu_input(array: GpuArray, device: "Device", ready: "Event | None",
+              allocate: Callable[[tuple[int, ...]], Allocated]) -> GpuInput:
+    """Return the array as a GpuInput, with the given fields."""
+    return GpuInput(array.address, array.shape, array.dtype, array.owner, device, ready, allocate)

@@ -1,0 +1,37 @@
+"""Compiles the copy kernel for the current GPU, by cupy and NVRTC.
+
+Imports cupy, so only gpu/device.py imports this module. Any thread may call it.
+"""
+
+import cupy
+from cupy.cuda import compiler
+
+from ...core.errors import EngineError
+from ..wheels import load_nvrtc
+
+# A float below the normal ones stays what it is.
+OPTIONS = ("-std=c++17", "-ftz=false")
+
+
+def compiled(code: str) -> bytes:
+    """Return the machine code of a kernel for the current GPU. Any thread, within `Device.current()`.
+
+    Not by cupy's RawModule, which appends -ftz=true to the options.
+
+    Raises:
+        EngineError: There is no NVRTC that works, or it refuses the code. Has the compiler's message.
+    """
+    try:
+        find_nvrtc()
+        binary: bytes = compiler.compile_using_nvrtc(code, OPTIONS, cache_in_memory=True)[0]
+    except (RuntimeError, OSError, compiler.CompileException) as error:
+        raise EngineError(f"the copy kernel cannot be compiled: {error}") from error
+    return binary
+
+
+def find_nvrtc() -> None:
+    """Load NVRTC, where cupy does not find it by itself. Raises OSError if there is none."""
+    try:
+        compiler.nvrtc.getVersion()  # cupy's own way
+    except RuntimeError:
+        load_nvrtc(cupy.cuda.driver.get_build_version() // 1000)
