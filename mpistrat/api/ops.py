@@ -23,6 +23,7 @@ from ..core.request import (
     DEVICE_GPU,
     ReduceOp,
     Request,
+    ScaledOp,
     allgather_request,
     allreduce_request,
     alltoall_request,
@@ -30,7 +31,7 @@ from ..core.request import (
     broadcast_request,
     join_request,
     reducescatter_request,
-    resolve_op,
+    scaled_op,
     specs_of,
 )
 from ..core.rows import even_splits
@@ -75,8 +76,8 @@ def allreduce_async(array: TensorLike, average: bool | None = None, name: str | 
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allreduce, but returns at once. `array` must not change until the collective is complete."""
-    return _allreduce([array], average, _auto_name(name, "allreduce", process_set), op, prescale_factor,
-                      postscale_factor, process_set, _first)
+    return _allreduce([array], _auto_name(name, "allreduce", process_set),
+                      scaled_op(op, prescale_factor, postscale_factor, average), process_set, _first)
 
 
 def allreduce(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -106,24 +107,24 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return _allreduce([array], average, name or "allreduce", op, prescale_factor, postscale_factor, process_set, _first,
-                      blocking=True).wait()
+    return _allreduce([array], name or "allreduce", scaled_op(op, prescale_factor, postscale_factor, average),
+                      process_set, _first, blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> AsyncResult[list[Any]]:
     """As grouped_allreduce, but returns at once. The arrays must not change until the collective is complete."""
-    return _allreduce(arrays, average, _auto_name(name, "grouped_allreduce", process_set), op, prescale_factor,
-                      postscale_factor, process_set, list)
+    return _allreduce(arrays, _auto_name(name, "grouped_allreduce", process_set),
+                      scaled_op(op, prescale_factor, postscale_factor, average), process_set, list)
 
 
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """As allreduce, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _allreduce(arrays, average, name or "grouped_allreduce", op, prescale_factor, postscale_factor, process_set,
-                      list, blocking=True).wait()
+    return _allreduce(arrays, name or "grouped_allreduce", scaled_op(op, prescale_factor, postscale_factor, average),
+                      process_set, list, blocking=True).wait()
 
 
 def allgather_async(array: TensorLike, name: str | None = None,
@@ -164,8 +165,8 @@ def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
-    return _reducescatter([array], _auto_name(name, "reducescatter", process_set), op, prescale_factor,
-                          postscale_factor, process_set, _first)
+    return _reducescatter([array], _auto_name(name, "reducescatter", process_set),
+                          scaled_op(op, prescale_factor, postscale_factor), process_set, _first)
 
 
 def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -183,16 +184,16 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part.
     """
-    return _reducescatter([array], name or "reducescatter", op, prescale_factor, postscale_factor, process_set, _first,
-                          blocking=True).wait()
+    return _reducescatter([array], name or "reducescatter", scaled_op(op, prescale_factor, postscale_factor),
+                          process_set, _first, blocking=True).wait()
 
 
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
     """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _reducescatter(arrays, name or "grouped_reducescatter", op, prescale_factor, postscale_factor, process_set,
-                          list, blocking=True).wait()
+    return _reducescatter(arrays, name or "grouped_reducescatter", scaled_op(op, prescale_factor, postscale_factor),
+                          process_set, list, blocking=True).wait()
 
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
@@ -280,12 +281,10 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(dumps(obj), name)]
 
 
-def _allreduce(arrays: Sequence[TensorLike], average: bool | None, name: str, op: ReduceOp | None, prescale: float,
-               postscale: float, process_set: ProcessSet, finish: Callable[[list[Any]], T],
-               blocking: bool = False) -> AsyncResult[T]:
+def _allreduce(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
+               finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
     group, tensors = resolved(process_set).group(name), tensors_of(arrays)
-    request = allreduce_request(name, specs_of([t.array for t in tensors]), resolve_op(op, average), float(prescale),
-                                float(postscale), device=_device_of(name, tensors))
+    request = allreduce_request(name, specs_of([t.array for t in tensors]), scaled, device=_device_of(name, tensors))
     return _submit(group, request, tensors, finish, blocking)
 
 
@@ -295,11 +294,10 @@ def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: 
     return _submit(group, request, tensors, _first, blocking)
 
 
-def _reducescatter(arrays: Sequence[TensorLike], name: str, op: ReduceOp | None, prescale: float, postscale: float,
-                   process_set: ProcessSet, finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
+def _reducescatter(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
+                   finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
     group, tensors = resolved(process_set).group(name), tensors_of(arrays)
-    request = reducescatter_request(name, specs_of([t.array for t in tensors]), resolve_op(op, None), float(prescale),
-                                    float(postscale), device=_device_of(name, tensors))
+    request = reducescatter_request(name, specs_of([t.array for t in tensors]), scaled, _device_of(name, tensors))
     return _submit(group, request, tensors, finish, blocking)
 
 

@@ -87,6 +87,11 @@ class Request:
     in_graph: bool = field(default=False, compare=False)
     process_set: int = field(default=0, compare=False)
 
+    @property
+    def scaled(self) -> "ScaledOp":
+        """The operation and its factors."""
+        return ScaledOp(self.reduce_op, self.prescale, self.postscale)
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
@@ -161,24 +166,44 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
             f"op must be one of Average, Sum, Min, Max, Product, Adasum. Received: {op!r}") from None
 
 
+class ScaledOp(NamedTuple):
+    """What the caller of an all-reduce or a reduce-scatter asks for: an operation and its factors.
+
+    Attributes:
+        op: How to reduce.
+        prescale: Multiplies every value before the reduction.
+        postscale: Multiplies the result.
+    """
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+def scaled_op(op: ReduceOp | int | None, prescale: float = 1.0, postscale: float = 1.0,
+              average: bool | None = None) -> ScaledOp:
+    """The operation for the arguments that a user has passed. `op` and `average` are as in resolve_op."""
+    return ScaledOp(resolve_op(op, average), float(prescale), float(postscale))
+
+
 @lru_cache(KEPT_REQUESTS)
-def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
-                      postscale: float = 1.0, labels: tuple[str, ...] = (),
-                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU,
-                      wire_dtype: str = "", process_set: int = 0) -> Request:
+def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: ScaledOp, labels: tuple[str, ...] = (),
+                      layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU, wire_dtype: str = "",
+                      process_set: int = 0) -> Request:
     """A request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
-        InvalidRequestError: The dtype cannot be reduced with `op`, or a factor is not finite.
+        InvalidRequestError: The dtype cannot be reduced with the operation, or a factor is not finite.
     """
+    op, prescale, postscale = scaled
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, op)
-    _check_factors(name, prescale, postscale)
+    _check_factors(name, scaled)
     if op is Adasum and device == DEVICE_GPU:
         raise InvalidRequestError(f"{name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, or pass "
                                   "CPU tensors.")
-    return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
+    return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=prescale, postscale=postscale, device=device,
+                   layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -195,23 +220,24 @@ def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = 
 
 
 @lru_cache(KEPT_REQUESTS)
-def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], op: ReduceOp, prescale: float = 1.0,
-                          postscale: float = 1.0, device: str = DEVICE_CPU, process_set: int = 0) -> Request:
+def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: ScaledOp, device: str = DEVICE_CPU,
+                          process_set: int = 0) -> Request:
     """A request to reduce each of `tensors`, of which each rank gets its rows.
 
     Raises:
-        InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or `op` is
-            neither Average nor Sum.
+        InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or the operation
+            is neither Average nor Sum.
     """
+    op, prescale, postscale = scaled
     if op not in (Average, Sum):
         raise InvalidRequestError(f"{name}: reducescatter supports Average and Sum. Received: {op.name.capitalize()}")
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, op)
         if not tensor.shape:
             raise InvalidRequestError(f"{name}: reducescatter does not support scalar inputs. Reshape it to (1,).")
-    _check_factors(name, prescale, postscale)
-    return Request(CollectiveType.REDUCESCATTER, name, tensors, op, prescale=float(prescale),
-                   postscale=float(postscale), device=device, process_set=process_set)
+    _check_factors(name, scaled)
+    return Request(CollectiveType.REDUCESCATTER, name, tensors, op, prescale=prescale, postscale=postscale,
+                   device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -280,7 +306,8 @@ def _check_bytes(name: str, dtype: str) -> None:
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be sent. Use broadcast_object or allgather_object.")
 
 
-def _check_factors(name: str, prescale: float, postscale: float) -> None:
+def _check_factors(name: str, scaled: ScaledOp) -> None:
+    _, prescale, postscale = scaled
     if not (math.isfinite(prescale) and math.isfinite(postscale)):
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")

@@ -18,11 +18,11 @@ import numpy as np
 from ..core.arithmetic import IDENTITY, Reduction, scaled_copy
 from ..core.dtypes import is_half
 from ..core.interfaces import DataPlane
-from ..core.request import ReduceOp
+from ..core.request import ReduceOp, ScaledOp
 
 
 def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
-           prescale: float, postscale: float) -> None:
+           scaled: ScaledOp) -> None:
     """Write the Adasum of all ranks' `sources` to `targets`, each tensor by itself. Collective.
 
     Args:
@@ -31,14 +31,13 @@ def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray],
         size: How many ranks there are.
         sources: Floating-point arrays; the same shapes and dtypes on all ranks.
         targets: As many arrays, of the same shapes and dtypes.
-        prescale: Multiplies the sources.
-        postscale: Multiplies the results.
+        scaled: Adasum, with its factors.
     """
-    slices = [_slice_of_each_rank(data, rank, size, source, prescale) for source in sources]
+    slices = [_slice_of_each_rank(data, rank, size, source, scaled.prescale) for source in sources]
     while len(slices[0]) > 1:
         slices = _combined(data, slices)
     for source, target, (own,) in zip(sources, targets, slices, strict=True):
-        scaled_copy(own, postscale, own)
+        scaled_copy(own, scaled.postscale, own)
         counts = _counts(source.size, size)
         flat = target.reshape(-1)
         data.allgather(own.astype(flat.dtype, copy=False), flat, counts)

@@ -237,7 +237,7 @@ class Executor:
     def _adasum(self, entry: Entry) -> list[np.ndarray]:
         arrays = _arrays(entry)
         results = [self._pool.take(array.shape, array.dtype) for array in arrays]
-        adasum(self._data, self._rank, self._size, arrays, results, entry.request.prescale, entry.request.postscale)
+        adasum(self._data, self._rank, self._size, arrays, results, entry.request.scaled)
         return results
 
 

@@ -9,7 +9,7 @@ from keras.optimizers import Optimizer
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
-from ..core.request import Average, Min, ReduceOp, Sum
+from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.first_steps import FirstSteps
@@ -254,5 +254,5 @@ def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
     if not process_set.has_others():
         return finite
     name = "finite" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("finite")
-    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, Min,
+    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, ScaledOp(Min),
                                process_set=number_of(process_set, name))[0], tf.bool)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..core.request import Average
+from ..core.request import Average, ScaledOp
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.gradients import label_of
 from ..tensorflow.lists import number_of
@@ -50,5 +50,5 @@ class AverageStatistics(keras.callbacks.Callback):
         average(self._optimizers.shared(running_statistics(self.model)), self._mean)
 
     def _mean(self, variables: list[keras.Variable], labels: list[str]) -> list[tf.Tensor]:
-        return reduce_list([tf.convert_to_tensor(v) for v in variables], self._name, Average, labels=labels,
+        return reduce_list([tf.convert_to_tensor(v) for v in variables], self._name, ScaledOp(Average), labels=labels,
                            process_set=number_of(self._optimizers.process_set, self._name))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, ReduceOp, resolve_op
+from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from . import first_steps
 from .bridge.cpu import as_tf_error, to_array
 from .bridge.observers import Observer, observed
@@ -101,7 +101,7 @@ class GradientReducer:
             for number, places in reversed(list(enumerate(divided))):
                 members = [shared[place] for place in places]
                 name = self.name if len(divided) == 1 else f"{self.name}/group{number}"
-                reduced = reduce_mixed([own[place] for place in places], self._op, name,
+                reduced = reduce_mixed([own[place] for place in places], ScaledOp(self._op), name,
                                        partial(self._reduce_dense, name), numbers=members,
                                        labels=[label_of(variables[i]) for i in members],
                                        process_set=number_of(self.process_set, self.name))
@@ -124,8 +124,9 @@ class GradientReducer:
 
     def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
-        return compressed.restored(reduce_dense(compressed.tensors, self._op, 1.0 / self._predivide, self._predivide,
-                                                name, labels, wire_dtype=compressed.wire_dtype,
+        scaled = ScaledOp(self._op, 1.0 / self._predivide, self._predivide)
+        return compressed.restored(reduce_dense(compressed.tensors, scaled, name, labels,
+                                                wire_dtype=compressed.wire_dtype,
                                                 process_set=number_of(self.process_set, self.name)))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
-from ..core.request import Average, ReduceOp, Sum, allgather_request, broadcast_request, specs_of
+from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from .bridge import cpu, gpu_graph, observers
 from .bridge.buckets import reduce_list
@@ -36,18 +36,16 @@ def topology_of(process_set: int) -> Topology:
     return runtime.current().registry.groups[process_set].topology
 
 
-def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
-                 reduce: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]], prescale: float = 1.0,
-                 postscale: float = 1.0, labels: Sequence[str] = (), numbers: Sequence[int] = (),
-                 process_set: int = 0) -> list[Tensor]:
+def reduce_mixed(tensors: Sequence[Tensor], scaled: ScaledOp, name: str,
+                 reduce: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]], labels: Sequence[str] = (),
+                 numbers: Sequence[int] = (), process_set: int = 0) -> list[Tensor]:
     """Reduce dense tensors by one call of `reduce`, and each tf.IndexedSlices by gathering. Collective.
 
     Args:
         tensors: Dense tensors and tf.IndexedSlices.
-        op: How to reduce.
+        scaled: How to reduce. The slices refuse other factors than 1.
         name: The name by which the ranks match the operation.
         reduce: Called with the dense tensors and their labels.
-        prescale, postscale: For the slices, which refuse other factors than 1.
         labels: What users call the tensors, for error messages.
         numbers: The number of each tensor in the names of sparse ones, if that is not its place.
         process_set: The id of the process set.
@@ -56,8 +54,7 @@ def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
     dense = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, op, prescale, postscale, f"{name}/{numbers[i] if numbers else i}",
-                                       process_set)
+            results[i] = reduce_slices(tensor, scaled, f"{name}/{numbers[i] if numbers else i}", process_set)
         else:
             dense.append(i)
     reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [])
@@ -66,19 +63,17 @@ def reduce_mixed(tensors: Sequence[Tensor], op: ReduceOp, name: str,
     return results
 
 
-def reduce_dense(tensors: Sequence[tf.Tensor], op: ReduceOp, prescale: float, postscale: float, name: str,
-                 labels: Sequence[str] = (), may_wait: bool = True, wire_dtype: str = "",
-                 process_set: int = 0) -> list[tf.Tensor]:
+def reduce_dense(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, labels: Sequence[str] = (),
+                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0) -> list[tf.Tensor]:
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
 
     def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, op, prescale, postscale, labels, may_wait, wire_dtype=wire_dtype,
-                           process_set=process_set)
+        return reduce_list(values, name, scaled, labels, may_wait, wire_dtype=wire_dtype, process_set=process_set)
 
-    return with_gradient(reduced, ReduceGradient(name, int(op), float(prescale), float(postscale), tuple(labels),
-                                                 may_wait, wire_dtype, process_set), tensors)
+    return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
+                         tensors)
 
 
 @dataclass(frozen=True)
@@ -86,21 +81,18 @@ class ReduceGradient(Gradient):
     """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
 
     name: str
-    op: int
-    prescale: float
-    postscale: float
+    scaled: ScaledOp  # a list after JSON
     labels: Sequence[str]
     may_wait: bool
     wire_dtype: str
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return reduce_dense(upstream, ReduceOp(self.op), self.prescale, self.postscale, name_of_gradient(self.name),
-                            self.labels, self.may_wait, self.wire_dtype, self.process_set)
+        return reduce_dense(upstream, scaled_op(*self.scaled), name_of_gradient(self.name), self.labels, self.may_wait,
+                            self.wire_dtype, self.process_set)
 
 
-def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, name: str,
-                  process_set: int = 0) -> tf.IndexedSlices:
+def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0) -> tf.IndexedSlices:
     """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective.
 
     That is the number of ranks which submit slices.
@@ -108,6 +100,7 @@ def reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, prescale: float, posts
     Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
     the result is that of one process with the rows of all ranks.
     """
+    op, prescale, postscale = scaled
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
     if prescale != 1.0 or postscale != 1.0:
@@ -141,7 +134,7 @@ class GatherGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name = name_of_gradient(self.name)
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
-        means = reduce_list(upstream, name, Average, process_set=self.process_set)
+        means = reduce_list(upstream, name, ScaledOp(Average), process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
         before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]

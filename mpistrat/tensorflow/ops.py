@@ -16,7 +16,7 @@ from ..api import ops as array_ops
 from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
-from ..core.request import Adasum, Average, ReduceOp, join_request, resolve_op
+from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
 from .bridge import cpu
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
@@ -60,10 +60,10 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         EngineError: The engine has ended. Eagerly it is a tf.errors.UnknownError too.
     """
     number = number_of(process_set, "Allreduce")
-    op = _op_for([tensor], op, average)
+    scaled = _op_for([tensor], op, average, prescale_factor, postscale_factor)
     tensor = as_tensor(tensor)
     name = wire_name("allreduce", tensor, name, ignore_name_scope)
-    return _reduce([tensor], op, compression, prescale_factor, postscale_factor, name, number, may_wait=False)[0]
+    return _reduce([tensor], scaled, compression, name, number, may_wait=False)[0]
 
 
 @without_autograph
@@ -75,12 +75,12 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
     """As allreduce, for a list of tensors that are reduced together. Dtypes may differ; `[]` gives `[]`."""
     number = number_of(process_set, "Allreduce")
     tensors = list(tensors)
-    op = _op_for(tensors, op, average)
+    scaled = _op_for(tensors, op, average, prescale_factor, postscale_factor)
     if not tensors:
         return []
     converted = [as_tensor(tensor) for tensor in tensors]
     name = wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
-    return _reduce(converted, op, compression, prescale_factor, postscale_factor, name, number)
+    return _reduce(converted, scaled, compression, name, number)
 
 
 @without_autograph
@@ -137,7 +137,7 @@ class BroadcastGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_list(upstream, name_of_gradient(self.name), Average, process_set=self.process_set)
+        mean, = reduce_list(upstream, name_of_gradient(self.name), ScaledOp(Average), process_set=self.process_set)
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 
@@ -202,23 +202,24 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
         variable.assign(value)
 
 
-def _reduce(tensors: Sequence[Tensor], op: ReduceOp, compression: type[Compressor], prescale: float, postscale: float,
-            name: str, process_set: int, may_wait: bool = True) -> list[Tensor]:
+def _reduce(tensors: Sequence[Tensor], scaled: ScaledOp, compression: type[Compressor], name: str, process_set: int,
+            may_wait: bool = True) -> list[Tensor]:
     """Reduce dense tensors in one collective, and each tf.IndexedSlices by gathering."""
     def dense(values: list[tf.Tensor], _: list[str]) -> list[tf.Tensor]:
         compressed = Compressed(values, compression)
-        return compressed.restored(reduce_dense(compressed.tensors, op, prescale, postscale, name, may_wait=may_wait,
+        return compressed.restored(reduce_dense(compressed.tensors, scaled, name, may_wait=may_wait,
                                                 wire_dtype=compressed.wire_dtype, process_set=process_set))
 
-    return reduce_mixed(tensors, op, name, dense, prescale, postscale, process_set=process_set)
+    return reduce_mixed(tensors, scaled, name, dense, process_set=process_set)
 
 
-def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None) -> ReduceOp:
+def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None, prescale: float,
+            postscale: float) -> ScaledOp:
     """The requested operation. Raises as allreduce if it does not support tensors of these kinds."""
     if average is None and op == Adasum and any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("The Adasum reduction does not currently support sparse tensors. As a workaround "
                                   "please pass sparse_as_dense=True to DistributedOptimizer")  # Horovod's words
-    return resolve_op(op, average)
+    return scaled_op(op, prescale, postscale, average)
 
 
 def as_tensor(value: Reducible) -> Tensor:

@@ -11,7 +11,16 @@ import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, ReduceOp, Sum, alltoall_request, reducescatter_request, resolve_op, specs_of
+from ..core.request import (
+    Average,
+    ReduceOp,
+    ScaledOp,
+    Sum,
+    alltoall_request,
+    reducescatter_request,
+    scaled_op,
+    specs_of,
+)
 from ..core.rows import even_splits
 from .bridge import cpu
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
@@ -47,8 +56,8 @@ def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[C
     """
     number = number_of(process_set, "Reducescatter")
     tensor = _dense(tensor, "reducescatter")
-    return _reducescatter([tensor], compression, op, wire_name("reducescatter", tensor, name, ignore_name_scope),
-                          number, prescale_factor, postscale_factor)[0]
+    name = wire_name("reducescatter", tensor, name, ignore_name_scope)
+    return _reducescatter([tensor], compression, scaled_op(op, prescale_factor, postscale_factor), name, number)[0]
 
 
 @without_autograph
@@ -62,25 +71,22 @@ def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
     dense = [_dense(tensor, "reducescatter") for tensor in tensors]
     if not dense:
         return []
-    return _reducescatter(dense, compression, op, wire_name("grouped_reducescatter", dense[0], name, ignore_name_scope),
-                          number, prescale_factor, postscale_factor)
+    name = wire_name("grouped_reducescatter", dense[0], name, ignore_name_scope)
+    return _reducescatter(dense, compression, scaled_op(op, prescale_factor, postscale_factor), name, number)
 
 
-def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], op: ReduceOp | None, name: str,
-                   process_set: int, prescale: float, postscale: float) -> list[tf.Tensor]:
-    op = resolve_op(op, None)
+def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], scaled: ScaledOp, name: str,
+                   process_set: int) -> list[tf.Tensor]:
     compressed = Compressed(list(tensors), compression)
-    gradient = ReduceScatterGradient(name, int(op), float(prescale), float(postscale), process_set)
-    scattered = with_gradient(lambda *values: _scatter_list(values, op, name, process_set, prescale, postscale),
-                              gradient, compressed.tensors)
+    scattered = with_gradient(lambda *values: _scatter_list(values, scaled, name, process_set),
+                              ReduceScatterGradient(name, scaled, process_set), compressed.tensors)
     return compressed.restored(scattered)
 
 
-def _scatter_list(tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, process_set: int, prescale: float,
-                  postscale: float) -> list[tf.Tensor]:
+def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, process_set: int) -> list[tf.Tensor]:
     shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
-    return cpu.run(lambda arrays: reducescatter_request(name, specs_of(arrays), op, prescale, postscale,
-                                                        process_set=process_set), _on_host(tensors), shapes)
+    return cpu.run(lambda arrays: reducescatter_request(name, specs_of(arrays), scaled, process_set=process_set),
+                   _on_host(tensors), shapes)
 
 
 @dataclass(frozen=True)
@@ -88,14 +94,13 @@ class ReduceScatterGradient(Gradient):
     """The gathered gradients, times the factors, and times the number of ranks for Sum: Horovod's convention."""
 
     name: str
-    op: int
-    prescale: float
-    postscale: float
+    scaled: ScaledOp  # a list after JSON
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        factor = self.prescale * self.postscale
-        if self.op == Sum:
+        op, prescale, postscale = scaled_op(*self.scaled)
+        factor = prescale * postscale
+        if op is Sum:
             factor *= topology_of(self.process_set).size
         gathered = gather_list(upstream, name_of_gradient(self.name), self.process_set)
         return [each * tf.cast(factor, each.dtype) for each in gathered]

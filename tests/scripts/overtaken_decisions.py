@@ -17,7 +17,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.core.request import Sum, allreduce_request, specs_of
+from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.negotiation import tree
 from tests.support.pretended_hosts import pretend_hosts
 
@@ -48,10 +48,11 @@ def submit_many(number: int) -> None:
     labels = tuple(f"model/block_{i}/{'x' * 250}/kernel_{number}" for i in range(NEW_TENSORS))
     if rank == size - 1:
         time.sleep(3e-3)
-    handles = [engine.submit(allreduce_request(f"small/{number}", specs_of(small), Sum), small)]
+    handles = [engine.submit(allreduce_request(f"small/{number}", specs_of(small), ScaledOp(Sum)), small)]
     has_submitted.set()
     time.sleep(1e-3)
-    handles.append(engine.submit(allreduce_request(f"many/{number}", specs_of(many), Sum, labels=labels), many))
+    request = allreduce_request(f"many/{number}", specs_of(many), ScaledOp(Sum), labels=labels)
+    handles.append(engine.submit(request, many))
     ranks = size * (size - 1) / 2
     assert (handles[0].wait(60)[0] == ranks).all()
     for i, result in enumerate(handles[1].wait(60)):

@@ -12,6 +12,7 @@ from mpistrat.core.request import (
     Min,
     Product,
     ReduceOp,
+    ScaledOp,
     Sum,
     TensorSpec,
     allgather_request,
@@ -28,7 +29,7 @@ VALUES = [-3, 0, 1, 77]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reduction_does_not_change(op: ReduceOp, dtype: str) -> None:
     values = np.array(VALUES if dtype[0] != "u" else VALUES[1:], dtype)
-    neutral, = neutral_arrays(allreduce_request("a", (TensorSpec(dtype, values.shape),), op))
+    neutral, = neutral_arrays(allreduce_request("a", (TensorSpec(dtype, values.shape),), ScaledOp(op)))
     assert neutral.dtype == values.dtype
     assert neutral.shape == values.shape
     for parts in ([values, neutral], [neutral, values]):
@@ -39,26 +40,27 @@ def test_a_reduction_does_not_change(op: ReduceOp, dtype: str) -> None:
 
 @pytest.mark.parametrize(("op", "neutral"), [(Min, True), (Max, False), (Product, True)])
 def test_a_reduction_of_bool_does_not_change(op: ReduceOp, neutral: bool) -> None:
-    found, = neutral_arrays(allreduce_request("a", (TensorSpec("bool", (2,)),), op))
+    found, = neutral_arrays(allreduce_request("a", (TensorSpec("bool", (2,)),), ScaledOp(op)))
     assert found.tolist() == [neutral, neutral]
 
 
 @pytest.mark.parametrize("op", [Min, Max])
 def test_infinite_values_stay(op: ReduceOp) -> None:
     values = np.array([np.inf, -np.inf, np.nan])
-    neutral, = neutral_arrays(allreduce_request("a", (TensorSpec("float64", (3,)),), op))
+    neutral, = neutral_arrays(allreduce_request("a", (TensorSpec("float64", (3,)),), ScaledOp(op)))
     result = np.empty(3)
     combine([values, neutral], op, result, IDENTITY)
     np.testing.assert_array_equal(result, values)
 
 
 def test_adasum_gets_zeros() -> None:
-    assert neutral_arrays(allreduce_request("a", (TensorSpec("float32", (2,)),), Adasum))[0].tolist() == [0, 0]
+    neutral, = neutral_arrays(allreduce_request("a", (TensorSpec("float32", (2,)),), ScaledOp(Adasum)))
+    assert neutral.tolist() == [0, 0]
 
 
 def test_concatenated_tensors_are_one_array() -> None:
     tensors = (TensorSpec("float64", (5,)), TensorSpec("float32", ()), TensorSpec("float32", (2, 3)))
-    arrays = neutral_arrays(allreduce_request("a", tensors, Sum, layout=((1,), (2, 0))))
+    arrays = neutral_arrays(allreduce_request("a", tensors, ScaledOp(Sum), layout=((1,), (2, 0))))
     assert [(array.size, array.dtype) for array in arrays] == [(5, np.float64), (7, np.float32)]
 
 

@@ -25,6 +25,7 @@ from mpistrat.core.request import (
     Max,
     ReduceOp,
     Request,
+    ScaledOp,
     Sum,
     allgather_request,
     allreduce_request,
@@ -57,7 +58,7 @@ def ballot_of(group: ThreadGroup, rank: int) -> AgreementRound | None:
 def submit(engine: Engine, name: str, *arrays: np.ndarray, op: ReduceOp = Sum, prescale: float = 1.0,
            postscale: float = 1.0) -> Handle:
     """Submit an all-reduce."""
-    return engine.submit(allreduce_request(name, specs_of(arrays), op, prescale, postscale), arrays)
+    return engine.submit(allreduce_request(name, specs_of(arrays), ScaledOp(op, prescale, postscale)), arrays)
 
 
 def submit_barrier(engine: Engine, name: str) -> Handle:
@@ -424,7 +425,7 @@ def test_the_input_is_not_touched() -> None:
 
 def run(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
     """As submit, but waits, and drives the engine if nobody else does."""
-    return engine.run(allreduce_request(name, specs_of(arrays), Sum), arrays, limit_s)
+    return engine.run(allreduce_request(name, specs_of(arrays), ScaledOp(Sum)), arrays, limit_s)
 
 
 def test_a_caller_that_waits_needs_no_thread() -> None:
@@ -843,7 +844,7 @@ def test_a_mismatch_in_a_graph_ends_the_engines_and_what_is_in_flight() -> None:
         def work(rank: int, engine: Engine) -> None:
             half_done = submit(engine, f"only on {rank}", np.ones(1))
             request = dataclasses.replace(
-                allreduce_request("a", specs_of([np.ones(1 + rank)]), ReduceOp.SUM), in_graph=True)
+                allreduce_request("a", specs_of([np.ones(1 + rank)]), ScaledOp(ReduceOp.SUM)), in_graph=True)
             with pytest.raises(MismatchError, match=r"^a: the ranks disagree on shape: \(1,\) on ranks \[0\]; "):
                 engine.submit(request, [np.ones(1 + rank)]).wait(LONG_S)
             for name in ("again", f"only on {rank}"):
@@ -970,7 +971,7 @@ def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
     def run() -> None:
         group = ThreadGroup(1)
         engines.append(make_engine(0, 1, group.control(0), group.data(0), Settings()))
-        engines[-1].run(allreduce_request("a", specs_of([array]), Sum), [array])
+        engines[-1].run(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array])
 
     interrupts = list(interrupted_after_calls(run, Engine.run.__code__))
     assert sum(interrupts) > 5

@@ -13,7 +13,7 @@ import pytest
 from mpistrat.core.errors import EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.interfaces import DataPlane, Outcome
-from mpistrat.core.request import Average, Sum, allreduce_request, barrier_request, specs_of
+from mpistrat.core.request import Average, ScaledOp, Sum, allreduce_request, barrier_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.engine import Engine
@@ -107,12 +107,13 @@ def test_all_ranks_come_to_the_same_outcomes(size: int) -> None:
 
 def test_a_fingerprint_stands_for_what_is_compared() -> None:
     specs = specs_of([np.ones(3, np.float32)])
-    first = allreduce_request("a", specs, Sum, 1.0, 0.5, labels=("w",))
-    assert first.fingerprint == allreduce_request("a", specs, Sum, 1.0, 0.5, labels=("v",)).fingerprint
-    others = [allreduce_request("b", specs, Sum, 1.0, 0.5), allreduce_request("a", specs, Average, 1.0, 0.5),
-              allreduce_request("a", specs, Sum, 0.5, 0.5), allreduce_request("a", specs, Sum),
-              allreduce_request("a", specs_of([np.ones(3)]), Sum, 1.0, 0.5),
-              allreduce_request("a", specs, Sum, 1.0, 0.5, layout=((0,),)),
+    first = allreduce_request("a", specs, ScaledOp(Sum, 1.0, 0.5), labels=("w",))
+    assert first.fingerprint == allreduce_request("a", specs, ScaledOp(Sum, 1.0, 0.5), labels=("v",)).fingerprint
+    others = [allreduce_request("b", specs, ScaledOp(Sum, 1.0, 0.5)),
+              allreduce_request("a", specs, ScaledOp(Average, 1.0, 0.5)),
+              allreduce_request("a", specs, ScaledOp(Sum, 0.5, 0.5)), allreduce_request("a", specs, ScaledOp(Sum)),
+              allreduce_request("a", specs_of([np.ones(3)]), ScaledOp(Sum, 1.0, 0.5)),
+              allreduce_request("a", specs, ScaledOp(Sum, 1.0, 0.5), layout=((0,),)),
               dataclasses.replace(first, wire_dtype="float16"), dataclasses.replace(first, device="gpu")]
     assert len({request.fingerprint for request in (first, *others)}) == 9
 
@@ -315,7 +316,7 @@ def job() -> Iterator[Job]:
 
 
 def reduce(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
-    return engine.run(allreduce_request(name, specs_of(arrays), Sum), arrays, limit_s)
+    return engine.run(allreduce_request(name, specs_of(arrays), ScaledOp(Sum)), arrays, limit_s)
 
 
 def test_what_ranks_wait_for_alike_takes_no_message_after_the_first() -> None:
@@ -333,7 +334,7 @@ def test_what_one_rank_submits_without_waiting_is_agreed_on_by_messages(job: Job
         results = []
         for i in range(20):
             array = np.array(float(i))
-            handle = engine.submit(allreduce_request("a", specs_of([array]), Sum), [array]) if rank == 1 \
+            handle = engine.submit(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array]) if rank == 1 \
                 else reduce(engine, "a", array)
             results.append(float(handle.wait(LONG_S)[0]))
         return results
@@ -387,7 +388,7 @@ def test_ranks_may_wait_in_another_order_in_other_threads(data: Callable | None)
                     time.sleep(0.002 * chance.random())
                 call = engine.run if chance.random() < 0.7 else engine.submit
                 array = np.array(float(i + thread))
-                results.append(float(call(allreduce_request(f"{thread}", specs_of([array]), Sum), [array])
+                results.append(float(call(allreduce_request(f"{thread}", specs_of([array]), ScaledOp(Sum)), [array])
                                      .wait(LONG_S)[0]))
             return results
         with ThreadPoolExecutor(3) as threads:
@@ -406,7 +407,7 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
                 time.sleep(0.001)  # The others wait, and pack.
             rows = 7 if step % 10 == 9 and rank == 2 else 3000
             if step % 7 == 6 and rank == 1:
-                extra = engine.submit(allreduce_request("b", specs_of([np.ones(5)]), Sum), [np.ones(5)])
+                extra = engine.submit(allreduce_request("b", specs_of([np.ones(5)]), ScaledOp(Sum)), [np.ones(5)])
             try:
                 results.append(float(reduce(engine, "a", np.full(rows, float(step + rank))).wait(LONG_S)[0][-1]))
             except MismatchError:
@@ -427,7 +428,7 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
 @pytest.mark.parametrize("all_ready", [True, False])
 def test_what_was_prepared_is_executed_whether_all_ranks_know_of_it_or_not(all_ready: bool) -> None:
     executors = [engine.controller.executor for engine in Job(2, start=False, data=shared_memory).engines]
-    entries = [Entry(allreduce_request("a", specs_of([array]), Sum), [array], Handle("a"))
+    entries = [Entry(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array], Handle("a"))
                for array in (np.full(9, 1.0), np.full(9, 2.0))]
     assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
     for executor in executors:
@@ -443,7 +444,8 @@ def test_what_was_prepared_is_executed_whether_all_ranks_know_of_it_or_not(all_r
 def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
     executor = Job(2, start=False, data=shared_memory).engines[0].controller.executor
     array = np.ones(9)
-    entry, other = (Entry(allreduce_request(name, specs_of([array]), Sum), [array], Handle(name)) for name in "ab")
+    requests = [allreduce_request(name, specs_of([array]), ScaledOp(Sum)) for name in "ab"]
+    entry, other = (Entry(request, [array], Handle(request.name)) for request in requests)
     assert executor.prepare(entry)
     assert executor.prepare(other)
     with pytest.raises(EngineError, match="a was ready when all ranks agreed on it, and is no longer"):

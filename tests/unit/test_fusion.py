@@ -8,7 +8,7 @@ import pytest
 from mpistrat.core.fusion import BucketPlans, plan_buckets
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.memory import ALIGNMENT, FusionBuffer
-from mpistrat.core.request import ReduceOp, Request, Sum, allreduce_request, specs_of
+from mpistrat.core.request import ReduceOp, Request, ScaledOp, Sum, allreduce_request, specs_of
 
 # -- buckets ----------------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ def test_a_buffer_is_aligned(elements: int) -> None:
                                                            (ReduceOp.MIN, ReduceOp.MIN, 1)])
 def test_an_average_is_a_sum_divided_by_the_number_of_ranks(op: ReduceOp, reduced_by: ReduceOp, divisor: int) -> None:
     array = np.ones(5)
-    entry = Entry(allreduce_request("a", specs_of([array]), op, 0.5, 3.0), [array], Handle("a"))
+    entry = Entry(allreduce_request("a", specs_of([array]), ScaledOp(op, 0.5, 3.0)), [array], Handle("a"))
     bucket, = BucketPlans(4).plan([entry], 100)
     assert bucket.reduction.op == reduced_by
     assert bucket.reduction.prescale == 0.5
@@ -111,7 +111,7 @@ def test_a_list_seen_before_has_the_same_plan_until_the_limit_changes() -> None:
     arrays = [np.ones(5), np.ones(7)]
 
     def request(name: str, array: np.ndarray) -> Request:
-        return allreduce_request(name, specs_of([array]), Sum)
+        return allreduce_request(name, specs_of([array]), ScaledOp(Sum))
 
     entries = [Entry(request(f"{i}", array), [array], Handle(f"{i}")) for i, array in enumerate(arrays)]
     first = plans.plan(entries, 1000)
@@ -122,8 +122,8 @@ def test_a_list_seen_before_has_the_same_plan_until_the_limit_changes() -> None:
 
 def test_a_bucket_of_some_of_an_entrys_arrays_is_not_a_whole_entry() -> None:
     arrays = [np.ones(5, np.float32), np.ones(5), np.ones(7, np.float32)]
-    mixed = Entry(allreduce_request("mixed", specs_of(arrays), Sum), arrays, Handle("mixed"))
-    same = Entry(allreduce_request("same", specs_of(arrays[::2]), Sum), arrays[::2], Handle("same"))
+    mixed = Entry(allreduce_request("mixed", specs_of(arrays), ScaledOp(Sum)), arrays, Handle("mixed"))
+    same = Entry(allreduce_request("same", specs_of(arrays[::2]), ScaledOp(Sum)), arrays[::2], Handle("same"))
     plan = BucketPlans(2).plan([mixed, same], 1000)
     assert [(bucket.members, bucket.whole) for bucket in plan] == [(((0, 0), (0, 2), (1, 0), (1, 1)), None),
                                                                    (((0, 1),), None)]

@@ -12,7 +12,7 @@ from mpistrat.api.libraries import Cupy
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
-from mpistrat.core.request import DEVICE_GPU, Product, Sum, allreduce_request, specs_of
+from mpistrat.core.request import DEVICE_GPU, Product, ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.gpu.arrays import GpuInput
 from mpistrat.gpu.backend import last_of_streams
@@ -89,7 +89,7 @@ class Job:
     def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
         """Submit a sum."""
         arrays = self.input(*values)
-        request = allreduce_request(name, specs_of(arrays), Sum, device=DEVICE_GPU, wire_dtype=wire)
+        request = allreduce_request(name, specs_of(arrays), ScaledOp(Sum), device=DEVICE_GPU, wire_dtype=wire)
         return self.engine.submit(request, arrays)
 
     def settle(self) -> None:
@@ -283,7 +283,7 @@ def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "mpistrat"):
         for _ in range(2):
             arrays = job.input(np.array([2j, 1.0]))
-            job.engine.submit(allreduce_request("a", specs_of(arrays), Product, device=DEVICE_GPU), arrays)
+            job.engine.submit(allreduce_request("a", specs_of(arrays), ScaledOp(Product), device=DEVICE_GPU), arrays)
             job.settle()
     assert [line for line in caplog.messages if "some GPU tensors" in line] == [
         "rank 0: some GPU tensors are staged through host memory: NCCL has no product of complex128"]

@@ -15,6 +15,7 @@ from mpistrat.core.request import (
     Product,
     ReduceOp,
     Request,
+    ScaledOp,
     Sum,
     TensorSpec,
     allgather_request,
@@ -63,45 +64,45 @@ def test_an_unknown_op_is_an_error_that_lists_the_known_ones(op: object) -> None
 def test_adasum_is_for_floating_point_tensors_on_the_cpu(dtype: str, device: str, text: str) -> None:
     assert resolve_op(2, None) is Adasum
     with pytest.raises(InvalidRequestError, match=text):
-        allreduce_request("a", spec(dtype, 2), Adasum, device=device)
+        allreduce_request("a", spec(dtype, 2), ScaledOp(Adasum), device=device)
 
 
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.parametrize("op", [Average, Sum, Min, Max, Product])
 def test_real_numbers_are_reduced_with_every_operation(dtype: str, op: ReduceOp) -> None:
     tensors = (*spec(dtype, 2, 3), *spec("float32"))
-    assert allreduce_request("a", tensors, op, 2, 0.5) == Request(CollectiveType.ALLREDUCE, "a", tensors, op, 0, 2.0,
-                                                                  0.5)
+    assert allreduce_request("a", tensors, ScaledOp(op, 2, 0.5)) == \
+        Request(CollectiveType.ALLREDUCE, "a", tensors, op, 0, 2.0, 0.5)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_numbers_have_no_order(dtype: str) -> None:
     for op in (Average, Sum, Product):
-        allreduce_request("a", spec(dtype, 2), op)
+        allreduce_request("a", spec(dtype, 2), ScaledOp(op))
     for op in (Min, Max):
         with pytest.raises(InvalidRequestError, match=f"^z: {op.name.capitalize()} of {dtype} has no meaning"):
-            allreduce_request("z", spec(dtype, 2), op)
+            allreduce_request("z", spec(dtype, 2), ScaledOp(op))
 
 
 def test_bool_has_no_sum() -> None:
     for op in (Min, Max, Product):
-        allreduce_request("a", spec("bool", 2), op)
+        allreduce_request("a", spec("bool", 2), ScaledOp(op))
     for op in (Average, Sum):
         with pytest.raises(InvalidRequestError, match=rf"^flag: {op.name.capitalize()} of bool has no meaning\. "
                                                       r"Cast to int32"):
-            allreduce_request("flag", spec("bool", 2), op)
+            allreduce_request("flag", spec("bool", 2), ScaledOp(op))
 
 
 @pytest.mark.parametrize("dtype", ["object", "str96", "bytes8", "void16", "datetime64[ns]", "timedelta64[s]",
                                    "StringDType128", "float8_e4m3fn", "int4"])
 def test_what_is_no_number_cannot_be_reduced(dtype: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^a: dtype {re.escape(dtype)} cannot be reduced"):
-        allreduce_request("a", spec(dtype, 2), Sum)
+        allreduce_request("a", spec(dtype, 2), ScaledOp(Sum))
 
 
 def test_every_tensor_of_a_group_is_checked() -> None:
     with pytest.raises(InvalidRequestError, match="object"):
-        allreduce_request("a", (*spec("float32"), *spec("object")), Sum)
+        allreduce_request("a", (*spec("float32"), *spec("object")), ScaledOp(Sum))
 
 
 @pytest.mark.parametrize("dtype", ["object", "str96", "bytes8", "void16", "StringDType128"])

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import tensorflow as tf
 
-from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
+from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
 from . import cpu, gpu_graph, observers
@@ -60,17 +60,15 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
     return buckets
 
 
-def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
-                labels: Sequence[str] = (), may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES,
-                wire_dtype: str = "", process_set: int = 0) -> list[tf.Tensor]:
+def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
+                may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES, wire_dtype: str = "",
+                process_set: int = 0) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks.
         name: Identifies the collective on all ranks. In a graph, bucket k of several has the name `name/k`.
-        op: Average, Sum, Min, Max or Product.
-        prescale: Multiplies every value before the reduction.
-        postscale: Multiplies the result.
+        scaled: How to reduce.
         labels: Users' names of the tensors, for error messages.
         may_wait: Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last
             collective of the graph.
@@ -83,7 +81,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
     device = gpu_graph.device_of(tensors)
     # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager operations.
     joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
-    if op == ReduceOp.ADASUM:
+    if scaled.op is ReduceOp.ADASUM:
         joined_bytes = 0  # It combines each tensor by itself.
     buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, joined_bytes)
     if tf.executing_eagerly():
@@ -100,15 +98,14 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale:
                                                                          process_set=process_set)
         run = partial(run, observer=observers.claim())
         with nullcontext() if device is None else tf.device(device):
-            reduced = _reduce_bucket(tensors, bucket, bucket_name, op, prescale, postscale, bucket_labels, wire_dtype,
-                                     process_set, run)
+            reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run)
         for i, result in reduced:
             results[i] = result
     return results
 
 
-def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, op: ReduceOp, prescale: float,
-                   postscale: float, labels: tuple[str, ...], wire_dtype: str, process_set: int,
+def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, scaled: ScaledOp,
+                   labels: tuple[str, ...], wire_dtype: str, process_set: int,
                    run: Callable) -> list[tuple[int, tf.Tensor]]:
     submitted = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in submitted]
@@ -122,8 +119,8 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
     def make_request(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.
         single_specs = specs_of(arrays[:len(bucket.single)])
-        return allreduce_request(name, single_specs + joined_specs, op, prescale, postscale, labels, layout,
-                                 wire_dtype=wire_dtype, process_set=process_set)
+        return allreduce_request(name, single_specs + joined_specs, scaled, labels, layout, wire_dtype=wire_dtype,
+                                 process_set=process_set)
 
     reduced = run(make_request, submitted, shapes)
     results = list(zip(bucket.single, reduced, strict=False))

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core.errors import MismatchError
-from ...core.request import Average, Sum
+from ...core.request import Average, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
 from ..bridge.buckets import reduce_list
 from ..bridge.program_order import token
@@ -44,11 +44,11 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
-    engine_op = Sum if op == tf.distribute.ReduceOp.SUM else Average
+    scaled = ScaledOp(Sum if op == tf.distribute.ReduceOp.SUM else Average)
 
     def reduced(name: str) -> list[Tensor]:
-        return reduce_mixed(tensors, engine_op, name, lambda dense, its_labels: reduce_list(
-            dense, name, engine_op, labels=its_labels, bucket_bytes=bucket_bytes), labels=labels)
+        return reduce_mixed(tensors, scaled, name, lambda dense, its_labels: reduce_list(
+            dense, name, scaled, labels=its_labels, bucket_bytes=bucket_bytes), labels=labels)
 
     return _in_program_order(operation, reduced)
 
