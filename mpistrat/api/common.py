@@ -1,4 +1,7 @@
-"""The names that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share: Horovod's, and `shard`."""
+"""The names that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share: Horovod's, and `shard`.
+
+Imported by these three only.
+"""
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
 from .basics import (

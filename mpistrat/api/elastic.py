@@ -1,7 +1,8 @@
 """States of a training script that can be committed, restored and synchronised: Horovod's elastic API.
 
 A script in Horovod's elastic form runs here with a fixed number of ranks. `sync` broadcasts the state of rank 0, and
-`commit` keeps a copy in memory. Ranks do not come and go: when a rank is lost, the job ends.
+`commit` keeps a copy in memory. Ranks do not come and go: when a rank is lost, the job ends. For users; `sync` is
+collective, the rest is local.
 """
 
 import copy

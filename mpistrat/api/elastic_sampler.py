@@ -1,4 +1,7 @@
-"""ElasticSampler: which rows of a dataset this rank has still to process in the epoch. Horovod's name and methods."""
+"""ElasticSampler: which rows of a dataset this rank has still to process in the epoch. Horovod's name and methods.
+
+For users; local.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sized

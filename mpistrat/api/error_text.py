@@ -2,7 +2,8 @@
 
 TensorFlow puts the stacks of a graph into the text of its exceptions, and Keras and AutoGraph put frames there. They
 are a hundred lines around a message of one. Here the frames are taken out of the text, and those of the user's code are
-kept. All functions are pure, except that they look up lines of source files.
+kept. All functions are pure, except that they look up lines of source files. Called by the rank that fails, and by the
+summary of `mpistrat run`.
 """
 
 import linecache

@@ -1,6 +1,6 @@
 """What the environment says about the launcher (mpirun, srun) of this process.
 
-The functions are pure functions of the environment.
+The functions are pure functions of the environment. Any process may call them, before init() too.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Pickle objects for other ranks, with cloudpickle where it is installed."""
+"""Pickle objects for other ranks, with cloudpickle where it is installed.
+
+Called where objects and functions are sent to other ranks; local.
+"""
 
 import pickle
 

@@ -1,4 +1,7 @@
-"""Processes of this host, read from Linux's /proc. Without /proc every search finds nothing."""
+"""Processes of this host, read from Linux's /proc. Without /proc every search finds nothing.
+
+Any process may call the functions.
+"""
 
 import os
 from collections.abc import Iterable, Iterator

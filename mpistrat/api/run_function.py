@@ -1,4 +1,7 @@
-"""run: call a function on the ranks of a new job. The signature is that of horovod.run."""
+"""run: call a function on the ranks of a new job. The signature is that of horovod.run.
+
+For users, in a process that is no rank.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,8 @@
 
 Options of mpistrat and of mpirun may be mixed, before the command. The command begins after `--`. Without `--` it
 begins at the first argument that is neither an option nor the value of one. To find it, the number of values of each
-mpirun option must be known; an option that is not in the table below needs `--` before the command.
+mpirun option must be known; an option that is not in the table below needs `--` before the command. Called by `mpistrat
+run`, `check` and `bench`, and by mpistrat.run.
 """
 
 import argparse

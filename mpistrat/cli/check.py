@@ -1,4 +1,7 @@
-"""`mpistrat check`: print what this machine has and which backends can run; with -np, also run an all-reduce."""
+"""`mpistrat check`: print what this machine has and which backends can run; with -np, also run an all-reduce.
+
+Called by main.py.
+"""
 
 import argparse
 import contextlib

@@ -1,7 +1,7 @@
 """One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY [OUTPUT]`. See function.py.
 
 The lowest rank that sees the directory reads the function and broadcasts it. If a rank does not see the directory, for
-it is on another host and does not share it, its result travels to that rank.
+it is on another host and does not share it, its result travels to that rank. Started by function.py, under mpirun.
 """
 
 import os

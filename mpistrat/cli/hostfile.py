@@ -1,6 +1,7 @@
 """Read host lists and hostfiles in the syntax of Open MPI or MPICH, and write lists for either mpirun.
 
 In a hostfile, Open MPI has `node1 slots=4` and MPICH has `node1:4`. Both accept a list `node1:4,node2:4` as an option.
+Called by the launcher; local.
 """
 
 import re

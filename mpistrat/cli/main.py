@@ -1,7 +1,7 @@
 """The entry point: `mpistrat COMMAND ...`.
 
 A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS`. It is imported when it is run,
-and raises MpistratError for wrong input.
+and raises MpistratError for wrong input. Called by the script `mpistrat` and by `python -m mpistrat`.
 """
 
 import difflib

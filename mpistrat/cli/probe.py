@@ -1,7 +1,8 @@
 """Load the MPI library and cupy in a separate process, and return their versions and errors.
 
-A wrong MPI library or GPU driver can hang or end the process that loads it. So `probe()` starts
-`python -m mpistrat.cli.probe` with a time limit. That process prints each finding as one line, as soon as it has it.
+A wrong MPI library or GPU driver can hang or end the process that loads it. So `probe()` starts `python -m
+mpistrat.cli.probe` with a time limit. That process prints each finding as one line, as soon as it has it. Called by
+`mpistrat check`.
 """
 
 import contextlib

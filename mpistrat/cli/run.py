@@ -1,4 +1,4 @@
-"""`mpistrat run`: start a command on several ranks with mpirun, and make the job end as a whole."""
+"""`mpistrat run`: start a command on several ranks with mpirun, and make the job end as a whole. Called by main.py."""
 
 import argparse
 import os

@@ -1,4 +1,7 @@
-"""An all-reduce with a known result: `mpirun -np 2 python -m mpistrat.cli.selftest 2`, for `mpistrat check -np 2`."""
+"""An all-reduce with a known result: `mpirun -np 2 python -m mpistrat.cli.selftest 2`, for `mpistrat check -np 2`.
+
+Started by check.py, under mpirun.
+"""
 
 import statistics
 import sys

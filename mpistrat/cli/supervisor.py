@@ -9,6 +9,8 @@ from each other, and it may be killed before it can end its ranks. So `supervise
   not touched.
 - What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
   stdout and stdin are those of this process.
+
+Called by `mpistrat run` and by mpistrat.run, in their main thread.
 """
 
 import contextlib

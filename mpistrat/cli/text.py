@@ -1,4 +1,4 @@
-"""Words in the output of the commands."""
+"""Words in the output of the commands. Called by the modules of `mpistrat check` and `mpistrat bench`."""
 
 
 def counted(count: int, noun: str) -> str:

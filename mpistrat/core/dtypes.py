@@ -1,4 +1,7 @@
-"""Cached properties of dtypes: numpy composes `dtype.name` at each access, which takes as long as a small reduction."""
+"""Cached properties of dtypes: numpy composes `dtype.name` at each access, which takes as long as a small reduction.
+
+Any thread may call the functions.
+"""
 
 from functools import cache
 

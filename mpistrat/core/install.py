@@ -1,7 +1,7 @@
 """The pip commands that messages name for what is not installed. All messages take them from here.
 
 mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Until it is, a message names the
-packages of the extra. A release sets IS_PUBLISHED; docs/release.md has the step.
+packages of the extra. A release sets IS_PUBLISHED; docs/release.md has the step. Any module may call the functions.
 """
 
 import shlex

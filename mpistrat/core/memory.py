@@ -1,7 +1,8 @@
 """Memory for results and fusion buffers: aligned, and reused once it is free.
 
 Fresh memory costs page faults (0.25 ms per MB), so results of the same size use the same blocks step after step.
-TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned.
+TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned. A pool is for one thread, the one that
+drives. Its blocks may be freed by any thread.
 """
 
 import math

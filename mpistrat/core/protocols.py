@@ -1,4 +1,7 @@
-"""Array, what numpy arrays and GPU arrays have in common for all that decides without their elements."""
+"""Array, what numpy arrays and GPU arrays have in common for all that decides without their elements.
+
+Only for annotations.
+"""
 
 from typing import Protocol
 

@@ -1,7 +1,7 @@
 """All settings of mpistrat, read once by init() from MPISTRAT_* environment variables.
 
 This is the only module that reads MPISTRAT_*. Other modules get settings as arguments. Where Horovod has the same
-setting, HOROVOD_X becomes MPISTRAT_X.
+setting, HOROVOD_X becomes MPISTRAT_X. `Settings.from_env` is called by the runtime, in init().
 """
 
 import difflib

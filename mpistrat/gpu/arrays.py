@@ -1,6 +1,7 @@
 """Arrays on a GPU as the engine sees them, and Protocols of the GPU, its streams and its events.
 
-device.Device implements the Protocols with cupy; tests have a stand-in.
+device.Device implements the Protocols with cupy; tests have a stand-in. Made by the caller's thread, used by the
+engine's.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 cupy.from_dlpack passes a stream, which TensorFlow refuses, takes the number of the capsule's device for CUDA's, which
 with TensorFlow is the number of a logical device, and refuses bfloat16. The capsules are those of DLPack before 1.0
-("dltensor"), which all libraries know; https://dmlc.github.io/dlpack/latest/c_api.html.
+("dltensor"), which all libraries know; https://dmlc.github.io/dlpack/latest/c_api.html. Any thread may call the
+functions.
 """
 
 import atexit

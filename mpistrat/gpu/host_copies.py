@@ -1,4 +1,7 @@
-"""Copies GPU tensors to the host and back, for jobs in which only some ranks have a GPU and all reduce on the host."""
+"""Copies GPU tensors to the host and back, for jobs in which only some ranks have a GPU and all reduce on the host.
+
+Any thread may call it.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Loads NVRTC, the compiler of kernels, from NVIDIA's wheel, where there is no CUDA toolkit."""
+"""Loads NVRTC, the compiler of kernels, from NVIDIA's wheel, where there is no CUDA toolkit.
+
+Called by copy/compiler.py.
+"""
 
 import ctypes
 from importlib import metadata

@@ -7,7 +7,7 @@
         model.fit(dataset, epochs=10 - state.epoch, callbacks=[
             hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
 
-The number of ranks is fixed while a job runs.
+The number of ranks is fixed while a job runs. For users. `sync` is collective.
 """
 
 from typing import Any

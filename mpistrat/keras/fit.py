@@ -1,7 +1,8 @@
 """Makes fit add mpistrat's own callbacks, if a model's optimizers are distributed and there are several ranks.
 
 Model.fit is wrapped, by public names of Keras only. CallbackList is left alone: users call its methods in loops of
-their own, maybe on one rank. So are evaluate and predict, which may run on one rank.
+their own, maybe on one rank. So are evaluate and predict, which may run on one rank. Called by optimizer.py, when the
+first optimizer is wrapped.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""FitOptimizers: the distributed optimizers that a model trains with in fit."""
+"""FitOptimizers: the distributed optimizers that a model trains with in fit.
+
+Called by what mpistrat adds to fit, in the thread of fit; local.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A digest of the rows that fit gets, to find ranks that train on the same arrays."""
+"""A digest of the rows that fit gets, to find ranks that train on the same arrays. Called by fit.py; local."""
 
 import hashlib
 from typing import Any

@@ -1,6 +1,6 @@
 """What to write in place of an optimizer of Keras 2 or of TensorFlow 1, which DistributedOptimizer does not take.
 
-DistributedOptimizer appends the advice to its error.
+DistributedOptimizer appends the advice to its error. Local.
 """
 
 import tensorflow as tf

@@ -1,4 +1,7 @@
-"""DistributedOptimizer: a Keras optimizer of the same class that averages its gradients over the ranks."""
+"""DistributedOptimizer: a Keras optimizer of the same class that averages its gradients over the ranks.
+
+For users; wrapping is local, and applying gradients is collective.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence

@@ -3,6 +3,7 @@
 Keras says how many batches a step of fit has seen, but not how many rows, and the last batch of an epoch may be short.
 `train_step` and `test_step` are public methods that get each batch, those of the user's own classes too, so the count
 is exact for arrays, datasets and generators, and does not run ahead of training as a dataset with prefetching would.
+Called by the callbacks, in the thread of fit.
 """
 
 from collections.abc import Callable, Sequence

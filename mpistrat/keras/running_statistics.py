@@ -1,4 +1,7 @@
-"""Running statistics: variables that layers such as BatchNormalization update from each rank's own rows."""
+"""Running statistics: variables that layers such as BatchNormalization update from each rank's own rows.
+
+Called by what mpistrat adds to fit, and under a strategy; averaging is collective.
+"""
 
 from collections.abc import Callable
 from typing import Any

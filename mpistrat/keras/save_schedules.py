@@ -1,4 +1,7 @@
-"""SaveSchedule: the batches after which a ModelCheckpoint with a number as save_freq saves the model."""
+"""SaveSchedule: the batches after which a ModelCheckpoint with a number as save_freq saves the model.
+
+Called by what mpistrat adds to fit; local.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

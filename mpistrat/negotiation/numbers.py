@@ -1,6 +1,7 @@
 """Numbers that stand for requests seen before, so that a repeated request travels as eight bytes.
 
-Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever.
+Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever. Called by
+the coordinator and by root.py.
 """
 
 from collections import OrderedDict

@@ -9,7 +9,7 @@
             state.epoch += 1
             state.commit()
 
-The number of ranks is fixed while a job runs.
+The number of ranks is fixed while a job runs. For users. `sync` is collective.
 """
 
 from collections.abc import Sequence

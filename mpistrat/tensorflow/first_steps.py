@@ -8,6 +8,8 @@ Then the rank decides. All ranks have the same digests, so all decide the same.
   Input layer, and loops as in Horovod's examples, broadcast after it.
 - Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same.
   That is a warning.
+
+Called by the gradient reducers, the callbacks and fit.
 """
 
 import hashlib

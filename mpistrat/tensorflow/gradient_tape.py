@@ -1,4 +1,7 @@
-"""DistributedGradientTape: a tf.GradientTape whose gradients are averaged over the ranks."""
+"""DistributedGradientTape: a tf.GradientTape whose gradients are averaged over the ranks.
+
+For users; `gradient` is collective.
+"""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers."""
+"""GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers. Collective."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""IdentitySet: a set of objects that cannot be hashed, such as variables."""
+"""IdentitySet: a set of objects that cannot be hashed, such as variables. For one thread at a time."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,7 @@
-"""The argument `local_layers` of Horovod's Partial wrappers: layers whose gradients each rank keeps for itself."""
+"""The argument `local_layers` of Horovod's Partial wrappers: layers whose gradients each rank keeps for itself.
+
+Called by the Partial wrappers; local.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -1,4 +1,7 @@
-"""broadcast_object and allgather_object with the signatures of horovod.tensorflow, which have a session."""
+"""broadcast_object and allgather_object with the signatures of horovod.tensorflow, which have a session.
+
+For users; collective.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

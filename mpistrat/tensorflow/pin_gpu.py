@@ -1,4 +1,4 @@
-"""init and pin_gpu: one GPU for each rank, before TensorFlow takes all of them."""
+"""init and pin_gpu: one GPU for each rank, before TensorFlow takes all of them. For users; init is collective."""
 
 import logging
 import os

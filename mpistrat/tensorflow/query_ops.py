@@ -1,7 +1,7 @@
 """Ranks and sizes as tensors, which are read when a graph runs. Names and semantics are Horovod's.
 
 A Python number of rank() or size() is a constant of the graph. These are not: a graph that was traced before init(), or
-before another init(), returns what is true when it runs. All functions are local.
+before another init(), returns what is true when it runs. All functions are local. For users.
 """
 
 from collections.abc import Callable

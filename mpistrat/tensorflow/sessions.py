@@ -1,4 +1,7 @@
-"""Names of horovod.tensorflow that belong to TensorFlow 1's sessions. They say what takes their place."""
+"""Names of horovod.tensorflow that belong to TensorFlow 1's sessions. They say what takes their place.
+
+For users; each raises an error.
+"""
 
 from typing import Any, NoReturn
 

@@ -1,4 +1,7 @@
-"""Types in the signatures of this package. (TensorFlow and Keras have no type information, so mypy checks few.)"""
+"""Types in the signatures of this package. (TensorFlow and Keras have no type information, so mypy checks few.)
+
+Only for annotations.
+"""
 
 from typing import Protocol, TypeAlias, TypeVar
 

@@ -1,4 +1,7 @@
-"""The cases of `mpistrat bench`: single arrays, many small arrays, and the gradients of ResNet-50 and BERT-base."""
+"""The cases of `mpistrat bench`: single arrays, many small arrays, and the gradients of ResNet-50 and BERT-base.
+
+Called by every rank of a benchmark.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Places labels of points in a plot where they lie neither on a curve nor on another label."""
+"""Places labels of points in a plot where they lie neither on a curve nor on another label. Called by plot.py."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,7 +1,7 @@
 """What `mpistrat bench` prints while it measures: lines, and on a terminal a progress bar below them.
 
 The bar is rich's, because Keras depends on rich, so most users have it. Without rich, and where stdout is no terminal,
-the lines are plain text.
+the lines are plain text. Called by command.py, on rank 0.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""The plot of `mpistrat bench --plot`: bytes against bytes per second, beside MPI_Allreduce and memcpy."""
+"""The plot of `mpistrat bench --plot`: bytes against bytes per second, beside MPI_Allreduce and memcpy.
+
+Called by command.py, on rank 0.
+"""
 
 import math
 from collections.abc import Sequence

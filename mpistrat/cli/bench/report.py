@@ -1,4 +1,7 @@
-"""The results of `mpistrat bench` as text: a table with a row for each case, and the points of a file of --json."""
+"""The results of `mpistrat bench` as text: a table with a row for each case, and the points of a file of --json.
+
+Called by command.py, on rank 0.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""`mpistrat bench --train`: training on synthetic data with and without averaging, in turn on the same ranks."""
+"""`mpistrat bench --train`: training on synthetic data with and without averaging, in turn on the same ranks.
+
+Called by command.py, on every rank.
+"""
 
 import os
 import statistics

@@ -1,4 +1,7 @@
-"""The CUDA source of the batched copy kernel, for each pair of dtypes and each kind of scale. See copy.plan."""
+"""The CUDA source of the batched copy kernel, for each pair of dtypes and each kind of scale. See copy.plan.
+
+Called by device.py.
+"""
 
 from dataclasses import dataclass
 

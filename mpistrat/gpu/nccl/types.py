@@ -1,6 +1,6 @@
 """NCCL's numbers for dtypes, operations and results (from nccl.h), wire formats of other dtypes, and NcclCommunicator.
 
-All numbers are those of NCCL 2.32.
+All numbers are those of NCCL 2.32. Shared by the modules of NCCL.
 """
 
 from typing import NamedTuple, Protocol

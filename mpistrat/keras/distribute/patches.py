@@ -1,7 +1,8 @@
 """The list of Keras functions that MPIStrategy replaces, and how they are replaced and put back.
 
 The modules beside this one register their replacements with `replaces`. A replacement behaves as the original does
-unless an MPIStrategy is in use. All were run with Keras 3.10 to 3.15.
+unless an MPIStrategy is in use. All were run with Keras 3.10 to 3.15. Called when the first strategy is made, and by
+the modules that register.
 """
 
 import inspect

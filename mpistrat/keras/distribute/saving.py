@@ -1,6 +1,7 @@
 """Saving under MPIStrategy: functions that write a model to a file. All ranks call them, the chief writes, all wait.
 
-See tensorflow.distribute.files for hosts that share no file system. Callbacks that save are in `callbacks`.
+See tensorflow.distribute.files for hosts that share no file system. Callbacks that save are in `callbacks`. Called by
+Keras in place of its own functions.
 """
 
 import os

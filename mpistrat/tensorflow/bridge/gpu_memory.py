@@ -6,6 +6,7 @@ a tensor into it on its own compute stream. The engine reduces the copy in place
 
 TensorFlow gives the memory back when the last reference to the tensor is gone. Work on its compute stream may then
 still read it. The next use is safe, since it begins with TensorFlow's copy, on the same stream, or after a wait for it.
+Called by gpu_eager.py and gpu_graph.py, in TensorFlow's threads.
 """
 
 import math

@@ -1,6 +1,7 @@
 """The ranks as a TensorFlow cluster: each has a role, an address, and a port that is reserved for its server.
 
-A formed cluster needs neither the engine nor MPI. The ends of ranks are detected by `liveness`.
+A formed cluster needs neither the engine nor MPI. The ends of ranks are detected by `liveness`. Made by rendezvous.py;
+any thread may use it.
 """
 
 import atexit

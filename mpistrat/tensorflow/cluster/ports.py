@@ -1,4 +1,7 @@
-"""This host's network: a TCP port that is reserved until its server starts, and the host's addresses."""
+"""This host's network: a TCP port that is reserved until its server starts, and the host's addresses.
+
+Called where a server of TensorFlow or of a data service starts; local.
+"""
 
 import contextlib
 import fcntl

@@ -1,4 +1,7 @@
-"""MPIClusterResolver: describes the cluster to TensorFlow's own strategies, from the ranks, without TF_CONFIG."""
+"""MPIClusterResolver: describes the cluster to TensorFlow's own strategies, from the ranks, without TF_CONFIG.
+
+For users. Making one is collective, its methods are not.
+"""
 
 import os
 from collections.abc import Mapping

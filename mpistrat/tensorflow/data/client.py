@@ -1,4 +1,7 @@
-"""ComputeClient: what the ranks of both jobs ask the registry of a data service."""
+"""ComputeClient: what the ranks of both jobs ask the registry of a data service.
+
+Called by compute_service.py and config.py; no rank waits for another here.
+"""
 
 import contextlib
 import logging

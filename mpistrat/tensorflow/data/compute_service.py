@@ -2,7 +2,7 @@
 
 One job has the workers, `mpirun -np 4 python -m mpistrat.tensorflow.data.compute_worker service.json`; another job
 trains, and reads the file. Importing this module gives tf.data.Dataset the method `send_to_data_service`, as in
-Horovod.
+Horovod. For users.
 """
 
 import contextlib

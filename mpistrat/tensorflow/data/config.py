@@ -1,4 +1,7 @@
-"""TfDataServiceConfig: what the training job must know of a data service, and its file."""
+"""TfDataServiceConfig: what the training job must know of a data service, and its file.
+
+For users, and the command compute_worker.
+"""
 
 import dataclasses
 import json

@@ -2,6 +2,7 @@
 
 Each message carries an HMAC-SHA256 with the key of the service. The server begins with a random challenge, and a
 request has a random number of its own, so neither can be replayed. Nothing is encrypted: addresses and numbers travel.
+Called by the registry, in a thread for each request, and by its clients.
 """
 
 import hmac

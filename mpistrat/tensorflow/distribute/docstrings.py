@@ -1,6 +1,7 @@
 """The docstrings of the methods that MPIStrategy inherits from TensorFlow, for `help` and the API reference.
 
 TensorFlow's own describe several replicas in one process, TF_CONFIG and PerReplica values, of which there are none.
+Called when strategy.py is imported.
 """
 
 import inspect

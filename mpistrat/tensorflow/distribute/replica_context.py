@@ -1,4 +1,7 @@
-"""The replica context: what tf.distribute.get_replica_context() returns in strategy.run. A rank runs one replica."""
+"""The replica context: what tf.distribute.get_replica_context() returns in strategy.run. A rank runs one replica.
+
+Made by extended.py; users call its methods, most of which are collective.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

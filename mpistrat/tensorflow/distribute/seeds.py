@@ -1,4 +1,7 @@
-"""Equal random states on all ranks, so that all shuffle the data alike before each takes its part."""
+"""Equal random states on all ranks, so that all shuffle the data alike before each takes its part.
+
+Called when a strategy is made, and before fit under one.
+"""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""strategy(name): the counterpart under mpirun of each of TensorFlow's strategies, by name."""
+"""strategy(name): the counterpart under mpirun of each of TensorFlow's strategies, by name. For users."""
 
 import logging
 import os

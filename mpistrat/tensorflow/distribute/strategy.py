@@ -1,4 +1,7 @@
-"""MPIStrategy: tf.distribute's synchronous training with one replica per rank."""
+"""MPIStrategy: tf.distribute's synchronous training with one replica per rank.
+
+For users; each method says whether it is collective.
+"""
 
 import logging
 import os

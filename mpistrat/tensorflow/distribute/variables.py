@@ -1,6 +1,6 @@
 """The variables of a strategy: TensorFlow's distributed variables, with one component here and rank 0's initial value.
 
-They differ from TensorFlow's where TensorFlow assumes that this process has all replicas.
+They differ from TensorFlow's where TensorFlow assumes that this process has all replicas. Made by extended.py.
 """
 
 from collections.abc import Callable, Mapping
