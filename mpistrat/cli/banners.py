@@ -21,6 +21,8 @@ _ERROR = re.compile(rb"\[\S+:\d+\] \*\*\* (?:An error occurred in |reported by p
 # Open MPI prints a text once, and then a line that others have it too, with the name of the text.
 _AGGREGATED = re.compile(rb"\[\S+\] (?:\d+ more process\w* ha\w+ sent help message help-mpi-api\.txt / mpi-abort|"
                          rb"Set MCA parameter \"orte_base_help_aggregate\" to 0 to see all help)")
+# Open MPI 5 says so when it sends to a process that has just ended.
+_UNREACHABLE = re.compile(rb"\[\S+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH in file \S+ at line \d+")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def understand(text: bytes) -> Words | None:
     match = _OTHERS.search(flat)
     if match:
         return Words(text, Ending(int(match[1]), match[2].decode(errors="replace")))
-    if _CONSEQUENCE in flat or _AGGREGATED.match(flat):
+    if _CONSEQUENCE in flat or _AGGREGATED.match(flat) or _UNREACHABLE.match(flat):
         return Words(text)
     if _ERROR.match(flat):
         return Words(text, is_error=True)

@@ -61,7 +61,7 @@ def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> 
 
 # Over TCP a large message needs calls of MPI by its sender; and with one child each, rank 1 sends to another host.
 @needs_mpirun
-@pytest.mark.parametrize("rounds, tree, mpi", [("1000", [], {}), ("100", ["1"], {
+@pytest.mark.parametrize("rounds, tree, mpi", [("300", [], {}), ("100", ["1"], {
     "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"})], ids=["flat", "line over TCP"])
 def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds: str, tree: list[str],
                                                                           mpi: dict[str, str]) -> None:

@@ -72,7 +72,7 @@ def test_all_ranks_have_the_same_bits_and_one_process_almost(tmp_path: Path) -> 
         assert job.code == 0, job.output
         return [dict(np.load(f"{file}.{rank}.npz")) for rank in range(ranks)]
     [expected] = results(1)
-    for ranks in (2, 3, 4):
+    for ranks in (2, 3):
         first, *others = results(ranks)
         for name, value in first.items():
             for other in others:
@@ -95,7 +95,7 @@ def test_the_whole_resnet_56_takes_a_step() -> None:
     assert int(last_line(job)[3]) == 2
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun), pytest.param(3, marks=needs_mpirun)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=needs_mpirun)])
 def test_a_dataset_function_gives_each_rank_its_points(ranks: int) -> None:
     job = trained_alone_job("strategy_dataset_fn") if ranks == 1 else run_job(ranks, command("strategy_dataset_fn"))
     assert job.code == 0, job.output
@@ -137,9 +137,8 @@ def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: 
 
 
 @needs_mpirun
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_chief_may_save_a_model_alone_at_the_end(ranks: int, tmp_path: Path) -> None:
-    job = run_job(ranks, ["python", "tests/scripts/strategy_under_one_rank.py", "save-at-the-end", str(tmp_path)])
+def test_the_chief_may_save_a_model_alone_at_the_end(tmp_path: Path) -> None:
+    job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", "save-at-the-end", str(tmp_path)])
     assert job.of_rank(0) == ["returned True", "ends"], job.output
     assert job.code == 0, job.output
     assert (tmp_path / "model.keras").exists()

@@ -303,13 +303,13 @@ def test_the_gradient_of_one_collective_may_be_asked_for_twice(rank: int, size: 
             np.testing.assert_allclose(gradient, 2.0 * weight * size * inputs()[rank].numpy(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("calls", [8, 100])
+@pytest.mark.parametrize("calls", [8, 50])
 def test_more_calls_of_a_function_than_a_graph_has_threads(calls: int, rank: int, size: int) -> None:
     """With another gradient for each, so that those of one call on one rank and of another elsewhere would be seen."""
     inner = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
     program = tf.function(lambda x: tf.add_n([(1.0 + k) * tf.reduce_sum(inner(x * k)) for k in range(calls)]),
                           autograph=False)
-    for _ in range(5):
+    for _ in range(3):
         gradient = tape_outside(lambda values: program(values[0]), [tf.ones([3])])[0]
         np.testing.assert_allclose(gradient, [size * sum(k * (1.0 + k) for k in range(calls))] * 3, rtol=1e-5)
 

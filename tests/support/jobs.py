@@ -130,7 +130,8 @@ def _await(process: "subprocess.Popen[bytes]", limit_s: float, output: IO[bytes]
 def _content(file: IO[bytes]) -> str:
     """All that is in the file. Those who write to it share its position, so that is not touched."""
     text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    # Open MPI 5 prints a null character after its last words.
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def _print_stacks(job: str) -> None:
