@@ -212,8 +212,8 @@ HIERARCHICAL_SLICE_BYTES = 16 * 1024
 PIGGYBACK_MOST_HOSTS = 8
 
 # Bytes of all ranks of a host together up to which its first rank reduces and exchanges everything with the vote.
-# 2 hosts of 2 ranks (network namespaces), six runs in turn: 16 KB 0.33 ms instead of 0.50, 64 KB 0.40 instead of 0.55, 256 KB 0.53 instead
-# of 0.79, 512 KB 0.83 instead of 1.2. More ranks per host were not measured.
+# 2 hosts of 2 ranks (network namespaces), six runs in turn: 16 KB 0.33 ms instead of 0.50, 64 KB 0.40 instead of 0.55,
+# 256 KB 0.53 instead of 0.79, 512 KB 0.83 instead of 1.2. More ranks per host were not measured.
 PIGGYBACK_HOST_BYTES = 2 * 1024 * 1024
 
 # The same for more than two hosts: bytes of one all-reduce, of all hosts together.
