@@ -30,8 +30,9 @@ BROADCASTS = {
 }
 
 each_example = pytest.mark.parametrize("example", EXAMPLES)
-each_size = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun),
-                                              pytest.param(3, marks=needs_mpirun)])
+each_run = pytest.mark.parametrize("example, ranks", [
+    *((example, 1) for example in EXAMPLES), *(pytest.param(example, 2, marks=needs_mpirun) for example in EXAMPLES),
+    pytest.param("custom_loop_digits", 3, marks=needs_mpirun)])
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def mnist_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.quick
-@each_example
-@each_size
+@each_run
 def test_reaches_the_accuracy_and_says_so_in_its_last_line(example: str, ranks: int,
                                                            trained: Callable[[str, int], Run]) -> None:
     line = trained(example, ranks).last_line()
@@ -107,16 +107,14 @@ def test_reaches_the_accuracy_and_says_so_in_its_last_line(example: str, ranks: 
     assert int(line[3]) == ranks
 
 
-@each_example
-@each_size
+@each_run
 def test_only_the_chief_shows_progress(example: str, ranks: int, trained: Callable[[str, int], Run]) -> None:
     finished = trained(example, ranks)
     assert re.search(r"^epoch 1/\d+", finished.stdout(0), re.MULTILINE | re.IGNORECASE)
     assert [finished.stdout(rank) for rank in range(1, ranks)] == [""] * (ranks - 1)
 
 
-@each_example
-@each_size
+@each_run
 def test_only_the_chief_writes_a_checkpoint(example: str, ranks: int, trained: Callable[[str, int], Run]) -> None:
     written = [(directory / "digits.keras").exists() for directory in trained(example, ranks).directories]
     assert written == [True] + [False] * (ranks - 1)
