@@ -202,8 +202,8 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
     if op is Adasum and device == DEVICE_GPU:
         raise InvalidRequestError(f"{name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, or pass "
                                   "CPU tensors.")
-    return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=prescale, postscale=postscale, device=device,
-                   layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
+    return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
+                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -236,8 +236,8 @@ def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Sc
         if not tensor.shape:
             raise InvalidRequestError(f"{name}: reducescatter does not support scalar inputs. Reshape it to (1,).")
     _check_factors(name, scaled)
-    return Request(CollectiveType.REDUCESCATTER, name, tensors, op, prescale=prescale, postscale=postscale,
-                   device=device, process_set=process_set)
+    return Request(CollectiveType.REDUCESCATTER, name, tensors, op, prescale=float(prescale),
+                   postscale=float(postscale), device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)

@@ -55,7 +55,7 @@ def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) ->
 
 @pytest.mark.horovod("predivide")
 @both_ways
-@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0, 8.0])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2, 2.0, 8.0])
 def test_a_predivide_factor_does_not_change_the_average(way: Callable, factor: float, rank: int, size: int) -> None:
     gradient, = quadratic(way, rank + 1.0, [tf.Variable([1.0, 2.0])], gradient_predivide_factor=factor)
     np.testing.assert_allclose(gradient, [(size + 1) / 2, size + 1], rtol=1e-6)

@@ -1,6 +1,7 @@
 """From a caller's arguments to a Request."""
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from mpistrat.core.request import (
     allreduce_request,
     barrier_request,
     broadcast_request,
+    reducescatter_request,
     resolve_op,
     specs_of,
 )
@@ -73,6 +75,12 @@ def test_real_numbers_are_reduced_with_every_operation(dtype: str, op: ReduceOp)
     tensors = (*spec(dtype, 2, 3), *spec("float32"))
     assert allreduce_request("a", tensors, ScaledOp(op, 2, 0.5)) == \
         Request(CollectiveType.ALLREDUCE, "a", tensors, op, 0, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("make", [allreduce_request, reducescatter_request])
+def test_factors_that_are_integers_travel_as_floats(make: Callable[..., Request]) -> None:
+    request = make("a", spec("float32", 2), ScaledOp(Average, 1, 2))
+    assert Request.from_tuple(request.to_tuple()) == request
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
