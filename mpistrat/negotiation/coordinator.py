@@ -178,13 +178,12 @@ class Coordinator:
         blocked, is_news = subtree.blocked.to_send()
         requests += self._incomplete_to_pass_on(blocked is not None, now)
         failure, ended.failure = ended.failure, None
-        message = Announcement(tuple(ids), tuple(requests), ended.take_news(), failure, subtree.take_vote_end(),
-                               failure is not None and ended.is_stall, blocked, subtree.joined.take_news())
-        if not (is_news or message.ids or message.requests or message.ended or failure or message.ends_vote
-                or message.joined):
+        new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
+        if not (ids or requests or new_ended or failure or ends_vote or is_news or new_joined):
             return None
         subtree.blocked.sent(blocked)
-        return message
+        return Announcement(tuple(ids), tuple(requests), new_ended, failure, ends_vote,
+                            failure is not None and ended.is_stall, blocked, new_joined)
 
     def _incomplete_to_pass_on(self, is_blocked: bool, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
         """The incomplete requests that rank 0 needs, each with the ranks that have submitted it.

@@ -158,13 +158,14 @@ def test_a_resolver_before_init_is_an_error_on_every_rank(ranks: int) -> None:
 # -- an evaluator -----------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluator_follows_the_checkpoints_to_the_last_one(tmp_path: Path) -> None:
-    job = run(3, "examples/evaluator.py", "--directory", str(tmp_path))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_evaluator_follows_the_checkpoints_to_the_last_one(ranks: int, tmp_path: Path) -> None:
+    job = run(ranks, "examples/evaluator.py", "--directory", str(tmp_path))
     assert job.code == 0, job.output
     evaluated = re.findall(r"^evaluator: checkpoint (\d+), test accuracy (\d\.\d{3})$", job.output, re.MULTILINE)
     numbers = [int(number) for number, _ in evaluated]
     assert numbers == sorted(set(numbers)) and numbers[-1] == 8, job.output
-    trained = re.search(r"^chief: trained on 2 ranks, test accuracy (.*)$", job.output, re.MULTILINE)
+    trained = re.search(rf"^chief: trained on {ranks - 1} ranks, test accuracy (.*)$", job.output, re.MULTILINE)
     assert trained is not None and evaluated[-1][1] == trained[1], job.output
     assert float(trained[1]) >= 0.93, job.output
 

@@ -27,7 +27,7 @@ def last_line(job: Finished, pattern: str) -> re.Match[str]:
 
 @pytest.mark.quick
 @needs_mpirun
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_adasum_learns_the_same_on_all_ranks(ranks: int) -> None:
     line = last_line(run("adasum_digits", ranks),
                      rf"test accuracy (\d\.\d+) with adasum, weights (\w+), the same on all ranks \({ranks}\)")
