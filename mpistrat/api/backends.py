@@ -238,5 +238,5 @@ def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
     if topology.rank == 0:
-        logger.warning("rank 0: %s. MPI is used instead, which is slower.", text)
+        logger.warning("%s. MPI is used instead, which is slower.", text)
     return None

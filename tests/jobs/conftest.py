@@ -1,4 +1,4 @@
-"""Which of the tests that start jobs are `long`, and how many jobs they have started.
+"""Which of the tests that start jobs are `long`.
 
 Long are all that are not marked as `quick`, and all with a parameter `ranks` other than 2.
 """
@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from ..support import jobs
 
 HERE = Path(__file__).parent
 
@@ -20,10 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ranks = item.callspec.params.get("ranks", 2) if hasattr(item, "callspec") else 2
             if item.get_closest_marker("quick") is None or ranks != 2:
                 item.add_marker(pytest.mark.long)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"{len(jobs.started)} jobs were started, by mpirun and otherwise.")
 
 
 @pytest.fixture(scope="session", autouse=True)
