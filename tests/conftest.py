@@ -1,10 +1,22 @@
-"""How many jobs the tests have started, in all processes of pytest-xdist together."""
+"""All tests run in two processes of pytest-xdist, and the jobs that these start are counted together."""
 
 from typing import Any
 
 import pytest
 
 from .support import jobs
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest` without a path, and without -n, runs its tests in two processes.
+
+    With a path, as in `pytest tests/unit`, all tests run in this process, which -s, --pdb and mpirun need.
+    """
+    if (config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.pluginmanager.hasplugin("xdist")
+            and config.option.numprocesses is None and not config.option.usepdb
+            and not hasattr(config, "workerinput")):
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

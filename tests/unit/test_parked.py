@@ -72,7 +72,12 @@ class Tasks:
 
 
 @pytest.fixture
-def tasks(tmp_path: Path) -> Tasks:
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tasks:
+    """Invented threads. Those that pytest-xdist has started, which Python's threading does not know, are left out."""
+    real = sys._current_frames
+    others = real().keys() - {thread.ident for thread in threading.enumerate()}
+    monkeypatch.setattr(sys, "_current_frames",
+                        lambda: {thread: frame for thread, frame in real().items() if thread not in others})
     return Tasks(tmp_path)
 
 
