@@ -34,6 +34,7 @@ directory = hvd.broadcast_object(tempfile.mkdtemp(prefix="digits-", dir=args.dir
 x, y = load_digits(return_X_y=True)
 x = x.astype("float32") / 16
 train, test = np.split(np.random.default_rng(0).permutation(len(x)), [1437])  # The same split on every rank.
+keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10)])
 checkpoint = tf.train.Checkpoint(model=model)
 

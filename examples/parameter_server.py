@@ -39,6 +39,7 @@ def load_data() -> tuple[np.ndarray, ...]:
 x_train, y_train, x_test, y_test = load_data()
 steps = len(x_train) // args.batch_size
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+keras.utils.set_random_seed(1)  # Asynchronous training ends with other weights in each run all the same.
 with strategy.scope():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10)])
     optimizer = keras.optimizers.Adam(2e-3)

@@ -18,6 +18,7 @@ END_AFTER = int(sys.argv[2])
 PER_WORKER_BATCH_SIZE = 32
 NUM_EPOCHS, NUM_STEPS_PER_EPOCH = 4, 20
 
+tf.keras.utils.set_random_seed(1)  # not in the tutorial: a test compares losses
 strategy = MPIStrategy()
 global_batch_size = PER_WORKER_BATCH_SIZE * strategy.num_replicas_in_sync
 
