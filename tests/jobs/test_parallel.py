@@ -26,7 +26,7 @@ def files_of(part: str, ranks: int) -> list[str]:
 
 @pytest.fixture
 def watch(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Print the progress of a session that runs in a job, which takes minutes."""
+    """Print the progress of a session that runs in a job. Processes of pytest-xdist do not show it."""
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
 
     def show(text: str) -> None:
