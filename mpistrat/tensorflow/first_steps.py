@@ -66,8 +66,8 @@ class FirstSteps:
         self._name, self._process_set = f"check/{name}", process_set
         self._step = 0
         self._joins: int | None = None  # how often the ranks had joined before the first step
-        self._labels: Sequence[str] = ()
         self._exchanges: list[Handle] = []
+        self._labels: list[Sequence[str]] = []  # of the variables of each exchange
 
     @property
     def is_done(self) -> bool:
@@ -108,7 +108,7 @@ class FirstSteps:
             self._step = _EXCHANGES + 1  # The ranks have made different numbers of steps.
         if self.is_done:
             return False
-        self._step, self._labels = self._step + 1, labels
+        self._step += 1
         if self._step > _EXCHANGES:
             self._warn_of_equal_data()
             self._exchanges.clear()
@@ -120,6 +120,7 @@ class FirstSteps:
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += digests_of_weights(found) if len(found) == len(variables) else []
         self._exchanges.append(_send(self._group, self._name, digests))
+        self._labels.append(labels)
         return True
 
     @property
@@ -135,7 +136,7 @@ class FirstSteps:
         """Raise MismatchError if the weights differed with the first two reductions."""
         received = self._received(1)
         if differing(self._received(0)) and differing(received):
-            raise MismatchError(describe_weights(self._labels, received, self._group.topology.job_ranks))
+            raise MismatchError(describe_weights(self._labels[1], received, self._group.topology.job_ranks))
 
     def _warn_of_equal_data(self) -> None:
         received = [self._received(number) for number in range(len(self._exchanges))]
@@ -203,7 +204,7 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
     return (f"the ranks train different weights: the values of {labels[different[0]]} differ among ranks {where}.{more}"
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
-            "of fit, or call hvd.broadcast_variables(model.variables, root_rank=0) before a loop of your own. A "
+            "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own. A "
             "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
             "register_local_source (of the tape). MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
 
@@ -244,20 +245,21 @@ def _digest(arrays: Sequence[np.ndarray]) -> bytes:
     return digest.digest()
 
 
-_of_variables: dict[int, tuple["weakref.ref[Any]", FirstSteps]] = {}
+_of_variables: dict[tuple[int, int, int], tuple["weakref.ref[Any]", FirstSteps]] = {}
 
 
 def of_variables(variables: Sequence[Variable], name: str, process_set: ProcessSet = global_process_set) -> FirstSteps:
     """The FirstSteps of these variables, which lasts as long as the first of them.
 
-    It is for tapes: eager code makes a tape for each step.
+    It is for tapes: eager code makes a tape for each step. Several tapes of one step, say those of an actor and a
+    critic with one encoder, have variables in common, so the first variable is not enough to tell them apart.
 
     Args:
         variables: At least one.
         name: The name of a new FirstSteps.
         process_set: The ranks that reduce.
     """
-    key = id(variables[0])
+    key = id(variables[0]), id(variables[-1]), len(variables)
     if key not in _of_variables:
         _of_variables[key] = weakref.ref(variables[0], lambda _: _of_variables.pop(key, None)), FirstSteps(
             name, process_set)

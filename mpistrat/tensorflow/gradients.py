@@ -11,6 +11,7 @@ from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from . import first_steps
 from .bridge.cpu import as_tf_error, to_array
 from .bridge.observers import Observer, observed
+from .bridge.program_order import numbered
 from .compression import Compressed, Compressor
 from .first_steps import FirstSteps
 from .gradient_groups import GradientGroups
@@ -30,7 +31,7 @@ class GradientReducer:
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
-        checks: What its first reductions are checked by; None: that of the variables.
+        checks: What checks the first reductions; None: what is kept for the variables, as tapes need it.
         process_set: The ranks that take part. On other ranks gradients do not change.
         groups: Which gradients are reduced together; None: all.
 
@@ -61,6 +62,11 @@ class GradientReducer:
     def register_local(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the reduction."""
         self._local.add(variable)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether any variable was excluded."""
+        return bool(len(self._local))
 
     def is_local(self, variable: Variable) -> bool:
         """Whether this variable was excluded."""
@@ -96,11 +102,12 @@ class GradientReducer:
             _observe_eagerly(observer, own)
             observer = None
         divided = self._groups.divide([variables[i] for i in shared])
+        call = self.name if tf.executing_eagerly() else numbered(self.name)
         with observed(observer):
             # The last first: that is the order in which the backward pass computes them.
             for number, places in reversed(list(enumerate(divided))):
                 members = [shared[place] for place in places]
-                name = self.name if len(divided) == 1 else f"{self.name}/group{number}"
+                name = call if len(divided) == 1 else f"{call}/group{number}"
                 reduced = reduce_mixed([own[place] for place in places], ScaledOp(self._op), name,
                                        partial(self._reduce_dense, name), numbers=members,
                                        labels=[label_of(variables[i]) for i in members],

@@ -13,5 +13,8 @@ class IdentitySet:
         """Add `member`."""
         self._members[id(member)] = member
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._members

@@ -93,9 +93,9 @@ class ReduceGradient(Gradient):
 
 
 def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0) -> tf.IndexedSlices:
-    """All ranks' slices, concatenated. For Average the values are divided by the number of ranks. Collective.
+    """All ranks' slices, concatenated. Collective.
 
-    That is the number of ranks which submit slices.
+    For Average the values are divided by the number of ranks that submit slices.
 
     Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
     the result is that of one process with the rows of all ranks.
@@ -134,7 +134,7 @@ class GatherGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name = name_of_gradient(self.name)
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
-        means = reduce_list(upstream, name, ScaledOp(Average), process_set=self.process_set)
+        means = reduce_dense(upstream, ScaledOp(Average), name, process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
         before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]

@@ -18,7 +18,6 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
 from .bridge import cpu
-from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
 from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_mixed, topology_of
@@ -137,7 +136,7 @@ class BroadcastGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_list(upstream, name_of_gradient(self.name), ScaledOp(Average), process_set=self.process_set)
+        mean, = reduce_dense(upstream, ScaledOp(Average), name_of_gradient(self.name), process_set=self.process_set)
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 

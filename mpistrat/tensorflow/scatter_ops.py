@@ -25,7 +25,7 @@ from ..core.rows import even_splits
 from .bridge import cpu
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
-from .lists import gather_list, number_of, topology_of
+from .lists import gather, number_of, topology_of
 from .ops import Reducible, as_tensor, wire_name, without_autograph
 from .types import OptionalGradient, Tensor
 
@@ -102,7 +102,7 @@ class ReduceScatterGradient(Gradient):
         factor = prescale * postscale
         if op is Sum:
             factor *= topology_of(self.process_set).size
-        gathered = gather_list(upstream, name_of_gradient(self.name), self.process_set)
+        gathered = gather(name_of_gradient(self.name), upstream, self.process_set)
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 
 
@@ -132,15 +132,8 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
     name = wire_name("alltoall", tensor, name, ignore_name_scope)
     size = topology_of(number).size
     counts = _even(name, tensor, size) if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
-    received: list[tf.Tensor] = []
-
-    def exchange(rows: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
-        data, of_ranks = _exchange(rows, counts, name, number)
-        received.append(of_ranks)
-        return [data]
-
-    result, = with_gradient(exchange, AllToAllGradient(name, number), [tensor, counts])
-    return result if splits is None else (result, received[0])
+    result, received = _exchange_rows(tensor, counts, name, number)
+    return result if splits is None else (result, received)
 
 
 def _even(name: str, tensor: tf.Tensor, size: int) -> tf.Tensor:
@@ -153,6 +146,20 @@ def _even(name: str, tensor: tf.Tensor, size: int) -> tf.Tensor:
     rows = tf.shape(tensor)[0] if tensor.shape.rank != 0 else 0
     # The splits of an uneven number add up to more than the rows, which is an error on all ranks.
     return tf.fill([size], -(-rows // size))
+
+
+def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
+                   process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """As _exchange, with the gradient of the rows."""
+    received: list[tf.Tensor] = []
+
+    def exchange(rows: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
+        data, of_ranks = _exchange(rows, counts, name, process_set)
+        received.append(of_ranks)
+        return [data]
+
+    result, = with_gradient(exchange, AllToAllGradient(name, process_set), [tensor, splits])
+    return result, received[0]
 
 
 def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -173,7 +180,7 @@ class AllToAllGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[OptionalGradient]:
         name, (tensor, splits) = name_of_gradient(self.name), values
         received, _ = _exchange(splits, tf.ones_like(splits), f"{name}/splits", self.process_set)
-        returned, _ = _exchange(upstream[0], received, name, self.process_set)
+        returned, _ = _exchange_rows(upstream[0], received, name, self.process_set)
         unsent = tf.shape(tensor)[0] - tf.shape(returned)[0]  # Rows that no rank has received.
         padding = tf.concat([[[0, unsent]], tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)], 0)
         return [tf.ensure_shape(tf.pad(returned, padding), tensor.shape), None]

@@ -136,6 +136,32 @@ def test_weight_decay_before_the_reduction_is_no_false_alarm(rank: int) -> None:
     assert not model.optimizer._mpistrat_reducer.checks._exchanges
 
 
+def test_two_tapes_of_a_step_with_variables_in_common_are_two_to_check(rank: int) -> None:
+    encoder, actor, critic = (tf.Variable([float(rank + 1)]) for _ in range(3))
+    for number in range(5):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = encoder * actor * (rank + 1.0), encoder * critic * (rank + 2.0)
+        tape = tape_hvd.DistributedGradientTape(tape)
+        for loss, head in zip(losses, (actor, critic)):
+            tape.gradient(loss, [encoder, head])
+        if number == 0:
+            tape_hvd.broadcast_variables([encoder, actor, critic], root_rank=0)
+    assert_equal_on_all_ranks([encoder.numpy(), actor.numpy(), critic.numpy()])
+
+
+def test_the_variable_that_differs_is_named_as_in_its_own_step(rank: int, size: int) -> None:
+    first, second = tf.Variable([1.0], name="first"), tf.Variable([float(rank)], name="second")
+    last = tf.Variable([1.0], name="last")
+    checks = first_steps.FirstSteps("names")
+    with pytest.raises(mpistrat.MismatchError, match=f"the values of second {different_on(size)}"):
+        for number in range(5):
+            variables = [first, second] if number < 2 else [last]
+            observe = checks.observer(variables, [v.name.split(":")[0] for v in variables])
+            assert observe is not None
+            observe([np.array([rank + 1.0])])
+            mpistrat.barrier()
+
+
 def test_weights_may_be_made_equal_in_any_way(rank: int) -> None:
     weight = keras.Variable([float(rank)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -1,6 +1,7 @@
 """DistributedGradientTape on every rank."""
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,29 @@ def test_a_persistent_tape_may_be_asked_again(rank: int, size: int) -> None:
     for _ in range(2):
         assert tape.gradient(square, first).numpy() == 4 * size * (size + 1) / 2
         assert [g.numpy() for g in tape.gradient(product, [first, second])] == [5 * size, 2 * size]
+
+
+@pytest.mark.horovod("tape")
+@pytest.mark.parametrize("width", [3, 600], ids=["small", "more than what a submit waits for"])
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_persistent_tape_may_be_asked_twice_in_a_graph(groups: int | None, width: int, rank: int, size: int) -> None:
+    """As in a GAN, whose two losses come from one tape. Also if another rank comes late."""
+    variables = [tf.Variable(tf.ones([width, width])), tf.Variable(1.0)]
+
+    @tf.function(autograph=False)
+    def step(factor: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [power * factor * tf.add_n([tf.reduce_sum(v) for v in variables]) for power in (1.0, 2.0)]
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, groups=groups)
+        return [tape.gradient(loss, variables) for loss in losses]
+
+    total = size * (size + 1) / 2
+    for number in range(4):
+        if number % size == rank:
+            time.sleep(0.05)
+        for power, gradients in enumerate(step(tf.constant(rank + 1.0)), start=1):
+            for gradient in gradients:
+                np.testing.assert_array_equal(gradient, np.full(gradient.shape, power * total))
 
 
 def test_a_tape_that_is_not_persistent_may_not(size: int) -> None:

@@ -213,16 +213,18 @@ def inputs() -> Many:
 
 def expected(program: str, collective: str, rank: int) -> np.ndarray:
     _, arithmetic, power = COLLECTIVES[collective]
-    factor = float(mpistrat.size()) ** power
+    return tape_outside(lambda values: nested(program, lambda v: arithmetic(with_factor(v, power)), values),
+                        inputs())[rank].numpy()
 
-    def scaled(values: Many) -> Many:
-        """The values, with gradients times the factor."""
-        return [value * factor + tf.stop_gradient(value - value * factor) for value in values]
 
-    def innermost(values: Many) -> Many:
-        return arithmetic(scaled(values) if power else values)
+def with_factor(values: Many, power: int, of_gradient: int = 0) -> Many:
+    """The values, with gradients times this power of the number of ranks; gradients of these times another one too."""
+    @tf.custom_gradient
+    def scaled(value: Any) -> Any:
+        return tf.identity(value), lambda upstream: float(mpistrat.size()) ** power * with_factor(
+            [upstream], of_gradient)[0]
 
-    return tape_outside(lambda values: nested(program, innermost, values), inputs())[rank].numpy()
+    return [scaled(value) for value in values] if power else values
 
 
 def loss_of(program: str, collective: str) -> Callable[[Many], Any]:
@@ -322,3 +324,28 @@ def test_ranks_may_have_traced_a_differentiated_function_more_often(rank: int, s
     for i in range(4):
         gradient = tape_outside(lambda values, i=i: program(values[0], i if rank == 0 else 0), [tf.ones([3])])[0]
         np.testing.assert_allclose(gradient, [2.0 * size] * 3)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if "grouped" not in name])
+def test_the_gradient_of_the_gradient_is_that_of_one_process(collective: str, in_graph: bool, rank: int,
+                                                             strategy: MPIStrategy) -> None:
+    def second(innermost: Callable[[Many], Many], values: Many) -> Many:
+        def program(values: Many) -> Many:
+            with tf.GradientTape() as outer:
+                outer.watch(values)
+                with tf.GradientTape() as inner:
+                    inner.watch(values)
+                    y = tf.add_n([tf.reduce_sum(each ** 2) for each in innermost([x ** 2 for x in values])])
+                first = inner.gradient(y, values, unconnected_gradients=ZERO)
+                z = tf.add_n([tf.reduce_sum(gradient ** 2) for gradient in first])
+            return outer.gradient(z, values, unconnected_gradients=ZERO)
+
+        return (tf.function(program, autograph=False) if in_graph else program)(values)
+
+    call, arithmetic, power = COLLECTIVES[collective]
+    result = run(collective, lambda x: second(lambda v: [call(v[0])], [x])[0], inputs()[rank], strategy)
+    # The gradient of a reduce-scatter is an all-gather, whose gradient has a factor of its own.
+    of_gradient = COLLECTIVES["allgather"][2] if collective == "reducescatter" else 0
+    one_process = second(lambda v: arithmetic(with_factor(v, power, of_gradient)), inputs())[rank]
+    np.testing.assert_allclose(result, one_process, rtol=1e-4)

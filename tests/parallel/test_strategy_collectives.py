@@ -63,6 +63,16 @@ def test_reduce_over_an_axis_weighs_rows_and_not_ranks(strategy: MPIStrategy, wa
     np.testing.assert_allclose(mean, [expected / rows] * 2, rtol=1e-6)
 
 
+@each_way
+@pytest.mark.parametrize("axis", [-1, [-1, 0], 1], ids=str)
+def test_reduce_counts_axes_from_the_end(strategy: MPIStrategy, way: Callable, axis: Any, size: int) -> None:
+    values = per_rank(strategy, lambda r: np.arange(6, dtype=np.float32).reshape(2, 3) + r)
+    mean = way(lambda v: strategy.reduce("MEAN", v, axis=axis))(values)
+    everything = np.stack([np.arange(6).reshape(2, 3) + r for r in range(size)])
+    expected = everything.mean() if isinstance(axis, list) else everything.mean((0, 2))
+    np.testing.assert_allclose(mean, expected, rtol=1e-6)
+
+
 def test_reduce_of_scalars_takes_no_notice_of_the_axis(strategy: MPIStrategy, size: int) -> None:
     values = per_rank(strategy, float)
     assert float(strategy.reduce("MEAN", values, axis=0)) == (size - 1) / 2

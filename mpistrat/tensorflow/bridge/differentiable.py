@@ -7,11 +7,9 @@ a private function for that gets tf.custom_gradient in graphs, too.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
@@ -19,14 +17,12 @@ from ..types import OptionalGradient
 from . import executions
 from ._private import could_possibly_record, record_operation, set_node_attribute
 from .executions import Execution
-from .program_order import current_function, function_of
+from .program_order import current_function, function_of, numbered
 
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
 
 Collective = Callable[..., Sequence[tf.Tensor]]
-
-_names: "WeakKeyDictionary[tf.Graph, Counter[str]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,7 @@ def _in_graph(collective: Collective, gradient: Gradient, values: Sequence[tf.Te
             return _with_custom_gradient(collective, lambda given, upstream: _gradients(
                 gradient, given, upstream, execution), values)
         results = collective(*values)
+    # One node has the results and the values, so that its gradient finds the values among its inputs.
     before, count = [*results, *values], len(results)
 
     def backward(*upstream: tf.Tensor) -> list[OptionalGradient]:
@@ -113,8 +110,5 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
 
 def name_of_gradient(name: str) -> str:
     """The name of the collective in the gradient of a collective of this name; in a graph, a new one each time."""
-    if tf.executing_eagerly():
-        return f"{name}/gradient"
-    counter = _names.setdefault(current_function(), Counter())
-    counter[name] += 1
-    return f"{name}/gradient" if counter[name] == 1 else f"{name}/gradient_{counter[name] - 1}"
+    name = f"{name}/gradient"
+    return name if tf.executing_eagerly() else numbered(name)

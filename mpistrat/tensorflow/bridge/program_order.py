@@ -14,11 +14,13 @@ capture goes from graph to graph.
 """
 
 import weakref
+from collections import Counter
 from functools import cache
 
 import tensorflow as tf
 
 _with_call_order: "weakref.WeakSet[tf.Graph]" = weakref.WeakSet()
+_names: "weakref.WeakKeyDictionary[tf.Graph, Counter[str]]" = weakref.WeakKeyDictionary()
 
 
 def token() -> tf.Tensor | None:
@@ -40,6 +42,16 @@ def calls_in_order() -> None:
     _with_call_order.add(function)
     with function.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
         tf.raw_ops.VarIsInitializedOp(resource=token())  # The cheapest operation that counts as a write.
+
+
+def numbered(name: str) -> str:
+    """The name of a collective that is being traced: `name`, with a number from its second use in this function on.
+
+    A function does not wait for a collective before it submits the next one, so all of them need names of their own.
+    """
+    counter = _names.setdefault(current_function(), Counter())
+    counter[name] += 1
+    return name if counter[name] == 1 else f"{name}_{counter[name] - 1}"
 
 
 def current_function() -> tf.Graph:

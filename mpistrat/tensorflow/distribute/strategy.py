@@ -121,8 +121,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return tf.nest.pack_sequence_as(value, self._means(flat, axis))
 
     def _means(self, values: list[Tensor], axis: int | Sequence[int]) -> list[tf.Tensor]:
-        counts = [tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), axis)) if _has_axes(v) else tf.constant(1, tf.int64)
-                  for v in values]
+        counts = [tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), tf.math.floormod(axis, tf.rank(v))))
+                  if _has_axes(v) else tf.constant(1, tf.int64) for v in values]
         sums = [tf.reduce_sum(v, axis) if _has_axes(v) else tf.convert_to_tensor(v) for v in values]
         total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
         return [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
