@@ -61,7 +61,7 @@ def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     return loss
 
 
-hvd.broadcast_variables(model.variables, root_rank=0)
+hvd.broadcast_variables(model.weights, root_rank=0)
 for epoch in range(args.epochs):
     loss = hvd.allreduce(tf.reduce_mean([train_step(images, labels) for images, labels in data]))
     if chief:

@@ -89,7 +89,7 @@ for epoch in range(args.epochs):
     for step, (images, labels) in enumerate(data):
         train_step(images, labels)
         if epoch == step == 0:  # After the first step, so that the optimizer has its variables too.
-            hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0)
+            hvd.broadcast_variables(model.weights + optimizer.variables, root_rank=0)
     loss, accuracy = hvd.allreduce(tf.stack([metric.result() for metric in metrics])).numpy()
     for metric in metrics:
         metric.reset_state()

@@ -21,7 +21,7 @@ model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), ke
 optimizer = keras.optimizers.Adam(1e-2)
 optimizer.build(model.trainable_variables)
 loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-variables = model.variables + optimizer.variables
+variables = model.weights + optimizer.variables
 hvd.broadcast_variables(variables, root_rank=0)
 
 

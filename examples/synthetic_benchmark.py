@@ -60,7 +60,7 @@ def run(steps: int) -> float:
     return time.perf_counter() - began
 
 
-hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0)
+hvd.broadcast_variables(model.weights + optimizer.variables, root_rank=0)
 if chief:
     print(f"{args.model}, {model.count_params():,} parameters, {args.image_size} x {args.image_size} pixels, "
           f"{args.batch_size} images per step on each of {hvd.size()} ranks", flush=True)

@@ -13,7 +13,7 @@ They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip, pip_extra
+from .optimizer_parts import distributed_in
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def serialise_as(subclass: type, original: type) -> None:
 
 
 def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor], tf.Tensor]) -> None:
-    """Make LossScaleOptimizer check the gradients of all ranks for overflow, if its inner optimizer is distributed.
+    """Make LossScaleOptimizer check the gradients of all ranks for overflow, if an optimizer in it is distributed.
 
     Keras checks the local gradients only, before they are averaged. (Under mixed_float16 compile() wraps every
     optimizer in a LossScaleOptimizer.) A rank with an overflow would skip the step while the others wait for its
@@ -67,8 +68,8 @@ def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor],
 
     def check_finite(self: keras.optimizers.LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
         finite = local(self, grads)
-        inner = self.inner_optimizer
-        return all_ranks(inner, finite) if getattr(inner, "is_distributed", False) else finite
+        inner = distributed_in(self.inner_optimizer)
+        return all_ranks(inner[0], finite) if inner else finite
 
     check_finite._mpistrat = True  # type: ignore[attr-defined]
     optimizer.check_finite = check_finite
@@ -122,6 +123,33 @@ def accumulators_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
     """The variables in which a built optimizer accumulates gradients."""
     variables: list[keras.Variable] = _required(optimizer, "_accumulated_gradients")
     return variables
+
+
+# The constructor's arguments that may be objects, and the attributes that have them.
+_OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
+# What exclude_from_weight_decay sets, which is no part of the configuration.
+_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+
+
+def objects_given_to(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """The constructor's arguments of an optimizer that are schedules, functions or optimizers, by their names."""
+    found = {argument: getattr(optimizer, attribute, None) for argument, attribute in _OBJECTS.items()}
+    return {name: value for name, value in found.items()
+            if callable(value) or isinstance(value, keras.optimizers.Optimizer)}
+
+
+def config_without(optimizer: keras.optimizers.Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
+    """The configuration of an optimizer without these of `objects_given_to`, which Keras may not be able to save."""
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    vars(stand_in).update({_OBJECTS[name]: None for name in arguments})
+    config: dict[str, Any] = stand_in.get_config()
+    return {name: value for name, value in config.items() if name not in arguments}
+
+
+def decay_exclusions_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that say which variables have no weight decay."""
+    return {name: vars(optimizer)[name] for name in _EXCLUSIONS if name in vars(optimizer)}
 
 
 def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
@@ -190,6 +218,7 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
 
 
 __all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
-           "element_spec", "epoch_after_backup", "legacy_h5_format", "non_trainable_variables", "path_of_checkpoint",
-           "paths_of_backup", "require_for_strategy", "saving_lib", "serialise_as", "set_epoch_after_backup",
-           "strategy_of_optimizer", "strategy_unsupported", "trained_by", "trainer"]
+           "config_without", "decay_exclusions_of", "element_spec", "epoch_after_backup", "legacy_h5_format",
+           "non_trainable_variables", "objects_given_to", "path_of_checkpoint", "paths_of_backup",
+           "require_for_strategy", "saving_lib", "serialise_as", "set_epoch_after_backup", "strategy_of_optimizer",
+           "strategy_unsupported", "trained_by", "trainer"]

@@ -19,6 +19,8 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
+from .fit_optimizers import optimizers_of
+from .momentum import MomentumCorrection
 from .row_counts import RowCounts, RowsOfEpoch, weighted_means
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
@@ -29,7 +31,7 @@ __getattr__ = absent.explain(__name__)
 
 
 def _number(value: object) -> float:
-    """A learning rate or a momentum as a number. A variable of Keras 3.0 has no __float__."""
+    """A learning rate as a number. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))
 
 
@@ -37,8 +39,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
     When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
-    creates its weights with the first batch; they are broadcast after that batch. Normalization layers use the root's
-    statistics then. Random states of layers such as Dropout are not broadcast, so that the ranks drop different units.
+    creates its weights with the first batch; they are broadcast after that batch. So is the state of other optimizers,
+    which a model such as a GAN has in public attributes. Normalization layers use the root's statistics then. Random
+    states of layers such as Dropout are not broadcast, so that the ranks drop different units.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -67,25 +70,32 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._is_first_batch = True
         optimizer = self.model.optimizer
-        if self.model.built and self.model.trainable_variables and not optimizer.built:
+        if optimizer is not None and self.model.built and self.model.trainable_variables and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        self._broadcast()
+        self._broadcast(self._variables())
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         # The first `batch` is not 0 with steps_per_execution > 1.
-        if self._is_first_batch and len(self._variables()) != self._sent:
-            self._broadcast()
+        if self._is_first_batch:
+            # Only now have all ranks built the other optimizers, which may have been restored on the root alone.
+            variables = self._variables(has_begun=True)
+            if len(variables) != self._sent:
+                self._broadcast(variables)
         self._is_first_batch = False
         for first_steps in self.first_steps:
             first_steps.is_paused = False
 
-    def _variables(self) -> list[keras.Variable]:
-        return [v for v in (*self.model.weights, *self.model.optimizer.variables) if v not in self._local]
+    def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
+        """The weights and the state of the optimizer; after the first batch of other optimizers too."""
+        optimizer = self.model.optimizer
+        found = [*self.model.weights, *(optimizer.variables if optimizer is not None else ())]
+        if has_begun:
+            found += [v for other in optimizers_of(self.model) for v in other.variables]
+        return [v for v in {id(v): v for v in found}.values() if v not in self._local]
 
-    def _broadcast(self) -> None:
-        variables = self._variables()
+    def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)
         if self._process_set.has_others():
             broadcast_variables(variables, self.root_rank, self._process_set)
@@ -111,7 +121,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Args:
         device: Accepted for compatibility with Horovod, ignored.
         process_set: The ranks that take part. On other ranks it does nothing.
-        weighted: Weight by rows. The same on all ranks.
+        weighted: Weight by rows. All ranks must pass the same value.
 
     Raises:
         ValueError: With `weighted=True`, in the first batch, if its first tensor is a scalar; and at the end of an
@@ -173,7 +183,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         end_epoch: The first epoch in which it no longer sets the rate; None: it always does.
         staircase: Set the rate at the beginning of an epoch only; else at every batch, with a fractional epoch.
         momentum_correction: Scale the momentum by new / old learning rate for the batch of the change (Goyal et al.,
-            "Accurate, Large Minibatch SGD", 2017, section 2.1).
+            "Accurate, Large Minibatch SGD", 2017, section 2.1). SGD and RMSprop have one.
         steps_per_epoch: Required without staircase if the dataset has no known length.
     """
 
@@ -189,9 +199,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self._epoch = 0
-        self._momentum: float | None = None
+        self._correction: MomentumCorrection | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._correction = MomentumCorrection(self.model.optimizer) if self.momentum_correction else None
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
@@ -209,11 +220,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         else:
             self._set(self.multiplier(self._epoch + batch / float(self.steps_per_epoch or 1)))
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._momentum is not None:
-            self.model.optimizer.momentum.assign(self._momentum)
-            self._momentum = None
-
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
             logs["lr"] = _number(self.model.optimizer.learning_rate)
@@ -222,10 +228,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old, new = _number(optimizer.learning_rate), self.initial_lr * factor
         optimizer.learning_rate = new
-        # In Keras 3 a plain number is a constant of the compiled step, which a later change would not affect.
-        if self.momentum_correction and isinstance(getattr(optimizer, "momentum", None), keras.Variable) and old:
-            self._momentum = _number(optimizer.momentum)
-            optimizer.momentum.assign(self._momentum * new / old)
+        if self._correction is not None and old:
+            self._correction.rate_changed(new / old)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

@@ -8,14 +8,13 @@ first optimizer is wrapped.
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
-from keras.optimizers import Optimizer
 
 from ..api import runtime
 from .fit_checks import FitChecks
@@ -28,12 +27,8 @@ from .uneven import JoinEpochs
 logger = logging.getLogger(__name__)
 
 
-def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
-    """Make fit of all models add the callbacks of `own_callbacks`. Further calls do nothing.
-
-    Args:
-        distributed_in: Returns the optimizer itself, or the one inside of it, that is distributed, if any.
-    """
+def wrap_fit() -> None:
+    """Make fit of all models add the callbacks of `own_callbacks`. Further calls do nothing."""
     original = keras.Model.fit
     if getattr(original, "_mpistrat", False):
         return
@@ -45,7 +40,7 @@ def wrap_fit(distributed_in: Callable[[Optimizer | None], Any]) -> None:
 
     @functools.wraps(original)
     def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        optimizers = fit_optimizers_of(self, distributed_in)
+        optimizers = fit_optimizers_of(self)
         if optimizers is None or not optimizers.process_set.has_others():
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)

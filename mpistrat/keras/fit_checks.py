@@ -98,8 +98,7 @@ class FitChecks(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Raises MismatchError on every rank, when some rank is elsewhere."""
-        if self._epochs is not None:
-            self._require_together(Progress(epoch))
+        self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
         self._epochs, self._batches = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:

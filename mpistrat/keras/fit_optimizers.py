@@ -3,7 +3,7 @@
 Called by what mpistrat adds to fit, in the thread of fit; local.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,10 @@ from keras.optimizers import Optimizer
 
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradients import GradientReducer
+from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import Variable
+from ._private import trained_by
+from .optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
 class FitOptimizers:
@@ -19,7 +22,7 @@ class FitOptimizers:
 
     Args:
         optimizers: At least one. The first, which is the same on all ranks, gives the name and the process set. Those
-            of other process sets are left out.
+            of other process sets are left out: fit neither checks them nor averages statistics for them.
 
     Attributes:
         name: Begins the names of collectives.
@@ -57,34 +60,46 @@ class FitOptimizers:
         return [variable for optimizer in self._optimizers for variable in optimizer.variables]
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Those of the variables that are not local to each rank."""
-        return [v for v in variables if not any(reducer.is_local(v) for reducer in self.reducers)]
+        """Those of the variables that are not local to each rank. An optimizer's state of a local variable is local."""
+        local = IdentitySet(slot for optimizer, reducer in zip(self._optimizers, self.reducers, strict=True)
+                            for slot in _local_slots(optimizer, reducer))
+        return [v for v in variables if v not in local and not any(reducer.is_local(v) for reducer in self.reducers)]
 
 
-def fit_optimizers_of(model: keras.Model, distributed_in: Callable[[Optimizer | None], Any]) -> FitOptimizers | None:
-    """The distributed optimizers of a model, if it has any: that of `compile`, then those in its attributes.
-
-    A model with several optimizers has them in public attributes, or in lists, tuples or dicts of these.
-
-    Args:
-        model: The model.
-        distributed_in: Returns the optimizer itself, or the one inside of it, that is distributed, if any.
-    """
+def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
+    """The distributed optimizers of a model, if it has any: those of `compile`, then those in its attributes."""
     compiled = distributed_in(getattr(model, "optimizer", None))
-    candidates = (o for name, value in vars(model).items() if not name.startswith("_") for o in _optimizers_in(value))
-    found = {id(o): o for o in map(distributed_in, candidates) if o is not None and o is not compiled}
+    others = (distributed for optimizer in optimizers_of(model) for distributed in distributed_in(optimizer))
     # By the wire name, because the order of attributes may differ among the ranks.
-    others = sorted(found.values(), key=lambda o: (len(o._mpistrat_reducer.name), o._mpistrat_reducer.name))
-    optimizers = others if compiled is None else [compiled, *others]
+    optimizers = [*_by_name(compiled), *_by_name(o for o in others if not any(o is c for c in compiled))]
     return FitOptimizers(optimizers) if optimizers else None
 
 
-def _optimizers_in(value: object) -> Iterator[Optimizer]:
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _optimizers_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _optimizers_in(each)
+def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
+    """The optimizers in public attributes of a model, or in lists, tuples or dicts of these; some perhaps twice."""
+    for name, value in vars(model).items():
+        if not name.startswith("_"):
+            yield from optimizers_in(value)
+
+
+def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
+    """The variables of an optimizer that belong to local variables of its reducer.
+
+    Their names begin with the path of the variable that is trained.
+    """
+    if not reducer.has_local:
+        return []
+    trained = {id(v): v for part in parts_of(optimizer) for v in trained_by(part)}.values()
+    prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v) for v in trained}
+    slots = []
+    for slot in optimizer.variables:
+        fitting = [prefix for prefix in prefixes if slot.name.replace("/", "_").startswith(prefix)]
+        if fitting and prefixes[max(fitting, key=len)]:
+            slots.append(slot)
+    return slots
+
+
+def _by_name(optimizers: Iterable[Any]) -> list[Any]:
+    """Each distributed optimizer once, in the order of the wire names."""
+    names = {o._mpistrat_reducer.name: o for o in optimizers}
+    return [names[name] for name in sorted(names, key=lambda name: (len(name), name))]

@@ -4,6 +4,7 @@ Each collective passes its arguments on to mpistrat.tensorflow, whose argument o
 mpistrat.keras.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 
@@ -15,7 +16,10 @@ from ..tensorflow import ops, scatter_ops
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.types import Tensor
 from . import xla
-from .optimizer import DistributedOptimizer, is_distributed
+from .optimizer import DistributedOptimizer
+from .optimizer_parts import distributed_in
+
+logger = logging.getLogger(__name__)
 
 
 def allreduce(value: ops.Reducible, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
@@ -43,7 +47,7 @@ def reducescatter(value: ops.Reducible, name: str | None = None, op: ReduceOp = 
 
 def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
                custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
-               legacy_opts: bool = False) -> keras.Model:
+               legacy_opts: bool = False, average_aggregated_gradients: bool | None = None) -> keras.Model:
     """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer; XLA is turned off. Local.
 
     Args:
@@ -52,10 +56,23 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         custom_objects: As for keras.models.load_model.
         compression: One of Compression.
         legacy_opts: Accepted for compatibility with Horovod, ignored. Keras 3 has no legacy optimizers.
+        average_aggregated_gradients: If the optimizer accumulates gradients, whether an update takes their mean, as in
+            Keras, or their sum, as in a DistributedOptimizer with backward_passes_per_step. The file does not say which
+            of them it was. None: their mean, with a warning.
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=objects)
-    if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
-        xla.switch_off(model)
+    with keras.saving.custom_object_scope(objects):
+        model = keras.models.load_model(filepath)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or distributed_in(optimizer):
+            return model
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
+    steps = optimizer.gradient_accumulation_steps
+    if steps and average_aggregated_gradients is None:
+        logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "
+                       "an update takes their mean or their sum. It takes the mean now. Give load_model "
+                       "average_aggregated_gradients=True for the mean, or False for the sum.", filepath, steps)
+    elif steps and not average_aggregated_gradients:
+        model.optimizer._mpistrat_factor = float(steps)
+    xla.switch_off(model)
     return model

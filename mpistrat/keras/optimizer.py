@@ -5,6 +5,7 @@ For users; wrapping is local, and applying gradients is collective.
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,8 +24,10 @@ from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
 from ._private import accumulators_of, agree_on_finite, calls_of, serialise_as, trained_by
+from .copies import copy_of
 from .fit import wrap_fit
 from .old_optimizers import advice
+from .optimizer_parts import distributed_in, parts_of
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -53,16 +56,29 @@ class _Distributed:
 
         Raises:
             MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
+            ValueError: There are more or fewer variables than gradients.
         """
         grads = list(grads)
-        variables = list(trained_by(self) if trainable_variables is None else trainable_variables)
+        given = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
+        variables = trained_by(self) if given is None else given
+        if len(grads) != len(variables):
+            if given is None:
+                return super().apply(grads)  # type: ignore[misc]  # Keras says what is wrong.
+            raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            return self._mpistrat_apply_accumulated(grads, trainable_variables, variables)
+            return self._mpistrat_apply_accumulated(grads, given, variables)
         if grads:
             grads = self._mpistrat_reducer.reduce(grads, variables)
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        return super().apply(grads, given)  # type: ignore[misc]
 
-    def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: Iterable[keras.Variable] | None,
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: object = None) -> Optimizer:
+        """Raises InvalidRequestError: a configuration does not say how gradients are averaged."""
+        raise InvalidRequestError(
+            "a configuration does not say how gradients are averaged. Distribute the optimizer that it is for: "
+            f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
+
+    def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
         if self._mpistrat_called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]
@@ -149,7 +165,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         uneven: What fit does if the ranks have different numbers of batches. "error": an error when it begins, if Keras
             knows the numbers. "join": ranks without batches wait at the end of each epoch, gradients are averaged over
             the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
-            rank has accumulated for an update that it does not make are dropped. The same on all ranks.
+            rank has accumulated for an update that it does not make are dropped. All ranks must pass the same value.
         use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
 
     Raises:
@@ -162,21 +178,19 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     _check(optimizer, op, backward_passes_per_step)
     if uneven not in ("error", "join"):
         raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
-    config = optimizer.get_config()
-    if name is not None:
-        config["name"] = name
+    changes: dict[str, object] = {} if name is None else {"name": name}
     if backward_passes_per_step > 1:
-        config["gradient_accumulation_steps"] = backward_passes_per_step
-    if config.get("gradient_accumulation_steps"):
+        changes["gradient_accumulation_steps"] = backward_passes_per_step
+    if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
         require_hooks(type(optimizer))
-    cls = _distributed_class(type(optimizer))
-    distributed = cls.from_config(config)
+    distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     wire_name = f"optimizer{next(_numbers)}"
     distributed._mpistrat_reducer = GradientReducer(
         wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
         FirstSteps(wire_name, process_set), process_set, grouping)
     distributed._mpistrat_reducer.changes_early = any(
-        getattr(each, "weight_decay", None) for each in (optimizer, getattr(optimizer, "inner_optimizer", None)))
+        # A MultiOptimizer that chooses by a function has no parts yet.
+        part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
     distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     distributed._mpistrat_accumulating = None
     distributed._mpistrat_averages_statistics = average_statistics
@@ -185,8 +199,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if optimizer.built:
         _take_over(distributed, optimizer, backward_passes_per_step)
     agree_on_finite(_on_all_ranks)
-    xla.without_auto(is_distributed)
-    wrap_fit(distributed_in)
+    xla.without_auto()
+    wrap_fit()
     return distributed
 
 
@@ -205,13 +219,16 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
-    if is_distributed(optimizer):
+    if distributed_in(optimizer):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
     if op not in (Average, Sum):
         raise InvalidRequestError("op currently only supports Average and Sum. Received: "
                                   f"{getattr(op, 'name', op)}")
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    if passes > 1 and [*parts_of(optimizer)][1:]:
+        raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}. Give "
+                                  "gradient_accumulation_steps to the optimizer in it.")
     if passes > 1 and optimizer.gradient_accumulation_steps:
         raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
                                   "optimizer.")
@@ -230,17 +247,6 @@ def _unknown(what: str) -> MissingDependencyError:
     return MissingDependencyError(
         f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. It was run "
         "with Keras 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a version.")
-
-
-def is_distributed(optimizer: Optimizer | None) -> bool:
-    """Whether `optimizer`, or its inner optimizer, averages gradients over the ranks."""
-    return distributed_in(optimizer) is not None
-
-
-def distributed_in(optimizer: Optimizer | None) -> Optimizer | None:
-    """`optimizer`, or its inner optimizer, if it averages gradients over the ranks."""
-    return next((o for o in (optimizer, getattr(optimizer, "inner_optimizer", None))
-                 if getattr(o, "is_distributed", False)), None)
 
 
 def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:

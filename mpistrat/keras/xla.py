@@ -8,26 +8,23 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from ..api import runtime
+from .optimizer_parts import distributed_in
 
 logger = logging.getLogger(__name__)
 
 _ARGUMENT = "jit_compile"
 
 
-def without_auto(is_distributed: Callable[[Any], bool]) -> None:
+def without_auto() -> None:
     """Make Model.compile() take jit_compile="auto" as False for a distributed optimizer. A repeated call does nothing.
 
     By default Keras compiles the training step on a machine with a GPU. An explicit True is left as it is; then the
     collective raises an error that says what to write. So it does where compile() has no such argument.
-
-    Args:
-        is_distributed: Whether an optimizer averages gradients over the ranks.
     """
     # Keras compares the `compile` of a model's class with that of its own base class, so it is replaced there.
     owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
@@ -45,7 +42,7 @@ def without_auto(is_distributed: Callable[[Any], bool]) -> None:
         with contextlib.suppress(TypeError):  # Where the arguments do not fit, Keras raises its own error below.
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
-            if given.arguments[_ARGUMENT] == "auto" and is_distributed(given.arguments.get("optimizer")):
+            if given.arguments[_ARGUMENT] == "auto" and distributed_in(given.arguments.get("optimizer")):
                 given.arguments[_ARGUMENT] = False
                 args, kwargs = given.args[1:], given.kwargs
                 _log_once()

@@ -26,7 +26,7 @@ print(hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest
 # What makes the ranks' weights equal in each example; any other callback or call can stand in its place.
 BROADCASTS = {
     "keras_digits": "hvd.callbacks.BroadcastGlobalVariablesCallback(0)",
-    "custom_loop_digits": "hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0)",
+    "custom_loop_digits": "hvd.broadcast_variables(model.weights + optimizer.variables, root_rank=0)",
 }
 
 each_example = pytest.mark.parametrize("example", EXAMPLES)

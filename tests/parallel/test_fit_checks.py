@@ -22,6 +22,8 @@ from mpistrat.keras.fit_checks import FitChecks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
+needs_multi = pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"),
+                                 reason="this Keras has no MultiOptimizer")
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
 
 
@@ -271,8 +273,33 @@ def test_early_stopping_on_one_rank_is_named(rank: int) -> None:
 def test_other_epochs_are_an_error_on_every_rank(rank: int) -> None:
     with pytest.raises(mpistrat.MismatchError, match=r"numbers of epochs: 2 on ranks \[0\]; 3 on ranks \[1"):
         fit(new_model(), rank, epochs=3 if rank else 2)
-    with pytest.raises(mpistrat.MismatchError, match=r"ranks \[0\] go on to epoch 3; ranks \[1.* go on to epoch 2"):
-        fit(new_model(), rank, epochs=3, initial_epoch=0 if rank else 1)
+    model = new_model()
+    with pytest.raises(mpistrat.MismatchError, match=r"ranks \[0\] go on to epoch 2; ranks \[1.* go on to epoch 1"):
+        fit(model, rank, epochs=3, initial_epoch=0 if rank else 1)
+    assert int(model.optimizer.iterations) == 0
+
+
+@needs_multi
+def test_distributed_optimizers_in_one_of_several_are_those_of_fit(rank: int, size: int) -> None:
+    model = new_model()
+    parts = [hvd.DistributedOptimizer(o) for o in (keras.optimizers.SGD(0.1), keras.optimizers.AdamW(0.1))]
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(parts[0], {".*bias": parts[1]}))
+    model.compile(several, loss="mse")
+    assert not model.jit_compile
+    means = Keep()
+    fit(model, rank, [BroadcastCallback(0), means], epochs=2)
+    of_ranks = everywhere([means.means, [w.tobytes() for w in model.get_weights()]])
+    assert all(other == of_ranks[0] for other in of_ranks)
+
+
+@needs_multi
+def test_weight_decay_in_one_of_several_is_no_false_alarm(rank: int) -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((COLUMNS,)), *[keras.layers.Dense(64) for _ in range(6)]])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
+        keras.optimizers.AdamW(0.01, weight_decay=0.5)))), loss="mse")
+    fit(model, rank, epochs=2)
+    assert model.optimizer._mpistrat_reducer.changes_early
 
 
 @pytest.mark.parametrize("batch", [None, 1, ROWS // BATCH - 1], ids=["epoch", "batch", "last batch"])

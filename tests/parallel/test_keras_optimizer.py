@@ -17,6 +17,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
+from mpistrat.keras.optimizer_parts import distributed_in  # noqa: E402
 
 SHAPES = [(3, 2), (4,), (2, 1)]
 
@@ -154,6 +155,47 @@ def test_a_built_optimizer_needs_no_variables_to_apply(rank: int, size: int) -> 
     optimizer.apply(list(map(tf.constant, gradients_of(rank, 0))))
     np.testing.assert_allclose(variables[1].numpy(), new_variables()[1].numpy() - mean_gradients(size, 0)[1], rtol=1e-5,
                                atol=1e-6)
+
+
+@pytest.mark.horovod("optimizer-methods")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_variables_may_be_an_iterator(passes: int, rank: int, size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=passes,
+                                         average_aggregated_gradients=True)
+    variables = new_variables()
+    for _ in range(passes):
+        optimizer.apply(map(tf.constant, gradients_of(rank, 0)), (variable for variable in variables))
+    for variable, start, mean in zip(variables, new_variables(), mean_gradients(size, 0)):
+        np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-6)
+
+
+def test_other_numbers_of_gradients_and_variables_are_refused(rank: int) -> None:
+    optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
+    gradients = list(map(tf.constant, gradients_of(rank, 0)))
+    with pytest.raises(ValueError, match="must already be built"):
+        optimizer.apply(gradients)
+    with pytest.raises(ValueError, match=f"has {len(gradients)} gradients for {len(variables) - 1} variables"):
+        optimizer.apply(gradients, variables[1:])
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match=f"Received a list of {len(gradients) - 1} gradients"):
+        optimizer.apply(gradients[1:])
+
+
+@both_ways
+def test_gradients_may_be_applied_twice_in_a_step(way: Callable, rank: int, size: int) -> None:
+    """Of more bytes than what a submit waits for, so that the first is under way when the second begins."""
+    optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable(np.zeros((600, 600)))
+    optimizer.build([variable])
+
+    def step() -> None:
+        gradients = [tf.fill([600, 600], factor * (rank + 1.0)) for factor in (1.0, 10.0)]
+        for gradient in gradients:
+            optimizer.apply([gradient], [variable])
+
+    step = way(step)
+    for number in range(1, 4):
+        step()
+        np.testing.assert_array_equal(variable.numpy(), np.full((600, 600), -11 * number * (size + 1) / 2))
 
 
 def test_two_optimizers_are_told_apart(rank: int, size: int) -> None:
@@ -480,6 +522,90 @@ def test_it_has_the_configuration_of_the_original_and_leaves_that_alone(rank: in
     assert optimizer.name == "mine"
 
 
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that Keras does not know, and that has no configuration."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.5 ** (keras.ops.cast(step, "float32") + 1.0)
+
+
+class Mine(keras.optimizers.SGD):
+    """An optimizer that Keras does not know."""
+
+
+def not_biases(optimizer: Any) -> Any:
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def several() -> Any:
+    known = keras.optimizers.OptimizerMap(Mine(Halving()), {"kernel": not_biases(keras.optimizers.AdamW(0.1))})
+    return keras.optimizers.MultiOptimizer(known)
+
+
+needs_multi = pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"),
+                                 reason="this Keras has no MultiOptimizer")
+# What a configuration of plain values does not keep.
+BEYOND_CONFIGURATIONS = {
+    "schedule": lambda: keras.optimizers.SGD(Halving(), momentum=0.5),
+    "function": lambda: keras.optimizers.SGD(lambda: 0.25),
+    "the user's class": lambda: Mine(Halving()),
+    "exclusions": lambda: not_biases(keras.optimizers.AdamW(0.1, weight_decay=0.5)),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(not_biases(Mine(Halving(), weight_decay=0.5)), 4.0),
+    "several": several,
+    "several by a function": lambda: keras.optimizers.MultiOptimizer(_chosen),
+}
+_made: dict[str, Any] = {}
+
+
+def _chosen(variable: Any) -> Any:
+    return _made.setdefault(variable.path, Mine(Halving()))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi if "several" in name else ())
+                                  for name in BEYOND_CONFIGURATIONS])
+@pytest.mark.parametrize("is_built", [False, True], ids=["new", "built"])
+def test_it_keeps_what_a_configuration_does_not(name: str, is_built: bool, rank: int, size: int) -> None:
+    def trained(distribute: bool) -> list[np.ndarray]:
+        _made.clear()
+        kernel, bias = keras.Variable([[2.0, 1.0]], name="kernel"), keras.Variable([3.0], name="bias")
+        optimizer = BEYOND_CONFIGURATIONS[name]()
+        if is_built:
+            optimizer.build([kernel, bias])
+        if distribute:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        scale = 4.0 if name == "loss scale" else 1.0
+        for step in range(3):
+            own = (rank + 1.0) if distribute else (size + 1) / 2
+            optimizer.apply([tf.constant([[1.0, step]]) * own * scale, tf.constant([0.5]) * own * scale],
+                            [kernel, bias])
+        return [kernel.numpy(), bias.numpy()]
+
+    for value, expected in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_it_is_not_made_of_a_configuration() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    with pytest.raises(ValueError, match=r"DistributedOptimizer\(keras.optimizers.Adam.from_config\(config\)\)"):
+        type(optimizer).from_config(optimizer.get_config())
+
+
+@needs_multi
+def test_passes_are_accumulated_in_the_optimizers_of_several() -> None:
+    with pytest.raises(ValueError, match=r"does not work with MultiOptimizer\. Give gradient_acc"):
+        hvd.DistributedOptimizer(several(), backward_passes_per_step=2)
+
+
+@needs_multi
+def test_distributed_optimizers_in_others_are_found() -> None:
+    inside = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    multi = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inside))
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedOptimizer(multi)
+    assert distributed_in(keras.optimizers.LossScaleOptimizer(multi)) == [inside]
+
+
 def test_a_learning_rate_can_be_set(rank: int, size: int) -> None:
     optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), keras.Variable([0.0])
     optimizer.learning_rate = 2.0
@@ -618,7 +744,7 @@ def test_accumulation_is_asked_for_once() -> None:
 
 def test_a_loss_scale_optimizer_leaves_accumulation_to_the_one_in_it() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="set `gradient_accumulation_steps` on the `inner_optimizer`"):
+    with pytest.raises(ValueError, match=r"does not work with LossScaleOptimizer\. Give gradient_acc"):
         hvd.DistributedOptimizer(scaled, backward_passes_per_step=2)
 
 

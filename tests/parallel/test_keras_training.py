@@ -1,5 +1,6 @@
 """Training with Keras on every rank: the same weights everywhere, those of one process, and the callbacks."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
+
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
 
@@ -179,6 +182,46 @@ def test_the_optimizers_state_is_the_roots_too(rank: int, size: int) -> None:
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
+class Gan(keras.Model):
+    """A model without an optimizer in compile(), with two in attributes."""
+
+    def __init__(self, optimizers: dict[str, Any]):
+        super().__init__()
+        self.parts = {name: keras.layers.Dense(1, kernel_initializer="ones") for name in optimizers}
+        for part in self.parts.values():
+            part.build((None, COLUMNS))
+        self.optimizers = optimizers
+
+    def call(self, x: Any) -> Any:
+        return self.parts["generator"](x) + self.parts["critic"](x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for name, part in self.parts.items():
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(x) - y) ** 2)
+            self.optimizers[name].apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.horovod("broadcast-callback")
+def test_the_state_of_optimizers_in_attributes_is_the_roots_after_the_first_batch(rank: int, size: int) -> None:
+    optimizers = {name: hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)) for name in ("generator", "critic")}
+    model = Gan(optimizers)
+    model.compile()
+    if rank == 0:  # It goes on where another job has ended.
+        for name, part in model.parts.items():
+            optimizers[name].build(part.trainable_variables)
+            for variable in optimizers[name].variables:
+                variable.assign(keras.ops.ones_like(variable) * 3)
+    x, y = (shard(array, rank, size) for array in global_data(size))
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0,
+              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert [int(optimizer.iterations) for optimizer in optimizers.values()] == [3 + STEPS] * 2
+    assert_equal_on_all_ranks([*values_of(model.weights), *values_of([
+        v for optimizer in optimizers.values() for v in optimizer.variables])])
+
+
 def test_variables_that_are_not_trained_are_broadcast(rank: int, size: int) -> None:
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -250,12 +293,12 @@ def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int
 
 
 def number(value: Any) -> float:
-    """A learning rate or a momentum. A variable of Keras 3.0 has no __float__."""
+    """A learning rate. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))
 
 
 class Driver:
-    """Calls a callback as fit does, and notes the learning rate and the momentum of each batch."""
+    """Calls a callback as fit does, and notes the learning rate of each batch."""
 
     def __init__(self, callback: Any, optimizer: Any, steps: int | None = STEPS):
         self.callback, self.optimizer = callback, optimizer
@@ -265,7 +308,6 @@ class Driver:
         callback.set_params({"steps": steps})
         callback.on_train_begin()
         self.rates: list[float] = []
-        self.momentums: list[float] = []
         self.logged: list[float] = []
 
     def run(self, epochs: int, steps: int = STEPS) -> "Driver":
@@ -274,7 +316,6 @@ class Driver:
             for batch in range(steps):
                 self.callback.on_train_batch_begin(batch)
                 self.rates.append(number(self.optimizer.learning_rate))
-                self.momentums.append(number(self.optimizer.momentum))
                 self.callback.on_train_batch_end(batch)
             logs: dict[str, float] = {}
             self.callback.on_epoch_end(epoch, logs)
@@ -314,15 +355,34 @@ def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
 
 
 @pytest.mark.horovod("lr-momentum")
-def test_the_momentum_is_corrected_for_the_batch_of_the_change() -> None:
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.8)
-    momentum = optimizer.momentum = keras.Variable(0.8, trainable=False)
-    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** epoch)
-    driver = Driver(callback, optimizer).run(3)
-    # The first batch of an epoch sees half the momentum, all others the whole.
-    expected = [*[0.8] * STEPS, *([0.4] + [0.8] * (STEPS - 1)) * 2]
-    np.testing.assert_allclose(driver.momentums, expected, rtol=1e-6)
-    assert optimizer.momentum is momentum  # The compiled step reads this one.
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("front", ["optimizer", "strategy", "central"])
+def test_the_momentum_is_corrected_for_the_batch_of_the_change(front: str, run_eagerly: bool) -> None:
+    """Each gradient is 1, so that the weights tell the rates and the momentum of all steps."""
+    strategy = None if front == "optimizer" else MPIStrategy(**{"variables": "central"} if front == "central" else {})
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False,
+                                                                        kernel_initializer="zeros")])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.8)
+        model.compile(hvd.DistributedOptimizer(optimizer) if strategy is None else optimizer,
+                      lambda y, prediction: prediction[:, 0], run_eagerly=run_eagerly)
+    rows = STEPS * (1 if strategy is None else mpistrat.size())
+    model.fit(np.ones((rows, 1)), np.zeros((rows, 1)), batch_size=rows // STEPS, epochs=3, verbose=0, callbacks=[
+        hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** epoch)])
+    weight = velocity = 0.0
+    for step in range(3 * STEPS):
+        rate = 0.1 * 0.5 ** (step // STEPS)
+        # The first batch of an epoch sees half the momentum, all others the whole.
+        momentum = 0.4 if step in (STEPS, 2 * STEPS) else 0.8
+        velocity = momentum * velocity - rate
+        weight += velocity
+    np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-6)
+
+
+@pytest.mark.horovod("lr-momentum")
+def test_there_is_no_momentum_to_correct() -> None:
+    for optimizer in (keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
+        Driver(hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** epoch), optimizer).run(2)
 
 
 def test_a_schedule_reaches_the_compiled_step(rank: int, size: int) -> None:
@@ -380,6 +440,44 @@ def test_load_model_takes_the_users_optimizers(rank: int, shared_dir: str) -> No
     model.save(path)
     loaded = hvd.load_model(path, custom_optimizers=[MyAdam])
     assert isinstance(loaded.optimizer, MyAdam) and type(loaded.optimizer) is not MyAdam
+
+
+@keras.saving.register_keras_serializable(package="elsewhere")
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: Any) -> Any:
+        return 0.5 ** keras.ops.cast(step, "float32")
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.horovod("load-model")
+def test_load_model_takes_the_users_schedules_and_optimizers_in_others(rank: int, shared_dir: str) -> None:
+    model = new_model("input", seed=4)
+    model.compile(keras.optimizers.LossScaleOptimizer(MyAdam(Halving())), loss="mse")
+    path = os.path.join(shared_dir, f"own schedule{rank}.keras")
+    model.save(path)
+    loaded = hvd.load_model(path, custom_optimizers=[MyAdam], custom_objects={"Halving": Halving})
+    assert isinstance(loaded.optimizer.inner_optimizer, MyAdam)
+    assert float(loaded.optimizer.learning_rate) == 1.0
+
+
+@pytest.mark.horovod("load-model")
+@pytest.mark.parametrize("is_mean", [None, True, False], ids=["not said", "mean", "sum"])
+def test_load_model_says_what_it_makes_of_accumulated_gradients(
+        is_mean: bool | None, rank: int, size: int, shared_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = new_model("input", seed=4)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2), loss="mse")
+    path = os.path.join(shared_dir, f"accumulates{rank}{is_mean}.keras")
+    model.save(path)
+    loaded = hvd.load_model(path, **{} if is_mean is None else {"average_aggregated_gradients": is_mean})
+    assert ("Give load_model average_aggregated_gradients=True for the mean" in caplog.text) == (is_mean is None)
+    bias, before = loaded.trainable_variables[-1], loaded.trainable_variables[-1].numpy()
+    for number in (1.0, 2.0):
+        gradients = [tf.fill(v.shape, number * (rank + 1)) for v in loaded.trainable_variables]
+        loaded.optimizer.apply(gradients, loaded.trainable_variables)
+    step = (1.0 + 2.0) * (size + 1) / 2 / (1 if is_mean is False else 2)
+    np.testing.assert_allclose(bias.numpy(), before - step, rtol=1e-6)
 
 
 def test_load_model_takes_a_model_without_an_optimizer(rank: int, shared_dir: str) -> None:

@@ -120,6 +120,42 @@ def test_each_rank_trains_its_own_local_layer(rank: int, size: int) -> None:
     assert len(set(map(tuple, mpistrat.allgather_object(own)))) == size
 
 
+@pytest.mark.horovod("partial-optimizer")
+@pytest.mark.parametrize("averages", [True, False])
+def test_each_rank_keeps_the_statistics_of_its_local_layer(averages: bool, rank: int, size: int) -> None:
+    local, shared = (keras.layers.BatchNormalization(momentum=0.0) for _ in range(2))
+    model = keras.Sequential([keras.Input((2,)), local, shared, keras.layers.Dense(1)])
+    model.compile(hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(0.0), local_layers=local,
+                                                        average_statistics=averages), "mse")
+    x = np.random.default_rng(rank).normal(rank, 1.0 + rank, size=(8, 2)).astype("float32")
+    model.fit(x, x.sum(1), batch_size=8, epochs=1, verbose=0, callbacks=[
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)])
+    np.testing.assert_allclose(local.moving_mean.numpy(), x.mean(0), rtol=1e-4)
+    of_ranks = mpistrat.allgather_object([variable.numpy().tobytes() for variable in shared.non_trainable_variables])
+    assert len(set(map(tuple, of_ranks))) == (1 if averages else size)
+
+
+@pytest.mark.horovod("partial-optimizer")
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "loss scale"])
+def test_ranks_with_few_batches_keep_the_optimizers_state_of_their_local_layer(is_scaled: bool, rank: int,
+                                                                               size: int) -> None:
+    """Its shape differs among the ranks, so that a broadcast of it would be an error."""
+    local = keras.layers.Dense(rank + 2, name="dense")
+    model = keras.Sequential([keras.Input((2,)), local, keras.layers.Lambda(lambda x: x[:, :1]),
+                              keras.layers.Dense(1, name="dense_1")])
+    optimizer = keras.optimizers.Adam(0.1)
+    if is_scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(hvd_keras.PartialDistributedOptimizer(optimizer, local_layers=local, uneven="join"), "mse")
+    x = np.random.default_rng(rank).normal(size=(4 * (rank + 1), 2)).astype("float32")
+    model.fit(x, x.sum(1), batch_size=4, epochs=2, verbose=0)
+    slots = [v for v in model.optimizer.variables if v.path.endswith(("momentum", "velocity"))]
+    own = [v for v in slots if v.shape in ([2, rank + 2], [rank + 2])]
+    assert len(own) == 4 and len(slots) == 8
+    of_ranks = mpistrat.allgather_object([v.numpy().tobytes() for v in slots if not any(v is o for o in own)])
+    assert len(set(map(tuple, of_ranks))) == 1
+
+
 @pytest.mark.horovod("partial-tape")
 def test_a_tape_leaves_local_layers_alone(rank: int, size: int) -> None:
     layer, shared = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"), tf.Variable([[1.0]])

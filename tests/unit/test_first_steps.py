@@ -47,7 +47,7 @@ def test_the_error_names_the_first_variable_the_ranks_and_what_to_write() -> Non
     assert text.startswith("the ranks train different weights: the values of bias differ among ranks [0, 2]; [1]. So "
                            "do 1 more of 3 variables. Broadcast them before training: ")
     assert "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks" in text
-    assert "hvd.broadcast_variables(model.variables, root_rank=0)" in text
+    assert "hvd.broadcast_variables(model.weights, root_rank=0)" in text
 
 
 def test_the_error_of_many_ranks_is_not_long() -> None:

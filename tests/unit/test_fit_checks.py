@@ -21,7 +21,6 @@ from mpistrat.keras.fit_states import (  # noqa: E402
     readers,
 )
 from mpistrat.keras.input_rows import digest_of_rows  # noqa: E402
-from mpistrat.keras.optimizer import distributed_in  # noqa: E402
 from mpistrat.keras.save_schedules import SaveSchedule  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
@@ -139,14 +138,14 @@ def test_a_schedule_is_that_of_keras(steps: int) -> None:
 def test_optimizers_are_found_in_public_attributes_in_the_order_of_their_names() -> None:
     first, second, third = (hvd.DistributedOptimizer(keras.optimizers.SGD()) for _ in range(3))
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    assert fit_optimizers_of(model, distributed_in) is None
+    assert fit_optimizers_of(model) is None
     model.compile("sgd", "mse")
     model.nested, model.one = {"a": [keras.optimizers.LossScaleOptimizer(third)]}, second
     model._hidden = first
-    found = fit_optimizers_of(model, distributed_in)
+    found = fit_optimizers_of(model)
     assert found is not None
     assert found.reducers == [second._mpistrat_reducer, third._mpistrat_reducer]
     model.compile(third, "mse")
-    found = fit_optimizers_of(model, distributed_in)
+    found = fit_optimizers_of(model)
     assert found is not None
     assert found.reducers == [third._mpistrat_reducer, second._mpistrat_reducer]

@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras import xla  # noqa: E402
-from mpistrat.keras.optimizer import is_distributed  # noqa: E402
+from mpistrat.keras.optimizer_parts import distributed_in  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_load_model_turns_xla_off(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert keras.models.load_model(tmp_path / "model.keras").jit_compile
     with caplog.at_level(logging.INFO, "mpistrat"):
         loaded = hvd.load_model(tmp_path / "model.keras")
-    assert is_distributed(loaded.optimizer) and not loaded.jit_compile
+    assert distributed_in(loaded.optimizer) and not loaded.jit_compile
     assert "without XLA" in caplog.text
 
 

@@ -22,7 +22,7 @@ from ...tensorflow.distribute.threads import wire_name
 from ...tensorflow.types import Structure
 from .._private import GeneratorDataAdapter, element_spec
 from .._private import trainer as keras_trainer
-from ..optimizer import is_distributed
+from ..optimizer_parts import distributed_in
 from ..running_statistics import average, running_statistics
 from . import step_state
 from .patches import Function, replaces
@@ -68,7 +68,7 @@ def _has_keras_own_steps(model: keras.Model) -> bool:
 
 
 def _warn_of_model_outside(model: keras.Model) -> None:
-    if runtime.is_initialized() and runtime.current().topology.size > 1 and not is_distributed(model.optimizer):
+    if runtime.is_initialized() and runtime.current().topology.size > 1 and not distributed_in(model.optimizer):
         warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its own. "
                       "Build and compile it under `with strategy.scope():`.", stacklevel=2)
 

@@ -1,0 +1,38 @@
+"""The parts of a Keras optimizer: the optimizers inside of a LossScaleOptimizer or a MultiOptimizer.
+
+Called by what mpistrat adds to optimizers, to fit and to compile; local.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from keras.optimizers import Optimizer
+
+
+def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
+    """`optimizer`, and then the optimizers inside of it; nothing for None.
+
+    A MultiOptimizer that chooses optimizers by a function has no parts before it is built.
+    """
+    if optimizer is None:
+        return
+    yield optimizer
+    for inside in (getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or ())):
+        yield from parts_of(inside)
+
+
+def distributed_in(optimizer: Optimizer | None) -> list[Any]:
+    """The parts of `optimizer` that average gradients over the ranks."""
+    return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
+
+
+def optimizers_in(value: object) -> Iterator[Optimizer]:
+    """An optimizer, or those in lists, tuples and dicts, which may be nested."""
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from optimizers_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from optimizers_in(each)
