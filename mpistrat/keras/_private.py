@@ -26,6 +26,12 @@ from .optimizer_parts import distributed_in
 
 logger = logging.getLogger(__name__)
 
+
+def is_older_than(major: int, minor: int) -> bool:
+    """Whether this is an older version of Keras."""
+    return tuple(int(part) for part in keras.__version__.split(".")[:2]) < (major, minor)
+
+
 # -- DistributedOptimizer ---------------------------------------------------------------------------------------------
 
 # Where Keras keeps the public names of its own classes, and of classes that users have registered.
@@ -127,8 +133,8 @@ def accumulators_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
 
 # The constructor's arguments that may be objects, and the attributes that have them.
 _OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
-# What exclude_from_weight_decay sets, which is no part of the configuration.
-_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+# The attributes that exclude_from_weight_decay sets begin so. They are no part of the configuration.
+_EXCLUSIONS = "_exclude_from_weight_decay"
 
 
 def objects_given_to(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
@@ -142,14 +148,16 @@ def config_without(optimizer: keras.optimizers.Optimizer, arguments: Iterable[st
     """The configuration of an optimizer without these of `objects_given_to`, which Keras may not be able to save."""
     stand_in = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
-    vars(stand_in).update({_OBJECTS[name]: None for name in arguments})
+    # get_config of an older Keras fails without a learning rate.
+    vars(stand_in).update({_OBJECTS[name]: tf.constant(0.0) if name == "learning_rate" else None for name in arguments})
     config: dict[str, Any] = stand_in.get_config()
     return {name: value for name, value in config.items() if name not in arguments}
 
 
 def decay_exclusions_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """The attributes of an optimizer that say which variables have no weight decay."""
-    return {name: vars(optimizer)[name] for name in _EXCLUSIONS if name in vars(optimizer)}
+    return {name: value for name, value in vars(optimizer).items()
+            if name.startswith(_EXCLUSIONS) and not name.endswith("_cache")}
 
 
 def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
@@ -203,7 +211,7 @@ except ImportError as _error:
 
 def require_for_strategy() -> None:
     """Raise MissingDependencyError where Keras is too old for MPIStrategy, or lacks a name that it needs."""
-    if tuple(int(part) for part in keras.__version__.split(".")[:2]) < _OLDEST:
+    if is_older_than(*_OLDEST):
         oldest = ".".join(map(str, _OLDEST))
         raise MissingDependencyError(f"MPIStrategy needs Keras {oldest} or later, and this is {keras.__version__} "
                                      f"({pip(f'keras>={oldest}')}).")
@@ -218,7 +226,7 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
 
 
 __all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
-           "config_without", "decay_exclusions_of", "element_spec", "epoch_after_backup", "legacy_h5_format",
-           "non_trainable_variables", "objects_given_to", "path_of_checkpoint", "paths_of_backup",
+           "config_without", "decay_exclusions_of", "element_spec", "epoch_after_backup", "is_older_than",
+           "legacy_h5_format", "non_trainable_variables", "objects_given_to", "path_of_checkpoint", "paths_of_backup",
            "require_for_strategy", "saving_lib", "serialise_as", "set_epoch_after_backup", "strategy_of_optimizer",
            "strategy_unsupported", "trained_by", "trainer"]

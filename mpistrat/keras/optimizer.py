@@ -23,7 +23,7 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
-from ._private import accumulators_of, agree_on_finite, calls_of, serialise_as, trained_by
+from ._private import accumulators_of, agree_on_finite, calls_of, is_older_than, serialise_as, trained_by
 from .copies import copy_of
 from .fit import wrap_fit
 from .old_optimizers import advice
@@ -31,6 +31,7 @@ from .optimizer_parts import distributed_in, parts_of
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
+_CLIPS_BEFORE = "it clips gradients before it accumulates them"
 _numbers = itertools.count(1)
 _classes: dict[type, type] = {}
 
@@ -102,7 +103,10 @@ class _Distributed:
         accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
         # Not by plain assignment: Keras would track the model's variables in the list as the optimizer's own.
         object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        try:
+            return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            self._mpistrat_accumulating = None
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
                                   ) -> list[tuple[OptionalGradient, tf.Variable]]:
@@ -118,6 +122,8 @@ class _Distributed:
             grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
             if self._mpistrat_factor != 1.0:
                 grads = [g if g is None else g * tf.cast(self._mpistrat_factor, g.dtype) for g in grads]
+        elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            raise _unknown(_CLIPS_BEFORE)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def register_local_var(self, variable: Variable) -> None:
@@ -241,12 +247,14 @@ def require_hooks(cls: type) -> None:
                if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
+    if is_older_than(3, 5):
+        raise _unknown(_CLIPS_BEFORE)
 
 
 def _unknown(what: str) -> MissingDependencyError:
     return MissingDependencyError(
         f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. It was run "
-        "with Keras 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a version.")
+        "with Keras 3.5 and 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a version.")
 
 
 def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
