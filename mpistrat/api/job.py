@@ -60,16 +60,20 @@ class Runtime:
         return self.world.engine
 
     def engine_of(self, request: Request) -> Engine:
-        """The engine that executes a request: that of its process set.
+        """The engine that executes a request: that of its process set. It raises the errors of group_of."""
+        return self.group_of(request.name, request.process_set).engine
+
+    def group_of(self, operation: str, process_set: int) -> Group:
+        """The group of the process set with this id.
 
         Raises:
-            InvalidRequestError: The process set has been removed.
+            InvalidRequestError: The process set has been removed; names `operation`.
         """
         try:
-            return self.registry.groups[request.process_set].engine
+            return self.registry.groups[process_set]
         except KeyError:
-            raise InvalidRequestError(f"{request.name}: process set {request.process_set} does not exist or has not "
-                                      "been registered.") from None
+            raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been "
+                                      "registered.") from None
 
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engines and free all resources. Collective.

@@ -5,12 +5,11 @@ libraries it is a numpy array, or a cupy array if the input is on a GPU.
 
 Every function is collective over the ranks of `process_set`, by default all ranks, and any thread may call it. Calls of
 different ranks are matched by `name`. Without a name, a blocking call uses the name of its operation. An asynchronous
-call without a name uses a counter, so such calls must come in the same order on all ranks of the set.
+call without a name uses a counter, so such calls must come in the same order on all ranks of the set. The counters
+restart after a join().
 """
 
-import itertools
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +42,6 @@ from .pickling import dumps
 from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
-_counters: dict[tuple[str, int | None], itertools.count] = defaultdict(itertools.count)
 
 
 class AsyncResult(Generic[T]):
@@ -340,4 +338,4 @@ def _first(arrays: list[Any]) -> Any:
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
     """Return `name`, or else the name of the operation with the next number of the process set."""
-    return name or f"{operation}.{next(_counters[operation, resolved(process_set).process_set_id])}"
+    return name or f"{operation}.{resolved(process_set).group(operation).next_number(operation)}"

@@ -3,8 +3,12 @@
 All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks. Before
 anything changes, the ranks exchange what they want to do. So an error is an error on all ranks, and changes nothing.
 init(), add_process_set() and remove_process_set() call it, on the caller's thread; `add` and `remove` are collective.
+
+An id is never used again until shutdown(). So what refers to a removed set by its id, as a traced tf.function does,
+gets an error and not another set.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -36,6 +40,7 @@ class Registry:
         self.groups: dict[int, Group] = {0: world}
         self._world, self._settings = world, settings
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
+        self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
 
     def add(self, process_sets: Sequence[ProcessSet]) -> None:
@@ -70,10 +75,10 @@ class Registry:
         for process_set, ranks in zip(process_sets, own, strict=True):
             if connects:
                 self._wait_for_all()
-            number = next(n for n in range(1, len(self._sets) + 1) if n not in self._sets)
+            number = next(self._ids)
             self._sets[number] = process_set
             with threads_of_libraries():
-                group = self._connect(number, ranks) if self._world.topology.rank in ranks else None
+                group = self._connect(ranks) if self._world.topology.rank in ranks else None
             if group is not None:
                 self.groups[number] = group
             process_set.bind(number, ranks, group)
@@ -154,13 +159,13 @@ class Registry:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
             raise StallError(f"add_process_set: {describe_wait(topology, others, self._settings.limit_s)}")
 
-    def _connect(self, number: int, ranks: Ranks) -> Group:
+    def _connect(self, ranks: Ranks) -> Group:
         """This rank's group for a set that it is in. Collective over the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
             return Group(self._settings, topology, backends_alone(), None, self._world.scan)
         assert world is not None  # Several ranks have been connected over MPI.
-        comm = world.Create_group(world.Get_group().Incl(ranks), number)
+        comm = world.Create_group(world.Get_group().Incl(ranks))
         backends = backends_over(comm, topology, self._settings)
         return Group(self._settings, topology, backends, comm, self._world.scan)
 

@@ -168,8 +168,7 @@ def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: 
         with pytest.raises(ValueError, match="different ranks"):
             mpistrat.ProcessSet(wrong)
     added = mpistrat.add_process_set([0])
-    assert added.process_set_id == 1
-    with pytest.raises(ValueError, match="as set 1"):
+    with pytest.raises(ValueError, match=f"as set {added.process_set_id}"):
         mpistrat.add_process_set([0])
     assert mpistrat.remove_process_set(added)
     assert not mpistrat.remove_process_set(added)
@@ -178,8 +177,35 @@ def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: 
         mpistrat.barrier(process_set=added)
 
 
+def test_the_numbers_of_unnamed_calls_start_again_with_each_set(rank: int, size: int) -> None:
+    """The rank that is in the second set only has made none of the calls in the first."""
+    names = []
+    for ranks in (range(size - 1), range(1, size)):
+        process_set = mpistrat.add_process_set(ranks)
+        if process_set.included():
+            result = mpistrat.allreduce_async(np.ones(1), op=mpistrat.Sum, process_set=process_set)
+            assert result.wait().tolist() == [size - 1]
+            names.append(result.name)
+        assert mpistrat.remove_process_set(process_set)
+    assert set(names) == {"allreduce.0"}
+
+
+def test_a_function_traced_for_a_removed_set_does_not_run_in_a_later_one(rank: int, size: int) -> None:
+    removed = mpistrat.add_process_set([0])
+    traced = tf.function(lambda value: hvd.allreduce(value, process_set=removed, name="traced"))
+    if removed.included():
+        assert traced(tf.ones(1)).numpy().tolist() == [1.0]
+    assert mpistrat.remove_process_set(removed)
+    later = mpistrat.add_process_set([0])
+    if later.included():
+        with pytest.raises(tf.errors.InvalidArgumentError, match="does not exist or has not been registered"):
+            traced(tf.ones(1))
+    assert mpistrat.remove_process_set(later)
+
+
 def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two_sets: tuple) -> None:
-    with pytest.raises(InvalidRequestError, match=r"disagree on the process set to remove: set 1 on ranks \[0\]"):
+    number = two_sets[0].process_set_id
+    with pytest.raises(InvalidRequestError, match=rf"the process set to remove: set {number} on ranks \[0\]"):
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
 
 
@@ -202,8 +228,9 @@ def test_a_rank_that_does_not_come_to_the_next_set_is_named_after_the_limit(rank
     mpistrat.barrier()
     if rank == 0:
         job.comm.Ibarrier().Wait()  # The others have left theirs unfinished.
-    assert [each.process_set_id for each in sets] == [None if rank == 0 else 1, None]
-    job.registry._sets.pop(1).bind(None)  # What is left of it differs, so remove_process_set would raise an error.
+    assert [each.process_set_id is None for each in sets] == [rank == 0, True]
+    # What is left of it differs, so remove_process_set would raise an error.
+    job.registry._sets.pop(max(job.registry._sets)).bind(None)
 
 
 @pytest.mark.horovod("add-set-comm")
