@@ -2,7 +2,8 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.api import registry, runtime
+from mpistrat.api import abort, registry, runtime
 from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError, StallError
+from mpistrat.core.request import allreduce_request, scaled_op, specs_of
 
 
 @pytest.fixture
@@ -259,6 +261,26 @@ def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> 
         mpistrat.global_process_set.size()
     mpistrat.init(process_sets="dynamic")
     assert mpistrat.global_process_set.ranks == list(range(size))
+
+
+def test_shutdown_after_a_set_has_failed_waits_for_no_rank(rank: int, size: int,
+                                                           restart: Callable[[], None]) -> None:
+    """The last rank is not in the set, and does not know that it has failed."""
+    if size < 3:
+        pytest.skip("needs a set of two ranks and a rank that is not in it")
+    process_set = mpistrat.add_process_set([0, 1])
+    if process_set.included():
+        own = np.ones(1 + rank)
+        request = dataclasses.replace(allreduce_request("differs", specs_of([own]), scaled_op(None)), in_graph=True)
+        with pytest.raises(MismatchError, match="differs: the ranks disagree on shape"):
+            process_set.group("differs").engine.run(request, [own]).wait()
+    job = runtime.current()
+    job.settings = dataclasses.replace(job.settings, stall_abort_s=3.0)
+    began = time.monotonic()
+    restart()
+    assert time.monotonic() - began < 3.0
+    assert abort._end is None, "the job ends in order"
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum).tolist() == [size]
 
 
 @pytest.mark.horovod("one-rank")
