@@ -33,7 +33,7 @@ from ..core.request import (
     scaled_op,
     specs_of,
 )
-from ..core.rows import even_splits
+from ..core.rows import even_splits, int32_splits
 from . import runtime
 from .group import Group
 from .interop import Tensor, tensors_of
@@ -304,8 +304,8 @@ def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name
     group, tensors = resolved(process_set).group(name), tensors_of([array])
     device = _device_of(name, tensors)
     size, shape = group.topology.size, tensors[0].array.shape
-    counts = np.asarray(even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
-    tensors += tensors_of([counts.astype(np.int32, casting="same_kind")])
+    counts = even_splits(name, shape[0] if shape else 0, size) if splits is None else splits
+    tensors += tensors_of([int32_splits(name, counts)])
     request = alltoall_request(name, specs_of([t.array for t in tensors]), size, device)
     return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
 

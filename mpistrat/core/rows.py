@@ -30,6 +30,18 @@ def even_splits(name: str, rows: int, size: int) -> list[int]:
     return [rows // size] * size
 
 
+def int32_splits(name: str, splits: object) -> np.ndarray:
+    """The splits of an all-to-all in the dtype in which the ranks exchange them.
+
+    Raises:
+        InvalidRequestError: They are not integers of 32 bits.
+    """
+    values, limits = np.asarray(splits), np.iinfo(np.int32)
+    if values.size and (values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max):
+        raise InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. Received: {splits!r}")
+    return values.astype(np.int32)
+
+
 def received_rows(name: str, table: np.ndarray, rank: int) -> np.ndarray:
     """How many rows `rank` receives from each rank in an all-to-all.
 
