@@ -180,3 +180,14 @@ def test_splits_that_are_no_integers_of_32_bits_are_refused(splits: object) -> N
     with pytest.raises(InvalidRequestError, match="integers of 32 bits"):  # They are even, and they are too large.
         mpistrat.alltoall(np.empty((2**31, 0)))
     assert mpistrat.alltoall(np.zeros((2, 1)), np.array([1], np.uint8))[1].dtype == np.int32
+
+
+@pytest.mark.parametrize("name", [5, b"a", ("a",), "", 0, False], ids=repr)
+def test_names_that_are_no_strings_are_refused(name: object) -> None:
+    mpistrat.init()
+    for call, args in ((mpistrat.allreduce, (1,)), (mpistrat.allreduce_async, (1,)), (mpistrat.barrier, ()),
+                       (mpistrat.grouped_allreduce, ([],)), (mpistrat.broadcast_object, (1,)),
+                       (mpistrat.allgather_object, (1,)), (mpistrat.alltoall_async, ([1],))):
+        with pytest.raises(InvalidRequestError, match=r": name must be None or a string that is not empty. Received: "):
+            call(*args, name=name)
+    assert mpistrat.allreduce(1.0, name=np.str_("numpy")) == 1.0
