@@ -192,8 +192,7 @@ def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
     """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
     return _reducescatter(arrays, _name(name, "grouped_reducescatter"),
-                          scaled_op(op, prescale_factor, postscale_factor), process_set,
-                          list, blocking=True).wait()
+                          scaled_op(op, prescale_factor, postscale_factor), process_set, list, blocking=True).wait()
 
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,

@@ -8,7 +8,9 @@ from collections import deque
 import numpy as np
 import pytest
 
+from mpistrat.core import memory
 from mpistrat.core.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
+from mpistrat.core.tuning import RESULT_LOOKS
 
 F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
 SOME_TURNS = 200  # more than a size may be idle
@@ -52,6 +54,26 @@ def test_hundreds_of_arrays_of_a_size_need_no_more_memory_in_later_rounds() -> N
         held = [pool.take((8,), F32) for _ in range(400)]  # the last round's are in use until all of these are there
         addresses |= {array.ctypes.data for array in held}
     assert len(addresses) == 800
+
+
+def test_results_that_are_kept_do_not_slow_down_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, kept, rounds, looks = ResultPool(), [], 5000, 0
+    is_free = memory._Block.is_free.fget
+
+    def count_look(block: memory._Block) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_free(block)
+
+    monkeypatch.setattr(memory._Block, "is_free", property(count_look))
+    for _ in range(rounds):
+        kept.append(pool.take((8,), F32))
+        pool.next_turn()
+    for _ in range(rounds):
+        pool.take((8,), F32)
+        pool.next_turn()
+    assert looks < 2 * rounds * 2.5 * RESULT_LOOKS
+    assert pool.nbytes < 1.2 * rounds * ALIGNMENT, "free memory is found in most cases"
 
 
 def test_memory_is_handed_out_again_for_any_dtype_of_as_many_bytes() -> None:
