@@ -47,8 +47,8 @@ class Group:
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
-        self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
-        executor = Executor(backends.data, topology.rank, topology.size, settings.fusion_bytes, self._device)
+        self._device = GpuExecutor(topology, backends.data, settings)
+        executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
         self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
                                         scan=scan))
         self.engine.start()

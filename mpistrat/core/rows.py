@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import InvalidRequestError
+from .topology import Topology
 
 
 def row_size(shape: Sequence[int]) -> int:
@@ -42,24 +43,24 @@ def int32_splits(name: str, splits: object) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def received_rows(name: str, table: np.ndarray, rank: int) -> np.ndarray:
-    """How many rows `rank` receives from each rank in an all-to-all.
+def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarray:
+    """How many rows this rank receives from each rank in an all-to-all.
 
     Args:
         name: The name of the collective, for errors.
         table: Row r has the number of rows of rank r's tensor, and how many of them it sends to each rank.
-        rank: This rank.
+        topology: The ranks.
 
     Raises:
         InvalidRequestError: The splits of some rank are negative, or more than its rows. The same on all ranks.
     """
-    for sender, (rows, *splits) in enumerate(table.tolist()):
+    for sender, (rows, *splits) in zip(topology.job_ranks, table.tolist(), strict=True):
         if min(splits) < 0:
             raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender} are negative: {splits}")
         if sum(splits) > rows:
             raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender}, {splits}, add up to more than "
                                       f"the {rows} rows of its tensor.")
-    return table[:, 1 + rank]
+    return table[:, 1 + topology.rank]
 
 
 def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:

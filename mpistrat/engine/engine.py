@@ -170,7 +170,7 @@ class Engine:
                     return
                 controller.wait(longest_s, is_awaited=handle is not None)
         except BaseException as error:  # Of any kind: all waiters must get an error.
-            logger.debug("rank %d: the engine failed", controller.topology.rank, exc_info=True)
+            logger.debug("rank %d: the engine failed", controller.topology.job_rank, exc_info=True)
             life.fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in a caller that drives.

@@ -34,6 +34,15 @@ _LAST_MESSAGE_AFTER_STALL_S = 0.2
 class LifeCycle:
     """Ends the engine of one rank.
 
+    Args:
+        rank: This rank in the job, for messages.
+        control: Messages among the ranks.
+        coordinator: Gets the end.
+        fast_path: The votes.
+        executor: Gives up what it executes.
+        queue: What is submitted.
+        clock: Seconds, from any origin.
+
     Attributes:
         ended: Set when there are no more cycles.
         error: What ended them; None after a shutdown on all ranks.

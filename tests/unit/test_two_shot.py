@@ -97,6 +97,13 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
         first.await_all(0, 1)
 
 
+def test_a_rank_of_a_process_set_that_has_left_is_named_by_its_rank_in_the_job() -> None:
+    first, second = memories(2, topology=Topology(10, ("",) * 12, tuple(range(20, 32))))
+    second.abandon()
+    with pytest.raises(EngineError, match="rank 31 has left in the middle of a collective"):
+        first.await_all(0, 1)
+
+
 def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hosts() -> None:
     first, second = memories(2, topology=Topology(10, ("there",) * 10 + ("here",) * 2))
     second.abandon(is_stalled=True)

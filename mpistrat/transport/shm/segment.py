@@ -144,7 +144,7 @@ class HostMemory:
 
     def _error_of(self, other: int) -> EngineError:
         """The error for waits for a rank that has abandoned the memory."""
-        left = f"rank {self.ranks[other]} has left in the middle of a collective"
+        left = f"rank {self._topology.job_ranks[self.ranks[other]]} has left in the middle of a collective"
         if self._words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
             return EngineError(f"{left}.")
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
