@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.tensorflow as hvd
 from mpistrat.api import abort, registry, runtime
-from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError, StallError
+from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError
 from mpistrat.core.request import allreduce_request, scaled_op, specs_of
 
 
@@ -211,28 +212,30 @@ def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
 
 
-def test_a_rank_that_does_not_come_to_the_next_set_is_named_after_the_limit(rank: int, size: int,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 cannot connect the first of two sets, of itself only. The others wait for it before the second."""
-    if size < 3:
-        pytest.skip("needs two ranks without rank 0")
-    job = runtime.current()
-    monkeypatch.setattr(job.registry, "_settings", dataclasses.replace(job.settings, stall_abort_s=0.2))
+@pytest.mark.parametrize("failing", ["backends_alone", "Group"])
+def test_a_set_that_some_rank_cannot_connect_is_an_error_on_all_ranks_and_changes_nothing(
+        failing: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails at the second of two sets, where other ranks do not. The ranks of the first are connected then."""
+    original = getattr(registry, failing)
 
-    def fails() -> None:
-        raise MpistratError("there is no room for the set")
+    def fails(*args: Any) -> Any:
+        if rank == 0:
+            raise OSError("no room for the set")
+        return original(*args)
 
-    monkeypatch.setattr(registry, "backends_alone", fails)
-    sets = [mpistrat.ProcessSet([0]), mpistrat.ProcessSet([1, 2])]
-    with pytest.raises(MpistratError if rank == 0 else StallError, match="no room" if rank == 0 else
-                       r"add_process_set: rank \d+ has waited 0 s for ranks \[0"):
-        job.registry.add(sets)
-    mpistrat.barrier()
-    if rank == 0:
-        job.comm.Ibarrier().Wait()  # The others have left theirs unfinished.
-    assert [each.process_set_id is None for each in sets] == [rank == 0, True]
-    # What is left of it differs, so remove_process_set would raise an error.
-    job.registry._sets.pop(max(job.registry._sets)).bind(None)
+    second = range(1) if failing == "backends_alone" else range(max(1, size - 1))
+    sets = [mpistrat.ProcessSet(range(1, size)), mpistrat.ProcessSet(second)]
+    with monkeypatch.context() as patch, pytest.raises(
+            MpistratError, match=r"^ranks \[0\] cannot connect the process set \[0.*\]: OSError\('no room for"):
+        patch.setattr(registry, failing, fails)
+        runtime.current().registry.add(sets)
+    assert [each.process_set_id for each in sets] == [None, None]
+    runtime.current().registry.add(sets)
+    for each in sets:
+        if each.included():
+            assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum, process_set=each) == each.size()
+    for each in sets:
+        assert mpistrat.remove_process_set(each)
 
 
 @pytest.mark.horovod("add-set-comm")
