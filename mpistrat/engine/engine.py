@@ -31,6 +31,8 @@ from .parked import ENGINE_THREAD
 
 logger = logging.getLogger(__name__)
 
+_LAST_CYCLE_S = 5.0  # The thread may stay in it for ever: it gives up the GPU's work last, and a GPU may never answer.
+
 
 class Engine:
     """Reduces, gathers and broadcasts what `submit` is given, on all ranks in the same order.
@@ -111,21 +113,27 @@ class Engine:
         """
         began = self._clock()
         self.announce_end()
-        if self._thread is None or self._life.ended.is_set():
+        if self._thread is None:
             return
         while not self._life.ended.wait(report_every_s):
             if report:
                 report(self._clock() - began)
-        self._thread.join()
+        self._join(self._thread)
 
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, some of which have died. Pending and later operations fail. Local."""
         self._life.abandon(reason)
-        if self._thread is None or self._life.ended.is_set():
+        if self._thread is None:
             return
         self._call_background()
         self._life.ended.wait()
-        self._thread.join()
+        self._join(self._thread)
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for the end of the background thread, which may still be in its last cycle when `ended` is set."""
+        self._attention.set()
+        if thread is not threading.current_thread():
+            thread.join(_LAST_CYCLE_S)
 
     def disown(self, error: Exception) -> None:
         """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
