@@ -125,7 +125,7 @@ class Registry:
         comm = process_set.mpi_comm
         if comm is None or self._world.comm is None:
             return tuple(process_set.ranks or ())
-        ranks = comm.Get_group().Translate_ranks(list(range(comm.Get_size())), self._world.comm.Get_group())
+        ranks = library.ranks_in(comm, self._world.comm)
         if any(rank < 0 for rank in ranks):
             raise InvalidRequestError("the communicator of a process set has processes that are not in the job.")
         return tuple(sorted(ranks))
@@ -181,7 +181,7 @@ class Registry:
         if len(ranks) == 1:
             return Group(self._settings, topology, backends_alone(), None, self._world.scan)
         assert world is not None  # Several ranks have been connected over MPI.
-        comm = world.Create_group(world.Get_group().Incl(ranks))
+        comm = library.subset(world, ranks)
         backends = backends_over(comm, topology, self._settings)
         return Group(self._settings, topology, backends, comm, self._world.scan)
 
