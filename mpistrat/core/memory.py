@@ -118,8 +118,11 @@ class ResultPool:
             else:
                 del self._blocks[size]
 
-    def next_turn(self) -> None:
-        """Mark the end of a round of work. Blocks are freed that have not been taken for IDLE_RESULT_ROUNDS or more."""
+    def end_round(self) -> None:
+        """End a round, which is one call of Executor.execute.
+
+        Now and then it frees blocks that have not been taken for IDLE_RESULT_ROUNDS.
+        """
         self._round += 1
         if self._round >= self._next_drop_at:
             self._drop_free(self.nbytes, taken_since=self._round - IDLE_RESULT_ROUNDS)

@@ -194,7 +194,8 @@ class Controller:
                 and not any(decision[1:]) and self._fast_path.is_worth_opening())
 
     def _learn(self, decision: Decision, message: bytes) -> None:
-        # The coordinator learns it now, before it is executed: children may have executed it, and send its numbers.
+        # The coordinator learns its numbers before this rank executes it. Children may execute it first, and then send
+        # these numbers.
         self._learned.append(_Learned(decision, self._coordinator.learn(decision), message))
 
     def _execute_learned(self, now: float) -> None:

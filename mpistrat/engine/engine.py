@@ -78,7 +78,8 @@ class Engine:
         entry = Entry(request, arrays, handle, is_awaited=True)
         drives: list[bool] = []
         try:
-            # One call takes the lock and notes it. Ctrl-C between two calls would leave the lock locked for ever.
+            # `extend` takes the lock and notes whether it has, in one call of C code. Ctrl-C comes before or after it,
+            # and between `acquire` and an assignment it would leave the lock locked for ever.
             drives.extend(map(self._driving.acquire, [False]))
             if drives[0]:
                 is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)

@@ -57,7 +57,7 @@ class Executor:
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(topology.size)
         self._prepared: tuple[Entry, _Job] | None = None
-        # What is executed entry by entry.
+        # What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
         self._single: dict[CollectiveType, Callable[[Entry], list[np.ndarray]]] = {
             CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
             CollectiveType.REDUCESCATTER: self._reducescatter, CollectiveType.ALLREDUCE: self._adasum}
@@ -96,7 +96,7 @@ class Executor:
                 entry.handle.complete([])
             elif not is_fused(entry.request):
                 self._run_single(entry)
-        self._pool.next_turn()
+        self._pool.end_round()
 
     def absent_entry(self, request: Request) -> Entry:
         """The entry with which this rank, which waits in join(), takes part in a collective of the other ranks."""

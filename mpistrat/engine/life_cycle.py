@@ -104,12 +104,13 @@ class LifeCycle:
             coordinator = self._coordinator
             coordinator.fail(text, is_stall)
             announcement, decision = coordinator.advance(self._clock())
+            last = decision
             if announcement is not None:
                 self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the decision of rank 0 that follows, so it sends one to its children itself.
-                decision = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
-            if decision is not None:
-                message = decision.to_bytes()
+                last = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
+            if last is not None:
+                message = last.to_bytes()
                 for child in coordinator.children:
                     self._control.send(child, message)
             # The engine ends now, and sends nothing afterwards.

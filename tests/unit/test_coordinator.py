@@ -13,7 +13,7 @@ from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import FAN_OUT
 from mpistrat.negotiation.coordinator import Coordinator
 from mpistrat.negotiation.messages import Announcement, Decision, EndReason
-from mpistrat.negotiation.reports import describe_half_done, describe_mismatch
+from mpistrat.negotiation.reports import describe_mismatch, describe_mismatch_in_graph
 from mpistrat.negotiation.tree import neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
@@ -497,7 +497,7 @@ def test_a_mismatch_in_a_graph_ends_all_engines(odd: int) -> None:
     job.settle()
     assert job.agreed == ["b"]
     (_, text), = job.mismatches
-    assert job.end() == (EndReason.MISMATCH, describe_half_done(text))
+    assert job.end() == (EndReason.MISMATCH, describe_mismatch_in_graph(text))
     assert "a: the ranks disagree on shape" in text
 
 

@@ -68,10 +68,10 @@ def test_results_that_are_kept_do_not_slow_down_later_ones(monkeypatch: pytest.M
     monkeypatch.setattr(memory._Block, "is_free", property(count_look))
     for _ in range(rounds):
         kept.append(pool.take((8,), F32))
-        pool.next_turn()
+        pool.end_round()
     for _ in range(rounds):
         pool.take((8,), F32)
-        pool.next_turn()
+        pool.end_round()
     assert looks < 2 * rounds * 2.5 * RESULT_LOOKS
     assert pool.nbytes < 1.2 * rounds * ALIGNMENT, "free memory is found in most cases"
 
@@ -111,7 +111,7 @@ def test_no_held_array_is_ever_overwritten(seed: int) -> None:
         del array
         source.shuffle(held)
         del held[:source.randrange(3)]
-        pool.next_turn()
+        pool.end_round()
         assert all((kept == value).all() for value, kept in held)
 
 
@@ -120,16 +120,16 @@ def test_a_size_that_is_used_in_every_turn_keeps_its_memory() -> None:
     first = weakref.ref(pool.take((8,), F32).base)
     for _ in range(SOME_TURNS):
         assert pool.take((8,), F32).base is first()
-        pool.next_turn()
+        pool.end_round()
 
 
 def test_memory_that_is_idle_for_many_turns_is_released() -> None:
     pool = ResultPool()
     block = weakref.ref(pool.take((8,), F32).base)
-    pool.next_turn()
+    pool.end_round()
     assert block() is not None
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     gc.collect()
     assert block() is None
 
@@ -139,7 +139,7 @@ def test_memory_in_use_outlives_idle_turns() -> None:
     held = pool.take((8,), F32)
     held.fill(1)
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     pool.take((8,), F32).fill(2)
     assert set(held) == {1.0}
 
@@ -149,10 +149,10 @@ def test_memory_that_was_in_use_during_idle_turns_is_released_later() -> None:
     held = pool.take((8,), F32)
     block = weakref.ref(held.base)
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     del held
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     assert block() is None
 
 
@@ -182,7 +182,7 @@ def test_ten_thousand_changing_sizes_need_no_more_memory_than_is_in_use_and_spar
             held.popleft()
         largest_use = max(largest_use, in_use)
         assert in_use <= pool.nbytes <= largest_use + 2 * max(largest_use, spare)
-        pool.next_turn()
+        pool.end_round()
 
 
 def test_results_that_are_kept_do_not_count_against_what_is_free() -> None:
@@ -197,5 +197,5 @@ def test_results_that_are_kept_do_not_count_against_what_is_free() -> None:
     pool.take((1024,), U8)
     assert pool.nbytes == 100 * 1024  # Nothing new was needed.
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     assert pool.nbytes == 1024
