@@ -177,7 +177,7 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
     else:
         reason = "memory cannot be shared" if data.name == "mpi" else "the ranks of a host share memory"
     logger.log(logging.DEBUG if topology.rank else logging.INFO,
-               "rank %d: CPU tensors are reduced by %s (%s), the fast path is %s", topology.rank, data.name, reason,
+               "rank %d: CPU tensors are reduced by %s (%s), the fast path is %s", topology.job_rank, data.name, reason,
                "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
 
 
@@ -189,7 +189,8 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, 
     """
     link, channel, problem = None, None, ""
     try:
-        link = HostLink(topology.rank, topology.local_ranks)
+        link = HostLink(topology.rank, topology.local_ranks,
+                        [topology.job_ranks[rank] for rank in topology.local_ranks])
     except OSError as error:
         problem = str(error)
     invitations = comm.allgather(None if link is None else link.invitation)
@@ -198,7 +199,7 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, 
             channel = link.connect(invitations[topology.local_ranks[0]])
         except OSError as error:
             problem = str(error)
-    problems = [f"rank {rank} on {topology.host_of[rank]}: {text}"
+    problems = [f"rank {topology.job_ranks[rank]} on {topology.host_of[rank]}: {text}"
                 for rank, text in enumerate(comm.allgather(problem)) if text]
     if problems:
         for opened in (channel, link):
@@ -234,7 +235,7 @@ def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
         problems |= {rank: text for rank, text in enumerate(setup.comm.allgather(problem)) if text}
     if not problems:
         return memory
-    text = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
+    text = "; ".join(f"rank {topology.job_ranks[rank]}: {text}" for rank, text in problems.items())
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
     if topology.rank == 0:

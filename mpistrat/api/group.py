@@ -5,6 +5,9 @@ their own, from 0. Groups share nothing but the processes. So two sets that over
 order, and sets without a common rank do not wait for each other.
 """
 
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,8 +45,10 @@ class Group:
                  scan: ThreadScan):
         self.topology, self.comm, self.scan = topology, comm, scan
         self._backends = backends
-        self._device = GpuExecutor(topology.rank, topology.size, backends.data, settings)
-        executor = Executor(backends.data, topology.rank, topology.size, settings.fusion_bytes, self._device)
+        # How often all ranks had joined when counting began, and the counters.
+        self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
+        self._device = GpuExecutor(topology, backends.data, settings)
+        executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
         self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
                                         scan=scan))
         self.engine.start()
@@ -62,6 +67,17 @@ class Group:
     def error(self) -> Exception | None:
         """What ended the engine; None while it runs, and after a shutdown of all ranks."""
         return self.engine.controller.life.error
+
+    def next_number(self, key: Hashable) -> int:
+        """Return how often this was called with `key` before. Local.
+
+        It is the same on all ranks of the group that make the same calls in the same order. Counting restarts after a
+        join(), before which some ranks have made fewer calls.
+        """
+        joins = self.joins
+        if self._numbers[0] != joins:
+            self._numbers = joins, defaultdict(itertools.count)
+        return next(self._numbers[1][key])
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return the payloads of all ranks of the group, in rank order. Collective over the group."""

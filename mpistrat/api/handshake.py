@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SettingsError
 from ..core.settings import Settings
@@ -45,7 +45,7 @@ class RankInfo:
 
 
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order. Collective over `comm`."""
+    """Return the RankInfo of every rank, in rank order. Collective over `comm`. It raises the errors of from_texts."""
     shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
     memory_group = shared.bcast(comm.Get_rank())
     shared.Free()
@@ -55,7 +55,7 @@ def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
     except SettingsError as error:
         problem = str(error)
     own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest())
-    return [from_text(text) for text in comm.allgather(to_text(own))]
+    return from_texts(comm.allgather(to_text(own)))
 
 
 def to_text(info: RankInfo) -> str:
@@ -63,11 +63,24 @@ def to_text(info: RankInfo) -> str:
     return json.dumps(dataclasses.asdict(info))
 
 
-def from_text(text: str) -> RankInfo:
-    """The inverse of to_text."""
-    values = json.loads(text)
-    settings = values.pop("settings")
-    return RankInfo(settings=None if settings is None else Settings(**settings), **values)
+def from_texts(texts: Sequence[str]) -> list[RankInfo]:
+    """The inverse of to_text, for the texts of all ranks.
+
+    Raises:
+        SettingsError: On all ranks, if some have a version of mpistrat with other fields; names the versions.
+    """
+    received = [json.loads(text) for text in texts]
+    if not all(_has_fields_of(RankInfo, each) for each in received) or not all(
+            _has_fields_of(Settings, each["settings"]) for each in received if each["settings"] is not None):
+        versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
+        raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
+                            f"{describe_by_rank(versions)}. Install the same version on all hosts.")
+    return [RankInfo(**{**each, "settings": None if each["settings"] is None else Settings(**each["settings"])})
+            for each in received]
+
+
+def _has_fields_of(kind: type, values: dict[str, Any]) -> bool:
+    return values.keys() == {field.name for field in dataclasses.fields(kind)}
 
 
 def versions() -> dict[str, str]:
@@ -84,10 +97,15 @@ def versions() -> dict[str, str]:
 def script_digest() -> str:
     """SHA-256 of the script that Python was started with, or "no file"."""
     try:
-        with open(sys.argv[0], "rb") as file:
+        with open(_script(), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
-    except (OSError, IndexError):
+    except OSError:
         return "no file"
+
+
+def _script() -> str:
+    """The script that Python was started with; "" if a program that embeds Python has named none."""
+    return sys.argv[0] if sys.argv else ""
 
 
 def problems(infos: Sequence[RankInfo]) -> str:
@@ -101,7 +119,7 @@ def problems(infos: Sequence[RankInfo]) -> str:
 def differences(infos: Sequence[RankInfo]) -> list[str]:
     """Return one sentence for each version, and for the script, that is not the same on all ranks."""
     subjects = {f"version of {name}": [info.versions[name] for info in infos] for name in infos[0].versions}
-    subjects[f"content of the script {sys.argv[0]}"] = [info.script[:12] for info in infos]
+    subjects[f"content of the script {_script()}"] = [info.script[:12] for info in infos]
     sentences = []
     for subject, values in subjects.items():
         if len(set(values)) > 1:

@@ -60,16 +60,20 @@ class Runtime:
         return self.world.engine
 
     def engine_of(self, request: Request) -> Engine:
-        """The engine that executes a request: that of its process set.
+        """The engine that executes a request: that of its process set. It raises the errors of group_of."""
+        return self.group_of(request.name, request.process_set).engine
+
+    def group_of(self, operation: str, process_set: int) -> Group:
+        """The group of the process set with this id.
 
         Raises:
-            InvalidRequestError: The process set has been removed.
+            InvalidRequestError: The process set has been removed; names `operation`.
         """
         try:
-            return self.registry.groups[request.process_set].engine
+            return self.registry.groups[process_set]
         except KeyError:
-            raise InvalidRequestError(f"{request.name}: process set {request.process_set} does not exist or has not "
-                                      "been registered.") from None
+            raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been "
+                                      "registered.") from None
 
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engines and free all resources. Collective.
@@ -81,15 +85,15 @@ class Runtime:
         log_step(self.topology.rank, "shutdown begins")
         groups = self._groups()
         self.registry.unbind()
-        had_ended = any(group.engine.controller.life.ended.is_set() for group in groups)
+        had_ended = self.engine.controller.life.ended.is_set()
         # The announcements come first: a rank that waits for this one in any set fails now.
         for group in groups:
             group.engine.announce_end()
         for group in groups:
             group.engine.end(self._report_waiting)
-        errors = [group.error for group in groups if group.error is not None]
-        error = errors[0] if errors else None
-        is_well = all(isinstance(each, StallError) for each in errors)
+        # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
+        error = self.world.error
+        is_well = error is None or isinstance(error, StallError)
         if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks(self.comm):
             return
         if self.comm is not None and isinstance(error, ShutdownError) and not had_ended:
@@ -99,7 +103,8 @@ class Runtime:
         if error is not None:
             return  # Freeing communicators is collective, and the other ranks may not take part after an error.
         for group in reversed(groups):
-            group.free()
+            if group.error is None:
+                group.free()
 
     def join_cluster(self) -> None:
         """Make `close` return without waiting for the other ranks to close. Collective.

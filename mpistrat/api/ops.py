@@ -4,13 +4,12 @@ The result is a tensor of the same library as the input for numpy, cupy, torch a
 libraries it is a numpy array, or a cupy array if the input is on a GPU.
 
 Every function is collective over the ranks of `process_set`, by default all ranks, and any thread may call it. Calls of
-different ranks are matched by `name`. Without a name, a blocking call uses the name of its operation. An asynchronous
-call without a name uses a counter, so such calls must come in the same order on all ranks of the set.
+different ranks are matched by `name`, which is not empty. Without a name (None), a blocking call uses the name of its
+operation. An asynchronous call without a name uses a counter, so such calls must come in the same order on all ranks of
+the set. The counters restart after a join().
 """
 
-import itertools
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +33,7 @@ from ..core.request import (
     scaled_op,
     specs_of,
 )
-from ..core.rows import even_splits
+from ..core.rows import even_splits, int32_splits
 from . import runtime
 from .group import Group
 from .interop import Tensor, tensors_of
@@ -43,7 +42,6 @@ from .pickling import dumps
 from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
-_counters: dict[tuple[str, int | None], itertools.count] = defaultdict(itertools.count)
 
 
 class AsyncResult(Generic[T]):
@@ -107,7 +105,7 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return _allreduce([array], name or "allreduce", scaled_op(op, prescale_factor, postscale_factor, average),
+    return _allreduce([array], _name(name, "allreduce"), scaled_op(op, prescale_factor, postscale_factor, average),
                       process_set, _first, blocking=True).wait()
 
 
@@ -123,8 +121,9 @@ def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """As allreduce, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _allreduce(arrays, name or "grouped_allreduce", scaled_op(op, prescale_factor, postscale_factor, average),
-                      process_set, list, blocking=True).wait()
+    return _allreduce(arrays, _name(name, "grouped_allreduce"),
+                      scaled_op(op, prescale_factor, postscale_factor, average), process_set,
+                      list, blocking=True).wait()
 
 
 def allgather_async(array: TensorLike, name: str | None = None,
@@ -143,7 +142,7 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
     """
-    return _allgather(array, name or "allgather", process_set, blocking=True).wait()
+    return _allgather(array, _name(name, "allgather"), process_set, blocking=True).wait()
 
 
 def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
@@ -158,7 +157,7 @@ def broadcast(array: TensorLike, root_rank: int, name: str | None = None,
 
     It raises the same errors as allreduce. `root_rank` is a rank of the job, also with a process set.
     """
-    return _broadcast(array, root_rank, name or "broadcast", process_set, blocking=True).wait()
+    return _broadcast(array, root_rank, _name(name, "broadcast"), process_set, blocking=True).wait()
 
 
 def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp | None = None,
@@ -184,7 +183,7 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part.
     """
-    return _reducescatter([array], name or "reducescatter", scaled_op(op, prescale_factor, postscale_factor),
+    return _reducescatter([array], _name(name, "reducescatter"), scaled_op(op, prescale_factor, postscale_factor),
                           process_set, _first, blocking=True).wait()
 
 
@@ -192,8 +191,8 @@ def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
     """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _reducescatter(arrays, name or "grouped_reducescatter", scaled_op(op, prescale_factor, postscale_factor),
-                          process_set, list, blocking=True).wait()
+    return _reducescatter(arrays, _name(name, "grouped_reducescatter"),
+                          scaled_op(op, prescale_factor, postscale_factor), process_set, list, blocking=True).wait()
 
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
@@ -219,12 +218,12 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
         The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and an int32 array (of
         numpy) of the number of rows from each rank.
     """
-    return _alltoall(array, splits, name or "alltoall", process_set, blocking=True).wait()
+    return _alltoall(array, splits, _name(name, "alltoall"), process_set, blocking=True).wait()
 
 
 def barrier(name: str | None = None, process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called it. Collective."""
-    name = name or "barrier"
+    name = _name(name, "barrier")
     resolved(process_set).group(name).engine.run(barrier_request(name), []).wait()
 
 
@@ -265,7 +264,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
     The object is sent with pickle. If cloudpickle is installed it is used instead; it also sends functions and classes
     that the script defines.
     """
-    name = name or "broadcast_object"
+    name = _name(name, "broadcast_object")
     if runtime.current().topology.rank == root_rank:
         payload = np.frombuffer(dumps(obj), np.uint8)
         broadcast(np.int64(payload.size), root_rank, f"{name}.size", process_set)
@@ -277,7 +276,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return a list of the objects of all ranks, in rank order. Collective; sends objects as broadcast_object does."""
-    name = name or "allgather_object"
+    name = _name(name, "allgather_object")
     return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(dumps(obj), name)]
 
 
@@ -306,8 +305,8 @@ def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name
     group, tensors = resolved(process_set).group(name), tensors_of([array])
     device = _device_of(name, tensors)
     size, shape = group.topology.size, tensors[0].array.shape
-    counts = np.asarray(even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
-    tensors += tensors_of([counts.astype(np.int32, casting="same_kind")])
+    counts = even_splits(name, shape[0] if shape else 0, size) if splits is None else splits
+    tensors += tensors_of([int32_splits(name, counts)])
     request = alltoall_request(name, specs_of([t.array for t in tensors]), size, device)
     return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
 
@@ -340,4 +339,19 @@ def _first(arrays: list[Any]) -> Any:
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
     """Return `name`, or else the name of the operation with the next number of the process set."""
-    return name or f"{operation}.{next(_counters[operation, resolved(process_set).process_set_id])}"
+    if name is not None:
+        return _name(name, operation)
+    return f"{operation}.{resolved(process_set).group(operation).next_number(operation)}"
+
+
+def _name(name: str | None, operation: str) -> str:
+    """Return `name`, or else the name of the operation.
+
+    Raises:
+        InvalidRequestError: It is not a string, or is empty, so that no error could name the collective.
+    """
+    if name is None:
+        return operation
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(f"{operation}: name must be None or a string that is not empty. Received: {name!r}")
+    return str(name)  # numpy's strings have another repr, from which the fingerprint of a request is made.

@@ -38,7 +38,8 @@ class ProcessSet:
             communicator (of MPI_Comm_split, for example) each rank passes its own, so one call makes several sets.
 
     Attributes:
-        process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks.
+        process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks. A number is not
+            used again for another set until shutdown().
         mpi_comm: The communicator that it was made from; None if it was made from ranks.
 
     Raises:

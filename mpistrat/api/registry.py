@@ -3,20 +3,26 @@
 All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks. Before
 anything changes, the ranks exchange what they want to do. So an error is an error on all ranks, and changes nothing.
 init(), add_process_set() and remove_process_set() call it, on the caller's thread; `add` and `remove` are collective.
+
+An id is never used again until shutdown(). So what refers to a removed set by its id, as a traced tf.function does,
+gets an error and not another set.
 """
 
+import itertools
 import json
+import logging
 from collections.abc import Sequence
 
-from ..core.errors import InvalidRequestError, MpistratError, StallError
+from ..core.errors import InvalidRequestError, MpistratError
 from ..core.settings import Settings
-from ..core.stalls import describe_wait
-from ..core.topology import describe_by_rank
+from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from ..engine.parked import threads_of_libraries
 from ..transport.mpi import library
 from .backends import backends_alone, backends_over
 from .group import Group
 from .process_sets import ProcessSet, global_process_set, resolved
+
+logger = logging.getLogger(__name__)
 
 Ranks = tuple[int, ...]
 
@@ -36,6 +42,7 @@ class Registry:
         self.groups: dict[int, Group] = {0: world}
         self._world, self._settings = world, settings
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
+        self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
 
     def add(self, process_sets: Sequence[ProcessSet]) -> None:
@@ -44,8 +51,8 @@ class Registry:
         Raises:
             InvalidRequestError: On all ranks, and nothing is registered: a set is empty, has ranks that do not exist,
                 is registered already, or is twice in the list; or the ranks register different sets.
-            MpistratError: On all ranks: MPI was initialised with a thread level below MULTIPLE.
-            StallError: Another rank does not come within the stall limit, because it failed at an earlier set.
+            MpistratError: On all ranks, and nothing is registered: MPI was initialised with a thread level below
+                MULTIPLE, or some rank cannot connect to the others of a set.
         """
         own: list[Ranks] = []
         from_comm: list[bool] = []
@@ -66,14 +73,9 @@ class Registry:
                                [any(flags) for flags in zip(*(flags for *_, flags in everybody))])
         if problem:
             raise InvalidRequestError(problem)
-        connects = any(len(ranks) > 1 for _, lists, _ in everybody for ranks in lists)
-        for process_set, ranks in zip(process_sets, own, strict=True):
-            if connects:
-                self._wait_for_all()
-            number = next(n for n in range(1, len(self._sets) + 1) if n not in self._sets)
+        for process_set, ranks, group in zip(process_sets, own, self._connect_all(own), strict=True):
+            number = next(self._ids)
             self._sets[number] = process_set
-            with threads_of_libraries():
-                group = self._connect(number, ranks) if self._world.topology.rank in ranks else None
             if group is not None:
                 self.groups[number] = group
             process_set.bind(number, ranks, group)
@@ -102,9 +104,7 @@ class Registry:
         process_set.bind(None)
         group = self.groups.pop(number, None)
         if group is not None:
-            group.engine.end()
-            if group.error is None:
-                group.free()
+            _close(group)
         return True
 
     def find(self, number: int) -> ProcessSet | None:
@@ -125,7 +125,7 @@ class Registry:
         comm = process_set.mpi_comm
         if comm is None or self._world.comm is None:
             return tuple(process_set.ranks or ())
-        ranks = comm.Get_group().Translate_ranks(list(range(comm.Get_size())), self._world.comm.Get_group())
+        ranks = library.ranks_in(comm, self._world.comm)
         if any(rank < 0 for rank in ranks):
             raise InvalidRequestError("the communicator of a process set has processes that are not in the job.")
         return tuple(sorted(ranks))
@@ -146,23 +146,59 @@ class Registry:
             if len(ranks) > 1:
                 library.require_several_threads(library.load_mpi())
 
-    def _wait_for_all(self) -> None:
-        """Wait until all ranks of the job are about to connect the next set. MPI's calls that connect have no limit."""
-        assert self._world.comm is not None, "one rank has no sets to connect"
-        if not library.wait_for_all(self._world.comm, self._settings.limit_s):
-            topology = self._world.topology
-            others = [rank for rank in range(topology.size) if rank != topology.rank]
-            raise StallError(f"add_process_set: {describe_wait(topology, others, self._settings.limit_s)}")
+    def _connect_all(self, sets: Sequence[Ranks]) -> list[Group | None]:
+        """This rank's groups for sets, None for those that it is not in. Collective over all ranks of the job.
 
-    def _connect(self, number: int, ranks: Ranks) -> Group:
+        Raises:
+            MpistratError: On all ranks, if some rank cannot be connected. Then no group is left.
+        """
+        groups: list[Group | None] = []
+        for ranks in sets:
+            group, problem = None, ""
+            try:
+                with threads_of_libraries():
+                    group = self._connect(ranks) if self._world.topology.rank in ranks else None
+            except Exception as error:  # Of any kind: the other ranks must not wait for this one in the next set.
+                logger.debug("rank %d: a process set failed", self._world.topology.rank, exc_info=True)
+                problem = str(error) if isinstance(error, MpistratError) else repr(error)
+            problems = ranks_by_value(
+                text.decode() for text in self._world.allgather_bytes(problem.encode(), "add_process_set"))
+            problems.pop("", None)
+            if problems:
+                if group is not None:
+                    _abandon(group)
+                for each in reversed(groups):
+                    if each is not None:
+                        _close(each)
+                raise MpistratError("; ".join(f"ranks {rank_list(where)} cannot connect the process set {list(ranks)}: "
+                                              f"{text}" for text, where in problems.items()))
+            groups.append(group)
+        return groups
+
+    def _connect(self, ranks: Ranks) -> Group:
         """This rank's group for a set that it is in. Collective over the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
             return Group(self._settings, topology, backends_alone(), None, self._world.scan)
         assert world is not None  # Several ranks have been connected over MPI.
-        comm = world.Create_group(world.Get_group().Incl(ranks), number)
+        comm = library.subset(world, ranks)
         backends = backends_over(comm, topology, self._settings)
         return Group(self._settings, topology, backends, comm, self._world.scan)
+
+
+def _close(group: Group) -> None:
+    """Close this rank's group. Collective over the group."""
+    group.engine.end()
+    if group.error is None:
+        group.free()
+
+
+def _abandon(group: Group) -> None:
+    """End this rank's part in a group of which some ranks have none. Local."""
+    group.engine.abandon("The process set could not be connected.")
+    if group.comm is not None:
+        from ..transport.mpi.peer_wait import never_free
+        never_free(group)  # MPI may have requests that use its memory.
 
 
 def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) -> str:

@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from .tuning import IDLE_RESULT_ROUNDS, RESULT_SIZE_STEPS, SPARE_RESULT_BYTES
+from .tuning import IDLE_RESULT_ROUNDS, RESULT_LOOKS, RESULT_SIZE_STEPS, SPARE_RESULT_BYTES
 
 ALIGNMENT = 64
 IDLE_REFERENCES = 2  # to the memory of a free block: its owner, and the argument of getrefcount
@@ -57,6 +57,9 @@ class ResultPool:
     new block would exceed the limit, the pool keeps the free blocks taken last, up to `allowed` bytes: the bytes in
     use, or `spare_bytes` if that is more. The new limit is the bytes in use plus twice `allowed`.
 
+    The time of a call does not grow with the number of blocks. `take` looks at RESULT_LOOKS of them at most, and the
+    next call goes on behind them. If a caller keeps more results, a free block may be overlooked.
+
     Args:
         spare_bytes: Bytes of free blocks that the pool may always keep.
 
@@ -65,17 +68,18 @@ class ResultPool:
     """
 
     def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):
-        self._blocks: dict[int, deque[_Block]] = {}  # by size; least recently taken first
+        self._blocks: dict[int, deque[_Block]] = {}  # by size; least recently taken, or seen in use, first
         self._spare_bytes = self._limit = spare_bytes
         self.nbytes = 0
         self._round = 0
+        self._next_drop_at = IDLE_RESULT_ROUNDS
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialised, aligned, C-contiguous array over a free block."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = block_size(nbytes)
         blocks = self._blocks.get(size, _NO_BLOCKS)
-        for _ in range(len(blocks)):
+        for _ in range(min(len(blocks), RESULT_LOOKS)):
             blocks.rotate(-1)
             block = blocks[-1]
             if block.is_free:
@@ -114,11 +118,17 @@ class ResultPool:
             else:
                 del self._blocks[size]
 
-    def next_turn(self) -> None:
-        """Mark the end of a round of work. Every IDLE_RESULT_ROUNDS rounds, blocks not taken since are freed."""
+    def end_round(self) -> None:
+        """End a round, which is one call of Executor.execute.
+
+        Now and then it frees blocks that have not been taken for IDLE_RESULT_ROUNDS.
+        """
         self._round += 1
-        if self._round % IDLE_RESULT_ROUNDS == 0:
+        if self._round >= self._next_drop_at:
             self._drop_free(self.nbytes, taken_since=self._round - IDLE_RESULT_ROUNDS)
+            # Looks at all blocks, so the more there are, the later is the next time: RESULT_LOOKS per round on average.
+            count = sum(map(len, self._blocks.values()))
+            self._next_drop_at = self._round + max(IDLE_RESULT_ROUNDS, count // RESULT_LOOKS)
 
 
 def block_size(nbytes: int) -> int:

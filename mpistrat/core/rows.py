@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import InvalidRequestError
+from .topology import Topology
 
 
 def row_size(shape: Sequence[int]) -> int:
@@ -30,24 +31,36 @@ def even_splits(name: str, rows: int, size: int) -> list[int]:
     return [rows // size] * size
 
 
-def received_rows(name: str, table: np.ndarray, rank: int) -> np.ndarray:
-    """How many rows `rank` receives from each rank in an all-to-all.
+def int32_splits(name: str, splits: object) -> np.ndarray:
+    """The splits of an all-to-all in the dtype in which the ranks exchange them.
+
+    Raises:
+        InvalidRequestError: They are not integers of 32 bits.
+    """
+    values, limits = np.asarray(splits), np.iinfo(np.int32)
+    if values.size and (values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max):
+        raise InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. Received: {splits!r}")
+    return values.astype(np.int32)
+
+
+def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarray:
+    """How many rows this rank receives from each rank in an all-to-all.
 
     Args:
         name: The name of the collective, for errors.
         table: Row r has the number of rows of rank r's tensor, and how many of them it sends to each rank.
-        rank: This rank.
+        topology: The ranks.
 
     Raises:
         InvalidRequestError: The splits of some rank are negative, or more than its rows. The same on all ranks.
     """
-    for sender, (rows, *splits) in enumerate(table.tolist()):
+    for sender, (rows, *splits) in zip(topology.job_ranks, table.tolist(), strict=True):
         if min(splits) < 0:
             raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender} are negative: {splits}")
         if sum(splits) > rows:
             raise InvalidRequestError(f"{name}: alltoall: the splits of rank {sender}, {splits}, add up to more than "
                                       f"the {rows} rows of its tensor.")
-    return table[:, 1 + rank]
+    return table[:, 1 + topology.rank]
 
 
 def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:

@@ -17,7 +17,7 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
         waited_s: Seconds since the wait began.
     """
     is_one_host = len(topology.hosts) == 1
-    who = f"rank {topology.job_ranks[topology.rank]}" + ("" if is_one_host else f" on {topology.host}")
+    who = f"rank {topology.job_rank}" + ("" if is_one_host else f" on {topology.host}")
     wait = f"{who} has waited {waited_s:.0f} s for {describe_ranks(topology, missing)}."
     engine = f"The engine of one of them, at least, does not run: {_NOT_RUNNING}."
     if is_one_host:

@@ -37,6 +37,11 @@ class Topology:
         """The rank of each rank in the job. Messages to users have these."""
         return self.members or tuple(range(self.size))
 
+    @property
+    def job_rank(self) -> int:
+        """This process, as a rank of the job."""
+        return self.job_ranks[self.rank]
+
     def listed(self, ranks: Iterable[int]) -> str:
         """`rank_list` of the ranks, as ranks of the job."""
         return rank_list(self.job_ranks[rank] for rank in ranks)

@@ -27,6 +27,10 @@ SPARE_RESULT_BYTES = 32 * 2**20
 # Not measured: a block is at most an eighth larger than its result.
 RESULT_SIZE_STEPS = 8
 
+# How many result blocks a ResultPool looks at for a free one before it makes another one.
+# With 20,000 results kept, an operation spent 4 to 9 ms on looks at all blocks, and spends 0.04 to 0.15 ms with 32.
+RESULT_LOOKS = 32
+
 # Rounds of the engine after which a result block that was not taken is freed.
 # Not measured: fresh memory costs 0.25 ms of page faults per MB, so blocks must outlive several steps.
 IDLE_RESULT_ROUNDS = 64

@@ -79,7 +79,8 @@ class Controller:
                                         topology)
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
         self._proposals = Proposals(self._fast_path, self._coordinator, executor, self.queue, control)
-        self.life = LifeCycle(topology.rank, control, self._coordinator, self._fast_path, executor, self.queue, clock)
+        self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
+                              clock)
         is_checked = topology.size > 1 and not (settings.stall_check_disable or settings.deadlock_check_disable)
         self._standstill = Standstill(scan if is_checked else None, self.queue, self._coordinator, self._fast_path,
                                       executor.device, self.life)
@@ -88,7 +89,7 @@ class Controller:
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
         logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
-                     topology.job_ranks[topology.rank], topology.size, self._coordinator.parent,
+                     topology.job_rank, topology.size, self._coordinator.parent,
                      list(self._coordinator.children), "off" if agreement is None else "on")
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
@@ -163,7 +164,7 @@ class Controller:
         self.life.announce_end()
         for source, message in messages:
             if source == self._coordinator.parent:
-                self._learn(Decision.from_bytes(message, source), message)
+                self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_learned(now)
@@ -193,7 +194,8 @@ class Controller:
                 and not any(decision[1:]) and self._fast_path.is_worth_opening())
 
     def _learn(self, decision: Decision, message: bytes) -> None:
-        # The coordinator learns it now, before it is executed: children may have executed it, and send its numbers.
+        # The coordinator learns its numbers before this rank executes it. Children may execute it first, and then send
+        # these numbers.
         self._learned.append(_Learned(decision, self._coordinator.learn(decision), message))
 
     def _execute_learned(self, now: float) -> None:

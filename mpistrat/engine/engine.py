@@ -31,6 +31,8 @@ from .parked import ENGINE_THREAD
 
 logger = logging.getLogger(__name__)
 
+_LAST_CYCLE_S = 5.0  # The thread may stay in it for ever: it gives up the GPU's work last, and a GPU may never answer.
+
 
 class Engine:
     """Reduces, gathers and broadcasts what `submit` is given, on all ranks in the same order.
@@ -76,7 +78,8 @@ class Engine:
         entry = Entry(request, arrays, handle, is_awaited=True)
         drives: list[bool] = []
         try:
-            # One call takes the lock and notes it. Ctrl-C between two calls would leave the lock locked for ever.
+            # `extend` takes the lock and notes whether it has, in one call of C code. Ctrl-C comes before or after it,
+            # and between `acquire` and an assignment it would leave the lock locked for ever.
             drives.extend(map(self._driving.acquire, [False]))
             if drives[0]:
                 is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
@@ -111,21 +114,27 @@ class Engine:
         """
         began = self._clock()
         self.announce_end()
-        if self._thread is None or self._life.ended.is_set():
+        if self._thread is None:
             return
         while not self._life.ended.wait(report_every_s):
             if report:
                 report(self._clock() - began)
-        self._thread.join()
+        self._join(self._thread)
 
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, some of which have died. Pending and later operations fail. Local."""
         self._life.abandon(reason)
-        if self._thread is None or self._life.ended.is_set():
+        if self._thread is None:
             return
         self._call_background()
         self._life.ended.wait()
-        self._thread.join()
+        self._join(self._thread)
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for the end of the background thread, which may still be in its last cycle when `ended` is set."""
+        self._attention.set()
+        if thread is not threading.current_thread():
+            thread.join(_LAST_CYCLE_S)
 
     def disown(self, error: Exception) -> None:
         """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
@@ -170,7 +179,7 @@ class Engine:
                     return
                 controller.wait(longest_s, is_awaited=handle is not None)
         except BaseException as error:  # Of any kind: all waiters must get an error.
-            logger.debug("rank %d: the engine failed", controller.topology.rank, exc_info=True)
+            logger.debug("rank %d: the engine failed", controller.topology.job_rank, exc_info=True)
             life.fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in a caller that drives.

@@ -17,6 +17,7 @@ from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType, Request
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
+from ..core.topology import Topology
 from .absent import neutral_arrays
 from .adasum import adasum
 
@@ -44,19 +45,19 @@ class Executor:
 
     Args:
         data: The collectives.
-        rank: This rank.
-        size: How many ranks there are.
+        topology: The ranks.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
     """
 
-    def __init__(self, data: DataPlane, rank: int, size: int, fusion_bytes: int, device: DeviceExecutor):
-        self._data, self._rank, self._size, self._fusion_bytes, self.device = data, rank, size, fusion_bytes, device
+    def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor):
+        self._data, self._topology, self._fusion_bytes, self.device = data, topology, fusion_bytes, device
+        self._rank, self._size = topology.rank, topology.size
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
-        self._plans = BucketPlans(size)
+        self._plans = BucketPlans(topology.size)
         self._prepared: tuple[Entry, _Job] | None = None
-        # What is executed entry by entry.
+        # What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
         self._single: dict[CollectiveType, Callable[[Entry], list[np.ndarray]]] = {
             CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
             CollectiveType.REDUCESCATTER: self._reducescatter, CollectiveType.ALLREDUCE: self._adasum}
@@ -95,7 +96,7 @@ class Executor:
                 entry.handle.complete([])
             elif not is_fused(entry.request):
                 self._run_single(entry)
-        self._pool.next_turn()
+        self._pool.end_round()
 
     def absent_entry(self, request: Request) -> Entry:
         """The entry with which this rank, which waits in join(), takes part in a collective of the other ranks."""
@@ -217,7 +218,7 @@ class Executor:
         own = np.array([array.shape[0], *splits], np.int64)
         table = np.empty((self._size, own.size), np.int64)
         self._data.allgather(own, table.reshape(-1), [own.size] * self._size)
-        received = received_rows(entry.request.name, table, self._rank)
+        received = received_rows(entry.request.name, table, self._topology)
         result = self._pool.take((int(received.sum()), *array.shape[1:]), array.dtype)
         self._data.alltoall(array.reshape(-1), result.reshape(-1),
                             *exchanged_elements(table, self._rank, row_size(array.shape)))

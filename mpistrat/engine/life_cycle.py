@@ -34,6 +34,15 @@ _LAST_MESSAGE_AFTER_STALL_S = 0.2
 class LifeCycle:
     """Ends the engine of one rank.
 
+    Args:
+        rank: This rank in the job, for messages.
+        control: Messages among the ranks.
+        coordinator: Gets the end.
+        fast_path: The votes.
+        executor: Gives up what it executes.
+        queue: What is submitted.
+        clock: Seconds, from any origin.
+
     Attributes:
         ended: Set when there are no more cycles.
         error: What ended them; None after a shutdown on all ranks.
@@ -95,12 +104,13 @@ class LifeCycle:
             coordinator = self._coordinator
             coordinator.fail(text, is_stall)
             announcement, decision = coordinator.advance(self._clock())
+            last = decision
             if announcement is not None:
                 self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the decision of rank 0 that follows, so it sends one to its children itself.
-                decision = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
-            if decision is not None:
-                message = decision.to_bytes()
+                last = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
+            if last is not None:
+                message = last.to_bytes()
                 for child in coordinator.children:
                     self._control.send(child, message)
             # The engine ends now, and sends nothing afterwards.

@@ -85,8 +85,10 @@ def wait_of(text: str, machine: str) -> ThreadWait:
 def threads_of_libraries() -> Iterator[None]:
     """A context: threads that are started in it do not count from now on, except those that Python starts."""
     before = _threads(_TASKS)
-    yield
-    _of_libraries.update(_threads(_TASKS) - before - {thread.native_id or 0 for thread in threading.enumerate()})
+    try:
+        yield
+    finally:
+        _of_libraries.update(_threads(_TASKS) - before - {thread.native_id or 0 for thread in threading.enumerate()})
 
 
 def _threads(tasks: Path) -> set[int]:

@@ -18,7 +18,8 @@ class Proposals:
     """The votes of one rank, and the execution of what they agree on.
 
     Attributes:
-        has_sole_awaited: Exactly one operation is outstanding, and its caller waits for it.
+        has_sole_awaited: When the coordinator last got submissions, exactly one operation was outstanding, and its
+            caller waited for it.
     """
 
     def __init__(self, fast_path: FastPath, coordinator: Coordinator, executor: Executor, queue: TensorQueue,

@@ -102,7 +102,7 @@ class TensorQueue:
         self._new.clear()
 
     def close(self, error: Exception) -> list[Entry]:
-        """Refuse later entries with `error`, and take out all that are in flight or in execution."""
+        """Refuse later entries with `error`, and take out all in flight or in execution. For the thread that drives."""
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
@@ -110,4 +110,5 @@ class TensorQueue:
             self._executing.clear()
             self._in_flight.clear()
             self._new.clear()
+        self.outstanding = 0  # Other engines of the process look at it, also after this one has ended.
         return entries

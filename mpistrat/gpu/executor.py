@@ -21,6 +21,7 @@ from ..core.protocols import Array
 from ..core.request import CollectiveType
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
+from ..core.topology import Topology
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
 from .arrays import GpuArray, GpuDevice, GpuInput, GpuStream
 from .backend import Completion, GpuBackend, last_of_streams
@@ -45,26 +46,26 @@ class GpuExecutor(DeviceExecutor):
     """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
 
     Args:
-        rank: This rank.
-        size: The number of ranks.
+        topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, rank: int, size: int, host: DataPlane, settings: Settings,
+    def __init__(self, topology: Topology, host: DataPlane, settings: Settings,
                  clock: Callable[[], float] = time.monotonic):
-        self._rank, self._size, self._host, self._settings, self._clock = rank, size, host, settings, clock
+        self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
+        self._rank, self._size = topology.rank, topology.size
         self._limit_s = settings.limit_s
         self._device: GpuDevice | None = None
         # NCCL if it can be used, then staging, which can do everything. Empty before the first tensor.
         self._backends: Sequence[GpuBackend] = ()
-        self._plans = BucketPlans(size)
+        self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
         self._batches: deque[_Batch] = deque()
         self._underway: list[tuple[Entry, list[Any]]] = []
         self._logged: set[str] = set()
-        self._exchange = exchange_over(host, size)
+        self._exchange = exchange_over(host, topology.size)
         self._watchdog: Watchdog | None = None
         self._progress = 0.0  # when the GPU last got work while idle, or last finished some
 
@@ -158,7 +159,7 @@ class GpuExecutor(DeviceExecutor):
                 for backend in self._backends:
                     backend.abandon()
         except Exception:  # The first failure is reported. After it, every call to the GPU may fail.
-            logger.debug("rank %d: the GPU's work could not be given up", self._rank, exc_info=True)
+            logger.debug("rank %d: the GPU's work could not be given up", self._topology.job_rank, exc_info=True)
 
     def close(self) -> None:
         if self._device is None or not self._backends:
@@ -179,8 +180,8 @@ class GpuExecutor(DeviceExecutor):
         staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._backends = (staged,) if nccl is None else (nccl, staged)
         if nccl is not None:
-            self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._rank} waiting for "
-                                      f"{self._limit_s:g} s; another rank may have died, or never begun")
+            self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._topology.job_rank} "
+                                      f"waiting for {self._limit_s:g} s; another rank may have died, or never begun")
 
     def _run_bucket(self, bucket: FusionBucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
         sources = cast("list[GpuInput]", [works[place][0].arrays[i] for place, i in bucket.members])
@@ -222,7 +223,7 @@ class GpuExecutor(DeviceExecutor):
     def _alltoall(self, entry: Entry) -> list[GpuArray | np.ndarray]:
         array, splits = cast("tuple[GpuInput, np.ndarray]", entry.arrays)
         table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
-        received = received_rows(entry.request.name, table, self._rank)
+        received = received_rows(entry.request.name, table, self._topology)
         backend = self._backends[0]
         result = self._allocated(array, (int(received.sum()), *array.shape[1:]), backend)
         backend.alltoall(array, result, *exchanged_elements(table, self._rank, row_size(array.shape)))
@@ -242,8 +243,8 @@ class GpuExecutor(DeviceExecutor):
         waited_s = self._clock() - batch.since
         if self._limit_s and waited_s > self._limit_s:
             names = ", ".join(entry.request.name for entry, _ in batch.works[:5])
-            raise EngineError(f"the GPU of rank {self._rank} has not done {names} in {waited_s:.0f} s; another rank "
-                              "may have died, or never begun")
+            raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
+                              "another rank may have died, or never begun")
 
     def _log_once(self, text: str) -> None:
         """Log a text once, on rank 0."""

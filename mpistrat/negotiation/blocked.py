@@ -35,16 +35,16 @@ class BlockedRanks:
             self._after[source] = decisions
 
     @property
-    def are_all(self) -> bool:
+    def has_all_ranks(self) -> bool:
         """Whether all ranks of the subtree are blocked, and no decision is on its way to any of them."""
         return (len(self._after) == len(self._node.ranks_under)
                 and all(number == self.decisions for number in self._after.values()))
 
     def to_send(self) -> tuple[int | None, bool]:
         """The field `blocked` of the next message to the parent, and whether a message must be sent only for it."""
-        number = self.decisions if self.are_all else None
+        number = self.decisions if self.has_all_ranks else None
         # A subtree that is no longer blocked must say so only if it has sent the latest number. An older number has no
-        # effect: `are_all` compares with the latest.
+        # effect: `has_all_ranks` compares with the latest.
         return number, number != self._sent and (number is not None or self._sent == self.decisions)
 
     def sent(self, number: int | None) -> None:

@@ -94,10 +94,10 @@ class Coordinator:
         Raises:
             MessageError: `data` is not an announcement, or is not for this rank.
         """
-        message = Announcement.from_bytes(data, source)
+        subtree = self._subtree
         if source not in self.children:
             raise MessageError(f"rank {source} sent an announcement to rank {self.rank}, which is not its parent.")
-        subtree = self._subtree
+        message = Announcement.from_bytes(data, subtree.topology.job_ranks[source])
         for number in message.ids:
             subtree.note(source, subtree.request_of(number, source), None, now)
         for request, ranks in message.requests:

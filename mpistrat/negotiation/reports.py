@@ -56,7 +56,7 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
     raise AssertionError("the requests are equal")
 
 
-def describe_half_done(mismatch: str) -> str:
+def describe_mismatch_in_graph(mismatch: str) -> str:
     """Why a mismatch in a graph ends the engines, in words.
 
     TensorFlow gives up the rest of the graph, on every rank at another point. What some ranks have submitted by then

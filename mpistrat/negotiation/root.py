@@ -8,7 +8,7 @@ from ..core.request import Request
 from .joined import problem_without
 from .messages import Decision, EndReason
 from .pending import Pending
-from .reports import describe_deadlock, describe_ended, describe_half_done, describe_mismatch
+from .reports import describe_deadlock, describe_ended, describe_mismatch, describe_mismatch_in_graph
 from .stall_watch import StallWatch
 from .subtree import Subtree
 
@@ -38,7 +38,7 @@ class Root:
         agreed: list[int | tuple[int | None, Request]] = []
         absent: list[tuple[int, ...]] = []
         errors: list[tuple[str, str]] = []
-        half_done = ""
+        mismatch_in_graph = ""
         for pending in (*ready, *self._completed_by_joins()):
             missing = tuple(pending.missing()) if joined.ranks else ()
             request, problem = self._outcome(pending, missing)
@@ -49,9 +49,9 @@ class Root:
                 by_request = pending.by_request()
                 errors.append((next(iter(by_request)).name, problem))
                 if any(each.in_graph for each in by_request):
-                    half_done = half_done or problem
+                    mismatch_in_graph = mismatch_in_graph or problem
         subtree.ended.completed.update(subtree.ended.take_news())
-        end, text = self._reason_to_end(bool(ready), half_done, now)
+        end, text = self._reason_to_end(bool(ready), mismatch_in_graph, now)
         if subtree.ended.failure is not None:
             agreed = []  # The failed rank takes part in no further collective.
         if agreed:
@@ -87,7 +87,7 @@ class Root:
         number = self._subtree.numbers.number_of(request)
         return (self._subtree.numbers.give(request), request) if number is None else number
 
-    def _reason_to_end(self, is_any_ready: bool, half_done: str, now: float) -> tuple[EndReason | None, str]:
+    def _reason_to_end(self, is_any_ready: bool, mismatch_in_graph: str, now: float) -> tuple[EndReason | None, str]:
         """Why the engines end now, and the text for the user; (None, ""): they go on."""
         subtree, ended = self._subtree, self._subtree.ended
         if ended.failure is not None:
@@ -102,8 +102,8 @@ class Root:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if stall := self._stalls.reason_to_end(now):
             return EndReason.STALL, stall
-        if half_done:
-            return EndReason.MISMATCH, describe_half_done(half_done)
+        if mismatch_in_graph:
+            return EndReason.MISMATCH, describe_mismatch_in_graph(mismatch_in_graph)
         if not is_any_ready and self._is_deadlock(now):
             return EndReason.DEADLOCK, describe_deadlock(subtree.topology, subtree.incomplete())
         return None, ""
@@ -111,7 +111,7 @@ class Root:
     def _is_deadlock(self, now: float) -> bool:
         """Whether no rank can go on, given that no request is complete."""
         pending = self._subtree.pending
-        if not (pending and self._subtree.blocked.are_all):
+        if not (pending and self._subtree.blocked.has_all_ranks):
             self._blocked_since = None
             return False
         if self._blocked_since is None:

@@ -108,6 +108,6 @@ class Subtree:
         """
         request = self.numbers.request_of(number)
         if request is None:
-            raise MessageError(f"rank {sender} sent the number {number}, which stands for no request on rank "
-                               f"{self.node.rank}.")
+            raise MessageError(f"rank {self.topology.job_ranks[sender]} sent the number {number}, which stands for no "
+                               f"request on rank {self.topology.job_rank}.")
         return request

@@ -17,16 +17,19 @@ class HostLink:
     Args:
         rank: This rank.
         local_ranks: The ranks on this host. The first one makes the sockets and the file.
+        job_ranks: Their ranks in the job, for messages; None: the same.
 
     Raises:
         OSError: This rank cannot listen.
     """
 
-    def __init__(self, rank: int, local_ranks: Sequence[int]):
+    def __init__(self, rank: int, local_ranks: Sequence[int], job_ranks: Sequence[int] | None = None):
         self._rank, self._ranks = rank, tuple(local_ranks)
-        self._exchange = FdExchange(rank, local_ranks)
+        self._job_ranks = dict(zip(local_ranks, job_ranks or local_ranks, strict=True))
+        self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()))
         self._file: HostFile | None = None
-        self._no_file = OSError(f"rank {local_ranks[0]} could not make it")
+        self._first = f"rank {self._job_ranks[local_ranks[0]]}"
+        self._no_file = OSError(f"{self._first} could not make it")
 
     @property
     def invitation(self) -> Invitation | None:
@@ -55,7 +58,8 @@ class HostLink:
         try:
             outboxes = [made[self._rank].outboxes[rank].fileno() for rank in self._ranks]
             if len(self._ranks) > 1:
-                self._exchange.give({rank: [made[rank].inbox.fileno(), *outboxes, *shared] for rank in self._ranks[1:]})
+                self._exchange.give({self._job_ranks[rank]: [made[rank].inbox.fileno(), *outboxes, *shared]
+                                     for rank in self._ranks[1:]})
         except BaseException:
             made[self._rank].close()
             raise
@@ -68,12 +72,12 @@ class HostLink:
 
     def _take(self, invitation: Invitation | None) -> ChannelSockets:
         if invitation is None:
-            raise OSError(f"rank {self._ranks[0]} on the same host cannot listen")
+            raise OSError(f"{self._first} on the same host cannot listen")
         taken = self._exchange.take(invitation)
         count = 1 + len(self._ranks)
         try:
             if len(taken) not in (count, count + 1):
-                raise OSError(f"rank {self._ranks[0]} gave {len(taken)} descriptors, not {count}, to connect "
+                raise OSError(f"{self._first} gave {len(taken)} descriptors, not {count}, to connect "
                               f"{len(self._ranks)} ranks")
             sockets = ChannelSockets.over(taken[:count], self._ranks)
         except BaseException:

@@ -500,6 +500,16 @@ def test_unnamed_asynchronous_calls_meet_in_the_order_of_calls(rank: int, size: 
     assert all(handle.done() for handle in handles)
 
 
+def test_the_numbers_of_unnamed_calls_start_again_with_init(rank: int, size: int) -> None:
+    for _ in range(rank + 1):
+        mpistrat.allreduce_async(np.ones(1))  # Some ranks may see the others shut down.
+    mpistrat.shutdown()
+    mpistrat.init()
+    result = mpistrat.allreduce_async(np.ones(1), op=mpistrat.Sum)
+    assert result.wait().tolist() == [size]
+    assert result.name == "allreduce.0"
+
+
 def test_a_group_is_one_asynchronous_operation(rank: int, size: int) -> None:
     handle = mpistrat.grouped_allreduce_async([np.ones(3), np.ones(2, np.int8)], op=mpistrat.Sum)
     assert [r.tolist() for r in handle.wait()] == [[size] * 3, [size] * 2]

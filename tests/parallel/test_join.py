@@ -58,6 +58,15 @@ def test_the_other_collectives(rank: int, size: int) -> None:
     assert mpistrat.join() == size - 1
 
 
+def test_the_numbers_of_unnamed_calls_start_again_after_join(rank: int, size: int) -> None:
+    for _ in range(rank + 1):
+        mpistrat.allreduce_async(np.ones(1)).wait()
+    mpistrat.join()
+    result = mpistrat.allreduce_async(np.ones(1), op=mpistrat.Sum)
+    assert result.wait().tolist() == [size]
+    assert result.name == "allreduce.0"
+
+
 def test_adasum_of_the_others(rank: int, size: int) -> None:
     own = np.random.default_rng(rank).normal(size=50)
     if rank == 0:

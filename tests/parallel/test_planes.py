@@ -137,9 +137,23 @@ def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[Hier
         np.testing.assert_array_equal(results[1], results[2])
 
 
-def test_what_is_large_goes_over_mpi_in_pieces(rank: int, size: int,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    plane = MpiData(MPI.COMM_WORLD.Dup())
+class SmallInts:
+    """A communicator of an MPI whose ints end at `most`."""
+
+    def __init__(self, comm: MPI.Comm, most: int):
+        self._comm, self._most = comm, most
+
+    def Ialltoallv(self, sent: list, received: list) -> MPI.Request:  # noqa: N802
+        for _, counts, places, _ in (sent, received):
+            assert max(*counts, *places) <= self._most
+        return self._comm.Ialltoallv(sent, received)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+def test_what_is_large_goes_over_mpi_in_pieces(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = MpiData(SmallInts(MPI.COMM_WORLD.Dup(), 2000))
     monkeypatch.setattr(mpi, "MPI_PIECE_BYTES", 1000)
     counts = [0, 7, 3000, 126, 125][:size]
     for large_bytes in (mpi.LARGE_BYTES, 2000):
@@ -154,6 +168,10 @@ def test_what_is_large_goes_over_mpi_in_pieces(rank: int, size: int,
     own = np.arange(1003 * rank, 1003 * (rank + 1))
     plane.alltoall(source, target, [1003] * size, [1003] * size, 1003)
     np.testing.assert_array_equal(target, np.concatenate([own + 10**6 * sender for sender in range(size)]))
+    first = sum(range(rank))  # Rank r gets r elements from each rank.
+    plane.alltoall(source, target[:rank * size], list(range(size)), [rank] * size, size - 1)
+    np.testing.assert_array_equal(target[:rank * size].reshape(size, rank),
+                                  np.arange(first, first + rank) + 10**6 * np.arange(size)[:, None])
     plane.reducescatter(source, target[:1003], [1003] * size, Reduction(ReduceOp.SUM))
     np.testing.assert_array_equal(target[:1003], own * size + 10**6 * sum(range(size)))
     plane.close()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.api import registry, runtime
-from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError, StallError
+from mpistrat.api import abort, registry, runtime
+from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError
+from mpistrat.core.request import allreduce_request, scaled_op, specs_of
 
 
 @pytest.fixture
@@ -168,8 +171,7 @@ def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: 
         with pytest.raises(ValueError, match="different ranks"):
             mpistrat.ProcessSet(wrong)
     added = mpistrat.add_process_set([0])
-    assert added.process_set_id == 1
-    with pytest.raises(ValueError, match="as set 1"):
+    with pytest.raises(ValueError, match=f"as set {added.process_set_id}"):
         mpistrat.add_process_set([0])
     assert mpistrat.remove_process_set(added)
     assert not mpistrat.remove_process_set(added)
@@ -178,32 +180,62 @@ def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: 
         mpistrat.barrier(process_set=added)
 
 
+def test_the_numbers_of_unnamed_calls_start_again_with_each_set(rank: int, size: int) -> None:
+    """The rank that is in the second set only has made none of the calls in the first."""
+    names = []
+    for ranks in (range(size - 1), range(1, size)):
+        process_set = mpistrat.add_process_set(ranks)
+        if process_set.included():
+            result = mpistrat.allreduce_async(np.ones(1), op=mpistrat.Sum, process_set=process_set)
+            assert result.wait().tolist() == [size - 1]
+            names.append(result.name)
+        assert mpistrat.remove_process_set(process_set)
+    assert set(names) == {"allreduce.0"}
+
+
+def test_a_function_traced_for_a_removed_set_does_not_run_in_a_later_one(rank: int, size: int) -> None:
+    removed = mpistrat.add_process_set([0])
+    traced = tf.function(lambda value: hvd.allreduce(value, process_set=removed, name="traced"))
+    if removed.included():
+        assert traced(tf.ones(1)).numpy().tolist() == [1.0]
+    assert mpistrat.remove_process_set(removed)
+    later = mpistrat.add_process_set([0])
+    if later.included():
+        with pytest.raises(tf.errors.InvalidArgumentError, match="does not exist or has not been registered"):
+            traced(tf.ones(1))
+    assert mpistrat.remove_process_set(later)
+
+
 def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two_sets: tuple) -> None:
-    with pytest.raises(InvalidRequestError, match=r"disagree on the process set to remove: set 1 on ranks \[0\]"):
+    number = two_sets[0].process_set_id
+    with pytest.raises(InvalidRequestError, match=rf"the process set to remove: set {number} on ranks \[0\]"):
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
 
 
-def test_a_rank_that_does_not_come_to_the_next_set_is_named_after_the_limit(rank: int, size: int,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 cannot connect the first of two sets, of itself only. The others wait for it before the second."""
-    if size < 3:
-        pytest.skip("needs two ranks without rank 0")
-    job = runtime.current()
-    monkeypatch.setattr(job.registry, "_settings", dataclasses.replace(job.settings, stall_abort_s=0.2))
+@pytest.mark.parametrize("failing", ["backends_alone", "Group"])
+def test_a_set_that_some_rank_cannot_connect_is_an_error_on_all_ranks_and_changes_nothing(
+        failing: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails at the second of two sets, where other ranks do not. The ranks of the first are connected then."""
+    original = getattr(registry, failing)
 
-    def fails() -> None:
-        raise MpistratError("there is no room for the set")
+    def fails(*args: Any) -> Any:
+        if rank == 0:
+            raise OSError("no room for the set")
+        return original(*args)
 
-    monkeypatch.setattr(registry, "backends_alone", fails)
-    sets = [mpistrat.ProcessSet([0]), mpistrat.ProcessSet([1, 2])]
-    with pytest.raises(MpistratError if rank == 0 else StallError, match="no room" if rank == 0 else
-                       r"add_process_set: rank \d+ has waited 0 s for ranks \[0"):
-        job.registry.add(sets)
-    mpistrat.barrier()
-    if rank == 0:
-        job.comm.Ibarrier().Wait()  # The others have left theirs unfinished.
-    assert [each.process_set_id for each in sets] == [None if rank == 0 else 1, None]
-    job.registry._sets.pop(1).bind(None)  # What is left of it differs, so remove_process_set would raise an error.
+    second = range(1) if failing == "backends_alone" else range(max(1, size - 1))
+    sets = [mpistrat.ProcessSet(range(1, size)), mpistrat.ProcessSet(second)]
+    with monkeypatch.context() as patch, pytest.raises(
+            MpistratError, match=r"^ranks \[0\] cannot connect the process set \[0.*\]: OSError\('no room for"):
+        patch.setattr(registry, failing, fails)
+        runtime.current().registry.add(sets)
+    assert [each.process_set_id for each in sets] == [None, None]
+    runtime.current().registry.add(sets)
+    for each in sets:
+        if each.included():
+            assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum, process_set=each) == each.size()
+    for each in sets:
+        assert mpistrat.remove_process_set(each)
 
 
 @pytest.mark.horovod("add-set-comm")
@@ -232,6 +264,26 @@ def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> 
         mpistrat.global_process_set.size()
     mpistrat.init(process_sets="dynamic")
     assert mpistrat.global_process_set.ranks == list(range(size))
+
+
+def test_shutdown_after_a_set_has_failed_waits_for_no_rank(rank: int, size: int,
+                                                           restart: Callable[[], None]) -> None:
+    """The last rank is not in the set, and does not know that it has failed."""
+    if size < 3:
+        pytest.skip("needs a set of two ranks and a rank that is not in it")
+    process_set = mpistrat.add_process_set([0, 1])
+    if process_set.included():
+        own = np.ones(1 + rank)
+        request = dataclasses.replace(allreduce_request("differs", specs_of([own]), scaled_op(None)), in_graph=True)
+        with pytest.raises(MismatchError, match="differs: the ranks disagree on shape"):
+            process_set.group("differs").engine.run(request, [own]).wait()
+    job = runtime.current()
+    job.settings = dataclasses.replace(job.settings, stall_abort_s=3.0)
+    began = time.monotonic()
+    restart()
+    assert time.monotonic() - began < 3.0
+    assert abort._end is None, "the job ends in order"
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum).tolist() == [size]
 
 
 @pytest.mark.horovod("one-rank")

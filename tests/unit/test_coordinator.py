@@ -13,7 +13,7 @@ from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import FAN_OUT
 from mpistrat.negotiation.coordinator import Coordinator
 from mpistrat.negotiation.messages import Announcement, Decision, EndReason
-from mpistrat.negotiation.reports import describe_half_done, describe_mismatch
+from mpistrat.negotiation.reports import describe_mismatch, describe_mismatch_in_graph
 from mpistrat.negotiation.tree import neighbours_of, subtree, subtree_size
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
@@ -475,6 +475,18 @@ def test_after_a_mismatch_the_name_may_be_used_again() -> None:
     assert job.agreed == ["a"]
 
 
+def test_a_mismatch_in_a_graph_ends_the_engines_also_after_equal_requests_that_were_not_in_one() -> None:
+    job = Job(2)
+    eager = allreduce("a", 3), allreduce("a", 4)
+    for request in eager * 3:
+        job.submit_all(request)
+        job.settle()
+    job.submit(0, eager[0])
+    job.submit(1, dataclasses.replace(eager[1], in_graph=True))
+    job.settle()
+    assert job.end()[0] is EndReason.MISMATCH
+
+
 @pytest.mark.parametrize("odd", [0, 17])
 def test_a_mismatch_in_a_graph_ends_all_engines(odd: int) -> None:
     job = Job(18)
@@ -485,7 +497,7 @@ def test_a_mismatch_in_a_graph_ends_all_engines(odd: int) -> None:
     job.settle()
     assert job.agreed == ["b"]
     (_, text), = job.mismatches
-    assert job.end() == (EndReason.MISMATCH, describe_half_done(text))
+    assert job.end() == (EndReason.MISMATCH, describe_mismatch_in_graph(text))
     assert "a: the ranks disagree on shape" in text
 
 

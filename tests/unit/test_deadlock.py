@@ -224,8 +224,8 @@ def test_a_source_counts_only_with_the_latest_number() -> None:
     ranks = BlockedRanks(Node(0, FAN_OUT + 2))
     ranks.decisions = 5
     for source in range(FAN_OUT + 1):
-        assert not ranks.are_all
+        assert not ranks.has_all_ranks
         ranks.note(source, 5)
-    assert ranks.are_all
+    assert ranks.has_all_ranks
     ranks.note(3, 4)
-    assert not ranks.are_all
+    assert not ranks.has_all_ranks

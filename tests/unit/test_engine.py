@@ -8,6 +8,7 @@ import logging
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import pytest
 from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.core.handle import Handle
-from mpistrat.core.interfaces import AgreementRound, DataPlane
+from mpistrat.core.interfaces import AgreementRound, DataPlane, DeviceExecutor
 from mpistrat.core.request import (
     Average,
     Max,
@@ -486,6 +487,22 @@ def test_an_abandoned_engine_waits_for_nobody() -> None:
     engine.abandon("ranks [1] have died")
     engine.end()
     assert pending.done()
+
+
+def test_the_end_waits_for_the_thread_also_when_the_engine_has_ended_before() -> None:
+    class SlowDevice(DeviceExecutor):
+        def abandon(self) -> None:
+            time.sleep(0.3)
+
+    group = ThreadGroup(1)
+    engine = make_engine(0, 1, group.control(0), group.data(0), device=SlowDevice())
+    engine.start()
+    engine.controller.life.abandon("on purpose")
+    engine.announce_end()
+    assert engine.controller.life.ended.wait(LONG_S)
+    assert engine._thread is not None and engine._thread.is_alive()
+    engine.end()
+    assert not engine._thread.is_alive()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 18])

@@ -14,6 +14,7 @@ from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
 from mpistrat.core.request import DEVICE_GPU, Product, ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
+from mpistrat.core.topology import Topology
 from mpistrat.gpu.arrays import GpuInput
 from mpistrat.gpu.backend import last_of_streams
 from mpistrat.gpu.connect import connect, fusion_buffers
@@ -76,7 +77,7 @@ class Job:
         self.now = 0.0
         group = ThreadGroup(1)
         chosen = Settings(**{"fusion_bytes": 2**16, **settings})
-        self.executor = GpuExecutor(0, 1, group.data(0), chosen, clock=lambda: self.now)
+        self.executor = GpuExecutor(Topology(0, ("",)), group.data(0), chosen, clock=lambda: self.now)
         self.engine = make_engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
                                   device=self.executor)
 

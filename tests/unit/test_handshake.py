@@ -1,10 +1,13 @@
 """What the ranks exchange in init()."""
 
 import dataclasses
+import json
+import sys
 
 import pytest
 
-from mpistrat.api.handshake import RankInfo, differences, from_text, problems, to_text
+from mpistrat.api.handshake import RankInfo, differences, from_texts, problems, script_digest, to_text
+from mpistrat.core.errors import SettingsError
 from mpistrat.core.settings import Settings
 
 FIRST = RankInfo("a host", 0, Settings(stall_warning_s=0.1 + 0.2), "",
@@ -15,13 +18,31 @@ OTHER = dataclasses.replace(FIRST, host="another", memory_group=2**31 - 1, setti
 
 @pytest.mark.parametrize("info", [FIRST, OTHER], ids=lambda info: info.host)
 def test_a_rank_info_is_decoded_from_its_text(info: RankInfo) -> None:
-    assert from_text(to_text(info)) == info
+    assert from_texts([to_text(info)]) == [info]
+
+
+@pytest.mark.parametrize("of", ["info", "settings"])
+def test_a_version_with_other_fields_is_named(of: str) -> None:
+    sent = json.loads(to_text(dataclasses.replace(FIRST, versions={"mpistrat": "0.1"})))
+    newer = json.loads(to_text(dataclasses.replace(FIRST, versions={"mpistrat": "0.2"})))
+    (newer if of == "info" else newer["settings"])["new"] = 1
+    with pytest.raises(SettingsError, match=r"cannot run together: 0\.1 on ranks \[0, 2\]; 0\.2 on ranks \[1\]\. Inst"):
+        from_texts([json.dumps(each) for each in (sent, newer, sent)])
+    del (sent if of == "info" else sent["settings"])["script" if of == "info" else "fast_path"]
+    with pytest.raises(SettingsError, match="different versions of mpistrat"):
+        from_texts([to_text(FIRST), json.dumps(sent)])
 
 
 def test_differences_are_listed_with_the_ranks() -> None:
     assert differences([FIRST, FIRST]) == []
     assert differences([FIRST, OTHER, FIRST]) == [
         "The ranks differ in the version of Python: 3.11 on ranks [0, 2]; 3.12 on ranks [1]"]
+
+
+def test_a_program_that_names_no_script_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    assert script_digest() == "no file"
+    assert differences([FIRST, FIRST]) == []
 
 
 def test_a_problem_is_named_once_for_all_ranks_that_have_it() -> None:

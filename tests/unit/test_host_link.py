@@ -185,6 +185,13 @@ def connected(invitation: Invitation) -> socket.socket:
     return line
 
 
+def test_messages_name_ranks_of_the_job() -> None:
+    with pytest.raises(OSError, match=r"^rank 4 on the same host cannot listen"):
+        HostLink(1, (0, 1), (4, 6)).connect(None)
+    with pytest.raises(OSError, match=r"^rank 4 could not make it"):
+        HostLink(1, (0, 1), (4, 6)).share()
+
+
 def test_many_descriptors_go_in_several_messages() -> None:
     exchange, made = FdExchange(0, (0, 1)), os.memfd_create("test")
     copies = [os.dup(made) for _ in range(300)]

@@ -8,7 +8,9 @@ from collections import deque
 import numpy as np
 import pytest
 
+from mpistrat.core import memory
 from mpistrat.core.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
+from mpistrat.core.tuning import RESULT_LOOKS
 
 F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
 SOME_TURNS = 200  # more than a size may be idle
@@ -54,6 +56,26 @@ def test_hundreds_of_arrays_of_a_size_need_no_more_memory_in_later_rounds() -> N
     assert len(addresses) == 800
 
 
+def test_results_that_are_kept_do_not_slow_down_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, kept, rounds, looks = ResultPool(), [], 5000, 0
+    is_free = memory._Block.is_free.fget
+
+    def count_look(block: memory._Block) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_free(block)
+
+    monkeypatch.setattr(memory._Block, "is_free", property(count_look))
+    for _ in range(rounds):
+        kept.append(pool.take((8,), F32))
+        pool.end_round()
+    for _ in range(rounds):
+        pool.take((8,), F32)
+        pool.end_round()
+    assert looks < 2 * rounds * 2.5 * RESULT_LOOKS
+    assert pool.nbytes < 1.2 * rounds * ALIGNMENT, "free memory is found in most cases"
+
+
 def test_memory_is_handed_out_again_for_any_dtype_of_as_many_bytes() -> None:
     pool = ResultPool()
     address = pool.take((8,), F32).ctypes.data
@@ -89,7 +111,7 @@ def test_no_held_array_is_ever_overwritten(seed: int) -> None:
         del array
         source.shuffle(held)
         del held[:source.randrange(3)]
-        pool.next_turn()
+        pool.end_round()
         assert all((kept == value).all() for value, kept in held)
 
 
@@ -98,16 +120,16 @@ def test_a_size_that_is_used_in_every_turn_keeps_its_memory() -> None:
     first = weakref.ref(pool.take((8,), F32).base)
     for _ in range(SOME_TURNS):
         assert pool.take((8,), F32).base is first()
-        pool.next_turn()
+        pool.end_round()
 
 
 def test_memory_that_is_idle_for_many_turns_is_released() -> None:
     pool = ResultPool()
     block = weakref.ref(pool.take((8,), F32).base)
-    pool.next_turn()
+    pool.end_round()
     assert block() is not None
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     gc.collect()
     assert block() is None
 
@@ -117,7 +139,7 @@ def test_memory_in_use_outlives_idle_turns() -> None:
     held = pool.take((8,), F32)
     held.fill(1)
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     pool.take((8,), F32).fill(2)
     assert set(held) == {1.0}
 
@@ -127,10 +149,10 @@ def test_memory_that_was_in_use_during_idle_turns_is_released_later() -> None:
     held = pool.take((8,), F32)
     block = weakref.ref(held.base)
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     del held
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     assert block() is None
 
 
@@ -160,7 +182,7 @@ def test_ten_thousand_changing_sizes_need_no_more_memory_than_is_in_use_and_spar
             held.popleft()
         largest_use = max(largest_use, in_use)
         assert in_use <= pool.nbytes <= largest_use + 2 * max(largest_use, spare)
-        pool.next_turn()
+        pool.end_round()
 
 
 def test_results_that_are_kept_do_not_count_against_what_is_free() -> None:
@@ -175,5 +197,5 @@ def test_results_that_are_kept_do_not_count_against_what_is_free() -> None:
     pool.take((1024,), U8)
     assert pool.nbytes == 100 * 1024  # Nothing new was needed.
     for _ in range(SOME_TURNS):
-        pool.next_turn()
+        pool.end_round()
     assert pool.nbytes == 1024

@@ -1,10 +1,17 @@
-"""What ranks must agree on when they register process sets."""
+"""What ranks must agree on when they register process sets, and what a set knows about the job."""
 
+import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.api.registry import disagreement
+from mpistrat.core.errors import InvalidRequestError, MessageError
+from mpistrat.core.rows import received_rows
 from mpistrat.core.topology import Topology
+from mpistrat.negotiation.coordinator import Coordinator
+from mpistrat.transport.local import ThreadGroup
+
+from ..support.engines import make_engine
 
 
 @pytest.mark.parametrize("lists, from_comm, text", [
@@ -27,6 +34,20 @@ def test_the_topology_of_a_set_knows_the_ranks_of_the_job() -> None:
     assert (subset.rank, subset.host_of, subset.job_ranks) == (2, ("a", "b", "c"), (1, 3, 4))
     assert subset.listed([0, 2]) == "[1, 4]"
     assert job.listed([0, 2]) == "[0, 2]"
+
+
+def test_errors_in_a_set_name_ranks_of_the_job() -> None:
+    topology = Topology(0, ("", ""), (4, 6))
+    with pytest.raises(InvalidRequestError, match="the splits of rank 6 are negative"):
+        received_rows("x", np.array([[2, 1, 1], [2, -1, 1]]), topology)
+    with pytest.raises(InvalidRequestError, match=r"the splits of rank 4, .* add up to more"):
+        received_rows("x", np.array([[1, 1, 1], [2, 1, 1]]), topology)
+    with pytest.raises(MessageError, match=r"^rank 6 sent 1 bytes that are no Announcement"):
+        Coordinator(0, 2, 0, topology=topology).receive(1, b"?", 0.0)
+    group = ThreadGroup(1)
+    engine = make_engine(0, 1, group.control(0), group.data(0), members=(6,))
+    engine.controller.life.fail(OSError("on purpose"))
+    assert str(engine.controller.life.error).startswith("The engine of rank 6 failed: OSError('on purpose')")
 
 
 @pytest.mark.horovod("process-set")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+import mpistrat
 from mpistrat.core.errors import InvalidRequestError
 from mpistrat.core.request import (
     Adasum,
@@ -168,3 +169,25 @@ def test_what_is_no_process_set_is_refused(wrong: object, text: str) -> None:
             mpistrat.init(process_sets=wrong)
     finally:
         mpistrat.shutdown()
+
+
+@pytest.mark.parametrize("splits", [[2**32 + 1], np.array([-2**31 - 1]), np.array([2**31], np.uint32), [1.0], ["1"],
+                                    [True]], ids=str)
+def test_splits_that_are_no_integers_of_32_bits_are_refused(splits: object) -> None:
+    mpistrat.init()
+    with pytest.raises(InvalidRequestError, match=r"alltoall: the splits of an alltoall are integers of 32 bits. Rec"):
+        mpistrat.alltoall(np.zeros((2, 1)), splits)
+    with pytest.raises(InvalidRequestError, match="integers of 32 bits"):  # They are even, and they are too large.
+        mpistrat.alltoall(np.empty((2**31, 0)))
+    assert mpistrat.alltoall(np.zeros((2, 1)), np.array([1], np.uint8))[1].dtype == np.int32
+
+
+@pytest.mark.parametrize("name", [5, b"a", ("a",), "", 0, False], ids=repr)
+def test_names_that_are_no_strings_are_refused(name: object) -> None:
+    mpistrat.init()
+    for call, args in ((mpistrat.allreduce, (1,)), (mpistrat.allreduce_async, (1,)), (mpistrat.barrier, ()),
+                       (mpistrat.grouped_allreduce, ([],)), (mpistrat.broadcast_object, (1,)),
+                       (mpistrat.allgather_object, (1,)), (mpistrat.alltoall_async, ([1],))):
+        with pytest.raises(InvalidRequestError, match=r": name must be None or a string that is not empty. Received: "):
+            call(*args, name=name)
+    assert mpistrat.allreduce(1.0, name=np.str_("numpy")) == 1.0

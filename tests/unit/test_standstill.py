@@ -5,7 +5,9 @@ import itertools
 import pytest
 
 from mpistrat.core.errors import DeadlockError, ShutdownError, StallError
+from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.interfaces import DeviceExecutor
+from mpistrat.core.request import CollectiveType, Request
 from mpistrat.core.settings import Settings
 from mpistrat.engine.parked import ThreadScan
 from mpistrat.engine.queue import TensorQueue
@@ -160,11 +162,12 @@ def test_a_rank_whose_gpu_works_is_not_blocked() -> None:
 def test_another_engine_of_the_process_may_wake_what_this_one_waits_for() -> None:
     job = WaitingJob(2)
     other = TensorQueue()
-    other.outstanding = 1
+    other.put(Entry(Request(CollectiveType.BARRIER, "c"), [], Handle("c")))
+    other.take_new()
     job.scans[1].queues.append(other)
     job.pass_time(10.0)
     assert not job.is_over
-    other.outstanding = 0
+    other.close(StallError("it has ended, and wakes nothing any more"))
     job.pass_time(SOON_S)
     assert job.is_over
 

@@ -66,7 +66,7 @@ def test_a_rank_waits_for_the_counters_of_all_others() -> None:
     passed = threading.Event()
 
     def wait() -> None:
-        first.await_all(2, 4)
+        first.await_all(4, 2)
         passed.set()
 
     thread = threading.Thread(target=wait)
@@ -87,14 +87,21 @@ def test_counters_are_a_ranks_own() -> None:
 def test_a_rank_that_never_comes_is_named_after_the_limit() -> None:
     first, _ = memories(2, limit_s=0.05)
     with pytest.raises(StallError, match=r"rank 10 has waited 0 s for ranks \[11\]\. The engine of one of them"):
-        first.await_all(0, 1)
+        first.await_all(1, 0)
 
 
 def test_a_rank_that_has_left_is_named_at_once() -> None:
     first, second = memories(2)
     second.abandon()
     with pytest.raises(EngineError, match="rank 11 has left in the middle of a collective"):
-        first.await_all(0, 1)
+        first.await_all(1, 0)
+
+
+def test_a_rank_of_a_process_set_that_has_left_is_named_by_its_rank_in_the_job() -> None:
+    first, second = memories(2, topology=Topology(10, ("",) * 12, tuple(range(20, 32))))
+    second.abandon()
+    with pytest.raises(EngineError, match="rank 31 has left in the middle of a collective"):
+        first.await_all(1, 0)
 
 
 def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hosts() -> None:
@@ -103,7 +110,7 @@ def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hos
     second.abandon()
     with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, after it had waited too "
                                          r"long for others\. Either the network between the hosts here and there"):
-        first.await_all(0, 1)
+        first.await_all(1, 0)
 
 
 # -- the memory itself ------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ graph that has a gradient returns the number of its execution. The number is the
 executions in the same order. The names of the gradient's collectives contain the number.
 """
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,9 +31,6 @@ class Execution:
 
 
 _current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-# A weak reference to the engine, and by the process set: how often its ranks have joined, and the number of executions
-# by the name of the collective. Numbering restarts after a join(), before which some ranks have had fewer executions.
-_counted: tuple[Callable[[], object], dict[int, tuple[int, dict[str, int]]]] = lambda: None, {}
 
 
 def current() -> Execution | None:
@@ -54,17 +50,7 @@ def scope(execution: Execution) -> Iterator[Execution]:
 
 def next_number(name: str, process_set: int = 0) -> int:
     """The number of a new execution of the collective of this name."""
-    global _counted
-    current = runtime.current()
-    engine, joins = current.engine, current.registry.groups[process_set].joins
-    if _counted[0]() is not engine:
-        _counted = weakref.ref(engine), {}  # Numbering restarts with each engine, on all ranks.
-    counts = _counted[1]
-    if process_set not in counts or counts[process_set][0] != joins:
-        counts[process_set] = joins, {}
-    numbers = counts[process_set][1]
-    number = numbers[name] = numbers.get(name, -1) + 1
-    return number
+    return runtime.current().group_of(name, process_set).next_number(("execution", name))
 
 
 def suffix(number: int) -> str:

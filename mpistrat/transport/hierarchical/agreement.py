@@ -7,11 +7,11 @@ The first rank of a host (the leader) waits for the votes of its host, exchanges
 from collections.abc import Callable, Sequence
 
 from ...core.interfaces import Outcome
-from ..shm.agreement import TAG, SharedMemoryAgreement
+from ..shm.agreement import ROUND_MASK, SharedMemoryAgreement
 from ..shm.segment import VERDICT, HostMemory
 from .leader_exchange import LeaderExchange
 
-_OUTCOME = 4  # a verdict is the outcome times this, plus the round modulo 4
+_OUTCOME_UNIT = ROUND_MASK + 1  # A verdict is outcome * _OUTCOME_UNIT | (round & ROUND_MASK).
 
 
 class HierarchicalAgreement(SharedMemoryAgreement):
@@ -49,16 +49,16 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         result = hosts.poll()
         if result is None:
             return None
-        self._memory.post(result * _OUTCOME | (self._round & TAG), VERDICT)
+        self._memory.post(result * _OUTCOME_UNIT | (self._round & ROUND_MASK), VERDICT)
         self._wake_all(self._others)
         return result
 
     def _read_verdict(self) -> Outcome | None:
         verdict = self._memory.counter_of(self._leader, VERDICT)
-        if (verdict ^ self._round) & TAG:
+        if (verdict ^ self._round) & ROUND_MASK:
             return None
         self._memory.fence()
-        return Outcome(verdict // _OUTCOME)
+        return Outcome(verdict // _OUTCOME_UNIT)
 
     def has_news(self) -> bool:
         """See AgreementRound."""

@@ -94,7 +94,7 @@ class HierarchicalData(TwoShotData):
         """Reduce this rank's slice over the host, and start to send it to the other hosts."""
         chunk, number = work.chunks[k], work.first + k
         if chunk.own is not None:
-            self._memory.await_all(PACKED, number)
+            self._memory.await_all(number, PACKED)
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
@@ -136,7 +136,7 @@ class HierarchicalData(TwoShotData):
             return
         requests, rows = self._underway.pop(number)
         self._wait.complete(requests)
-        self._memory.await_all(UNPACKED, self._room_for(work, k))
+        self._memory.await_all(self._room_for(work, k), UNPACKED)
         if rows[0].size == result.size:
             combine(rows, work.reduction.op, result, work.reduction.scale)
             return

@@ -18,7 +18,8 @@ from ...core.request import ReduceOp
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .peer_wait import PeerWait, peer_wait_without_end
 
-# MPI counts are C ints. Above this, an allgather is a broadcast by each rank in turn.
+# MPI's counts and displacements are C ints. Above this, an allgather is a broadcast by each rank in turn, and an
+# all-to-all consists of messages between two ranks each.
 LARGE_BYTES = 2**30
 
 
@@ -105,17 +106,20 @@ class MpiData(DataPlane):
 
     def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        # MPI_Alltoallv in pieces that MPI can count. The largest part anywhere decides how many there are.
         out, own, itemsize = target.view(np.uint8), source.view(np.uint8), source.itemsize
-        step = max(MPI_PIECE_BYTES // self._size, 1)
         to, from_ = [count * itemsize for count in sent], [count * itemsize for count in received]
-        starts, places = _starts(to), _starts(from_)
-        for start in range(0, largest * itemsize, step):
-            self._complete(self._comm.Ialltoallv(
-                [own, [min(max(size - start, 0), step) for size in to],
-                 [min(first + start, own.nbytes) for first in starts], MPI.BYTE],
-                [out, [min(max(size - start, 0), step) for size in from_],
-                 [min(first + start, out.nbytes) for first in places], MPI.BYTE]), step)
+        largest_bytes, step = largest * itemsize, max(MPI_PIECE_BYTES // self._size, 1)
+        # The largest part anywhere decides how many pieces there are, and how they are sent: all ranks do the same.
+        for start in range(0, largest_bytes, step):
+            sends, receives = _pieces(to, start, step), _pieces(from_, start, step)
+            if largest_bytes * self._size <= LARGE_BYTES:
+                requests = [self._comm.Ialltoallv([own, *sends, MPI.BYTE], [out, *receives, MPI.BYTE])]
+            else:
+                requests = [self._comm.Irecv([out[place:place + count], MPI.BYTE], source=rank)
+                            for rank, (count, place) in enumerate(zip(*receives, strict=True)) if count]
+                requests += [self._comm.Isend([own[place:place + count], MPI.BYTE], dest=rank)
+                             for rank, (count, place) in enumerate(zip(*sends, strict=True)) if count]
+            self._wait.complete(requests, step)
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
                       reduction: Reduction) -> None:
@@ -141,6 +145,8 @@ class MpiData(DataPlane):
             self._comm.Free()
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """The first place of each part, of parts that follow one another."""
-    return [0, *itertools.accumulate(sizes)][:-1]
+def _pieces(sizes: Sequence[int], start: int, step: int) -> tuple[list[int], list[int]]:
+    """The sizes and places of pieces of parts that follow one another: `step` bytes of each part, from `start` on."""
+    ends = itertools.accumulate(sizes)
+    return ([min(max(size - start, 0), step) for size in sizes],
+            [end - size + min(start, size) for end, size in zip(ends, sizes)])

@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -169,7 +169,28 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
         raise ValueError(f"comm must be different ranks from 0 to {world.Get_size() - 1}. Received: {comm}")
     if world.Get_rank() not in ranks:
         raise ValueError(f"rank {world.Get_rank()} called init with comm={ranks}, which does not contain it.")
-    return world.Create_group(world.Get_group().Incl(ranks))
+    return subset(world, ranks)
+
+
+def subset(comm: "MPI.Intracomm", ranks: Sequence[int]) -> "MPI.Intracomm":
+    """Return a communicator of some ranks of `comm`. Collective over these ranks."""
+    everybody = comm.Get_group()
+    members = everybody.Incl(ranks)
+    try:
+        return comm.Create_group(members)
+    finally:
+        members.Free()
+        everybody.Free()
+
+
+def ranks_in(comm: "MPI.Comm", other: "MPI.Comm") -> list[int]:
+    """Return the rank in `other` of each rank of `comm`; a negative number if it has none. Local."""
+    group, other_group = comm.Get_group(), other.Get_group()
+    try:
+        return group.Translate_ranks(list(range(group.Get_size())), other_group)
+    finally:
+        group.Free()
+        other_group.Free()
 
 
 def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0) -> bool:

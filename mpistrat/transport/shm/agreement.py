@@ -10,8 +10,8 @@ from collections.abc import Callable
 from ...core.interfaces import Outcome
 from .segment import EVEN_VOTE, ODD_VOTE, HostMemory
 
-# The bits of a vote: the round modulo 4, whether its rank is ready, and the number.
-TAG, _READY, _NUMBER = 3, 4, 8
+# A vote is number * _NUMBER_UNIT | (_READY_BIT if its rank is ready) | (round & ROUND_MASK).
+ROUND_MASK, _READY_BIT, _NUMBER_UNIT = 3, 4, 8
 
 
 class SharedMemoryAgreement:
@@ -35,7 +35,7 @@ class SharedMemoryAgreement:
 
     def vote(self, number: int, is_ready: bool = False) -> None:
         """See AgreementRound."""
-        self._vote = number * _NUMBER | (self._round & TAG) | (_READY if is_ready else 0)
+        self._vote = number * _NUMBER_UNIT | (_READY_BIT if is_ready else 0) | (self._round & ROUND_MASK)
         self._memory.post(self._vote, self._counter)
         self.has_voted = True
         self._wake_all(self._ranks_to_wake)
@@ -61,14 +61,14 @@ class SharedMemoryAgreement:
     def missing(self) -> list[int]:
         """See AgreementRound."""
         return [rank for rank in self._memory.ranks
-                if (self._memory.counter_of(rank, self._counter) ^ self._round) & TAG]
+                if (self._memory.counter_of(rank, self._counter) ^ self._round) & ROUND_MASK]
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _host_has_voted(self) -> bool:
-        for other in self._others:  # noqa: SIM110 - all() of a generator takes ten times as long
-            if (self._memory.counter_of(other, self._counter) ^ self._round) & TAG:
+        for other in self._others:  # all() of a generator takes ten times as long.
+            if (self._memory.counter_of(other, self._counter) ^ self._round) & ROUND_MASK:
                 return False
         return True
 
@@ -77,14 +77,14 @@ class SharedMemoryAgreement:
         own = common = any_of = self._vote
         for other in self._others:
             vote = self._memory.counter_of(other, self._counter)
-            if (vote ^ own) & TAG:
+            if (vote ^ own) & ROUND_MASK:
                 return None
             common &= vote
             any_of |= vote
         self._memory.fence()
-        if own < _NUMBER or (common ^ any_of) >= _NUMBER:
+        if own < _NUMBER_UNIT or (common ^ any_of) >= _NUMBER_UNIT:
             return 0, Outcome.REFUSED
-        return own // _NUMBER, Outcome.ALL_READY if common & _READY else Outcome.AGREED
+        return own // _NUMBER_UNIT, Outcome.ALL_READY if common & _READY_BIT else Outcome.AGREED
 
     def _next_round(self) -> None:
         self._round, self.has_voted = self._round + 1, False

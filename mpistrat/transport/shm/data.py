@@ -52,12 +52,12 @@ class SharedMemoryData(TwoShotData):
                            lambda: combine(parts, reduction.op, target, reduction.scale))
 
     def _scatter(self, work: ReduceScatter, k: int) -> None:
-        self._memory.await_all(CONSUMED, work.room_for(k))
+        self._memory.await_all(work.room_for(k), CONSUMED)
         work.pack(k)
         self._memory.post(work.first + k, PACKED)
 
     def _reduce_part(self, work: ReduceScatter, k: int) -> None:
-        self._memory.await_all(PACKED, work.first + k)
+        self._memory.await_all(work.first + k, PACKED)
         work.reduce(k)
         self._memory.post(work.first + k, CONSUMED, READY, UNPACKED)
 
@@ -103,10 +103,10 @@ class SharedMemoryData(TwoShotData):
     def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
         """Call `write`, and when it has returned on all ranks, `read`. They may use all memory of the ranks."""
         memory, number = self._memory, self._chunks + 1
-        memory.await_all(CONSUMED, max(self._free_at))
+        memory.await_all(max(self._free_at), CONSUMED)
         write()
         memory.post(number, PACKED)
-        memory.await_all(PACKED, number)
+        memory.await_all(number, PACKED)
         read()
         memory.post(number, CONSUMED, READY, UNPACKED)
         self._count_one_shot()

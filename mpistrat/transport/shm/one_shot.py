@@ -39,7 +39,7 @@ class OneShot(Prepared):
 
     def pack_ahead(self) -> None:
         """Pack, if the memory is free. Local, never waits."""
-        if self._memory.have_all(CONSUMED, self._free_at):
+        if self._memory.have_all(self._free_at, CONSUMED):
             self._pack()
 
     def _pack(self) -> None:
@@ -51,10 +51,10 @@ class OneShot(Prepared):
         memory, targets, op, scale = self._memory, self.targets, self.reduction.op, self.reduction.scale
         if not all_packed:
             if not self.is_packed:
-                memory.await_all(CONSUMED, self._free_at)
+                memory.await_all(self._free_at, CONSUMED)
                 self._pack()
             memory.post(self._number, PACKED)
-            memory.await_all(PACKED, self._number)
+            memory.await_all(self._number, PACKED)
         if len(targets) == 1:
             combine(self._parts, op, targets[0].reshape(-1), scale)
         elif are_large(self._parts[0].nbytes, targets):

@@ -88,7 +88,7 @@ class HostMemory:
         for counter in counters:
             self._words[self._first + counter] = value
 
-    def await_all(self, counter: int, value: int) -> None:
+    def await_all(self, value: int, counter: int) -> None:
         """Wait until `counter` of every rank is at least `value`. What they wrote before is then visible (acquire).
 
         Raises:
@@ -98,11 +98,11 @@ class HostMemory:
         words = self._words
         for other in self._others:
             if words[other * _WORDS_PER_RANK + counter] < value:
-                self._await(other, counter, value)
+                self._await(other, value, counter)
         self._release()
         self._acquire()
 
-    def have_all(self, counter: int, value: int) -> bool:
+    def have_all(self, value: int, counter: int) -> bool:
         """Whether `await_all` would return at once. If so, the same holds as after it. Never waits."""
         for other in self._others:
             if self._words[other * _WORDS_PER_RANK + counter] < value:
@@ -125,7 +125,7 @@ class HostMemory:
         if not self._words[self._first + _ABANDONED]:
             self._words[self._first + _ABANDONED] = _HAS_STALLED if is_stalled else _HAS_LEFT
 
-    def _await(self, other: int, counter: int, value: int) -> None:
+    def _await(self, other: int, value: int, counter: int) -> None:
         words, at = self._words, other * _WORDS_PER_RANK + counter
         for _ in range(SHM_SPIN_LOOKS):
             if words[at] >= value:
@@ -144,7 +144,7 @@ class HostMemory:
 
     def _error_of(self, other: int) -> EngineError:
         """The error for waits for a rank that has abandoned the memory."""
-        left = f"rank {self.ranks[other]} has left in the middle of a collective"
+        left = f"rank {self._topology.job_ranks[self.ranks[other]]} has left in the middle of a collective"
         if self._words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
             return EngineError(f"{left}.")
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")

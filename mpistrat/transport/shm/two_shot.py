@@ -102,7 +102,7 @@ class TwoShotData(DataPlane):
         self._chunks = 0  # number of the last chunk; the same on all ranks
         self._free_at = [0] * self.slots
         self._scratch = FusionBuffer()
-        self._used_bytes = chunk
+        self._bytes_per_chunk = chunk
         self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunk)
 
     @classmethod
@@ -138,7 +138,7 @@ class TwoShotData(DataPlane):
         key = work.inputs[0].dtype, packs_own, sizes
         chunks = self._layouts.get(key)
         if chunks is None:
-            chunks = lay_out(sizes, self._used_bytes // itemsize, slots, self._index,
+            chunks = lay_out(sizes, self._bytes_per_chunk // itemsize, slots, self._index,
                              lambda size: self._slices_of(size, itemsize), packs_own)
             views = sum([chunk.views for chunk in chunks])
             if self._kept_views + views > SHM_KEPT_VIEWS:
@@ -166,7 +166,7 @@ class TwoShotData(DataPlane):
     def pack_ahead(self, prepared: Prepared) -> None:
         if isinstance(prepared, Work):
             for k, chunk in enumerate(prepared.chunks[:self.slots]):
-                if not self._memory.have_all(CONSUMED, self._free_at[k]):
+                if not self._memory.have_all(self._free_at[k], CONSUMED):
                     break
                 self._copy_in(prepared, chunk)
                 prepared.packed = k + 1
@@ -209,7 +209,7 @@ class TwoShotData(DataPlane):
 
     def _pack(self, work: Work, k: int) -> None:
         if k >= work.packed:
-            self._memory.await_all(CONSUMED, self._room_for(work, k))
+            self._memory.await_all(self._room_for(work, k), CONSUMED)
             self._copy_in(work, work.chunks[k])
         self._memory.post(work.first + k, PACKED)
 
@@ -219,8 +219,8 @@ class TwoShotData(DataPlane):
 
     def _reduce(self, work: Work, k: int) -> None:
         chunk = work.chunks[k]
-        self._memory.await_all(PACKED, work.first + k)
-        self._memory.await_all(UNPACKED, self._room_for(work, k))
+        self._memory.await_all(work.first + k, PACKED)
+        self._memory.await_all(self._room_for(work, k), UNPACKED)
         self._reduce_slice(work, chunk, chunk.result, work.reduction.scale)
         # Before the others read it, which takes it from this processor's cache (102 MB on 2 ranks: 4 % less time).
         self._take_own(work, k)
@@ -242,7 +242,7 @@ class TwoShotData(DataPlane):
 
     def _unpack(self, work: Work, k: int) -> None:
         """Copy the slices that other ranks have reduced to this rank's targets."""
-        self._memory.await_all(READY, work.first + k)
+        self._memory.await_all(work.first + k, READY)
         for array, part, memory in work.chunks[k].other_copies:
             work.outputs[array][part] = memory
         self._memory.post(work.first + k, UNPACKED)
