@@ -212,7 +212,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
-    new.build(trained_by(old))
+    # A LossScaleOptimizer of an old Keras keeps no list of its own.
+    new.build(max((trained_by(part) for part in parts_of(old)), key=len))
     accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
@@ -254,7 +255,8 @@ def require_hooks(cls: type) -> None:
 def _unknown(what: str) -> MissingDependencyError:
     return MissingDependencyError(
         f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. It was run "
-        "with Keras 3.5 and 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a version.")
+        "with Keras 3.5 and 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a "
+        "version.")
 
 
 def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:

@@ -32,8 +32,11 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 
 
 def topology_of(process_set: int) -> Topology:
-    """The ranks of a process set that this rank is in."""
-    return runtime.current().registry.groups[process_set].topology
+    """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
+    try:
+        return runtime.current().group_of("The process set of a collective", process_set).topology
+    except MpistratError as error:
+        raise cpu.as_tf_error(error) from error
 
 
 def reduce_mixed(tensors: Sequence[Tensor], scaled: ScaledOp, name: str,

@@ -131,9 +131,19 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
     tensor = _dense(tensor, "alltoall")
     name = wire_name("alltoall", tensor, name, ignore_name_scope)
     size = topology_of(number).size
-    counts = _even(name, tensor, size) if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
+    counts = _even(name, tensor, size) if splits is None else _splits(name, splits)
     result, received = _exchange_rows(tensor, counts, name, number)
     return result if splits is None else (result, received)
+
+
+def _splits(name: str, splits: Reducible | Sequence[int]) -> tf.Tensor:
+    """The splits of the caller in the dtype in which the ranks exchange them."""
+    given = tf.convert_to_tensor(splits)
+    if not given.dtype.is_integer:
+        raise cpu.as_tf_error(InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. "
+                                                  f"Received: {splits!r}"))
+    # What is beyond 32 bits becomes the largest number, which is more than the rows: an error on all ranks.
+    return tf.saturate_cast(given, tf.int32)
 
 
 def _even(name: str, tensor: tf.Tensor, size: int) -> tf.Tensor:

@@ -176,6 +176,19 @@ def test_tensors_are_exchanged_and_have_gradients(way: Callable, rank: int, size
     np.testing.assert_array_equal(gradient, np.stack([[*receivers, 0.0]] * 2, 1))
 
 
+@pytest.mark.parametrize("wrong", [[0.5, 1.5], ["1", "1"]], ids=["fractions", "strings"])
+def test_splits_of_tensors_are_integers(wrong: list, size: int) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the splits of an alltoall are integers of 32 bits"):
+        hvd.alltoall(tf.ones([2, 2]), wrong)
+
+
+@each_way
+def test_splits_beyond_32_bits_are_not_cut(way: Callable, rank: int, size: int, restart: Callable) -> None:
+    splits = tf.constant([2**32 + 1] + [0] * (size - 1), tf.int64)
+    with pytest.raises(tf.errors.OpError, match=rf"the splits of rank 0, \[{2**31 - 1}, .*more than the 2 rows"):
+        way(lambda: hvd.alltoall(tf.ones([2, 2]), splits, name="beyond"))()
+
+
 @pytest.mark.horovod("alltoall-errors")
 @each_way
 def test_wrong_splits_are_errors_on_all_ranks(way: Callable, rank: int, size: int, restart: Callable) -> None:
