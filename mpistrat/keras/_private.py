@@ -117,7 +117,8 @@ def _required(owner: object, name: str) -> Any:
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for."""
     variables: list[keras.Variable] = _required(optimizer, "_trainable_variables")
-    return variables
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return variables if variables or inner is None else trained_by(inner)  # A LossScaleOptimizer of Keras 3.0 has none.
 
 
 def calls_of(optimizer: keras.optimizers.Optimizer) -> keras.Variable:

@@ -212,8 +212,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
-    # A LossScaleOptimizer of an old Keras keeps no list of its own.
-    new.build(max((trained_by(part) for part in parts_of(old)), key=len))
+    new.build(trained_by(old))
     accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
