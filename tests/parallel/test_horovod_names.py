@@ -33,9 +33,10 @@ def test_queries_are_answered_when_the_graph_runs(rank: int, size: int) -> None:
              hvd.process_set_included_op(number), hvd.process_set_included_op(77)]
     assert [int(value) for value in eager] == [*everywhere, 1, int(rank == size - 1), -3]
     hvd.remove_process_set(process_set)
-    process_set = hvd.add_process_set(range(size - 1))  # It gets the number, and the same graph answers.
-    assert process_set.process_set_id == number
-    assert [int(value) for value in queried(number)][4:6] == [size - 1, int(rank < size - 1)]
+    queried.get_concrete_function(number + 1)  # Traced before there is a set with this number.
+    process_set = hvd.add_process_set(range(size - 1))
+    assert process_set.process_set_id == number + 1
+    assert [int(value) for value in queried(number + 1)][4:6] == [size - 1, int(rank < size - 1)]
     hvd.remove_process_set(process_set)
 
 

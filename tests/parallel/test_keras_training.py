@@ -355,8 +355,8 @@ def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
 
 
 @pytest.mark.horovod("lr-momentum")
-@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
-@pytest.mark.parametrize("front", ["optimizer", "strategy", "central"])
+@pytest.mark.parametrize("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
+                                                ("central", False)])
 def test_the_momentum_is_corrected_for_the_batch_of_the_change(front: str, run_eagerly: bool) -> None:
     """Each gradient is 1, so that the weights tell the rates and the momentum of all steps."""
     strategy = None if front == "optimizer" else MPIStrategy(**{"variables": "central"} if front == "central" else {})
