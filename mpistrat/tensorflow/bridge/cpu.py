@@ -33,6 +33,7 @@ from ...core.errors import (
     MpistratError,
     NotInitializedError,
 )
+from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
 from ...gpu.arrays import GpuInput
@@ -250,6 +251,8 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
 
 def to_tensor(array: np.ndarray) -> tf.Tensor:
     """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack supports the dtype."""
-    if array.dtype.kind in "iufc" and array.size and array.dtype.itemsize <= 16:
+    # TensorFlow takes memory without looking at its alignment, and some of its operations abort the process then.
+    is_aligned = array.ctypes.data % ALIGNMENT == 0
+    if is_aligned and array.dtype.kind in "iufc" and array.size and array.dtype.itemsize <= 16:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
