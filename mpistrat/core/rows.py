@@ -39,8 +39,13 @@ def int32_splits(name: str, splits: object) -> np.ndarray:
     """
     values, limits = np.asarray(splits), np.iinfo(np.int32)
     if values.size and (values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max):
-        raise InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. Received: {splits!r}")
+        raise no_int32_splits(name, splits)
     return values.astype(np.int32)
+
+
+def no_int32_splits(name: str, splits: object) -> InvalidRequestError:
+    """The error of an all-to-all whose splits are not integers of 32 bits."""
+    return InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. Received: {splits!r}")
 
 
 def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarray:

@@ -93,7 +93,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         found = [*self.model.weights, *(optimizer.variables if optimizer is not None else ())]
         if has_begun:
             found += [v for other in optimizers_of(self.model) for v in other.variables]
-        return [v for v in {id(v): v for v in found}.values() if v not in self._local]
+        return [v for v in IdentitySet(found) if v not in self._local]
 
     def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)

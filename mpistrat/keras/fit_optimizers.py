@@ -68,11 +68,9 @@ class FitOptimizers:
 
 def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
     """The distributed optimizers of a model, if it has any: those of `compile`, then those in its attributes."""
-    compiled = distributed_in(getattr(model, "optimizer", None))
-    others = (distributed for optimizer in optimizers_of(model) for distributed in distributed_in(optimizer))
-    # By the wire name, because the order of attributes may differ among the ranks.
-    optimizers = [*_by_name(compiled), *_by_name(o for o in others if not any(o is c for c in compiled))]
-    return FitOptimizers(optimizers) if optimizers else None
+    of_all = (distributed for optimizer in optimizers_of(model) for distributed in distributed_in(optimizer))
+    found = _by_name(distributed_in(getattr(model, "optimizer", None))) | _by_name(of_all)
+    return FitOptimizers(list(found.values())) if found else None
 
 
 def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
@@ -89,8 +87,8 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
     """
     if not reducer.has_local:
         return []
-    trained = {id(v): v for part in parts_of(optimizer) for v in trained_by(part)}.values()
-    prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v) for v in trained}
+    prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v)
+                for part in parts_of(optimizer) for v in trained_by(part)}
     slots = []
     for slot in optimizer.variables:
         fitting = [prefix for prefix in prefixes if slot.name.replace("/", "_").startswith(prefix)]
@@ -99,7 +97,7 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
     return slots
 
 
-def _by_name(optimizers: Iterable[Any]) -> list[Any]:
-    """Each distributed optimizer once, in the order of the wire names."""
-    names = {o._mpistrat_reducer.name: o for o in optimizers}
-    return [names[name] for name in sorted(names, key=lambda name: (len(name), name))]
+def _by_name(optimizers: Iterable[Any]) -> dict[str, Any]:
+    """Distributed optimizers by their wire names, in their order: that of attributes may differ among the ranks."""
+    found = {o._mpistrat_reducer.name: o for o in optimizers}
+    return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}

@@ -15,6 +15,7 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
 from ..tensorflow.bridge.buckets import reduce_list
+from ..tensorflow.bridge.program_order import numbered
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradient_groups import GradientGroups, Groups
@@ -27,7 +28,7 @@ from ._private import accumulators_of, agree_on_finite, calls_of, is_older_than,
 from .copies import copy_of
 from .fit import wrap_fit
 from .old_optimizers import advice
-from .optimizer_parts import distributed_in, parts_of
+from .optimizer_parts import distributed_in, parts_of, passes_on
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -232,7 +233,7 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   f"{getattr(op, 'name', op)}")
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
-    if passes > 1 and [*parts_of(optimizer)][1:]:
+    if passes > 1 and passes_on(optimizer):
         raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}. Give "
                                   "gradient_accumulation_steps to the optimizer in it.")
     if passes > 1 and optimizer.gradient_accumulation_steps:
@@ -271,6 +272,6 @@ def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
     process_set = optimizer._mpistrat_reducer.process_set
     if not process_set.has_others():
         return finite
-    name = "finite" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("finite")
+    name = numbered("finite")
     return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, ScaledOp(Min),
                                process_set=number_of(process_set, name))[0], tf.bool)

@@ -21,6 +21,11 @@ def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
         yield from parts_of(inside)
 
 
+def passes_on(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` passes gradients on to optimizers inside of it, also if it has none yet."""
+    return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
+
+
 def distributed_in(optimizer: Optimizer | None) -> list[Any]:
     """The parts of `optimizer` that average gradients over the ranks."""
     return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ..core.request import Average, ScaledOp
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.gradients import label_of
+from ..tensorflow.identity import IdentitySet
 from ..tensorflow.lists import number_of
 from ._private import non_trainable_variables
 from .fit_optimizers import FitOptimizers
@@ -22,8 +23,8 @@ Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
     """The running statistics of all layers, those of a frozen layer included."""
-    return list({id(variable): variable for variable in non_trainable_variables(model)
-                 if keras.backend.is_float_dtype(variable.dtype)}.values())
+    return [variable for variable in IdentitySet(non_trainable_variables(model))
+            if keras.backend.is_float_dtype(variable.dtype)]
 
 
 def average(variables: list[keras.Variable], mean: Mean) -> None:

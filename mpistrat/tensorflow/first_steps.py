@@ -66,8 +66,7 @@ class FirstSteps:
         self._name, self._process_set = f"check/{name}", process_set
         self._step = 0
         self._joins: int | None = None  # how often the ranks had joined before the first step
-        self._exchanges: list[Handle] = []
-        self._labels: list[Sequence[str]] = []  # of the variables of each exchange
+        self._exchanges: list[tuple[Handle, Sequence[str]]] = []  # with the labels of the variables
 
     @property
     def is_done(self) -> bool:
@@ -119,8 +118,7 @@ class FirstSteps:
         if variables and (self._step == 1 or (self._step == 2 and differing(self._received(0)))):
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += digests_of_weights(found) if len(found) == len(variables) else []
-        self._exchanges.append(_send(self._group, self._name, digests))
-        self._labels.append(labels)
+        self._exchanges.append((_send(self._group, self._name, digests), labels))
         return True
 
     @property
@@ -136,7 +134,8 @@ class FirstSteps:
         """Raise MismatchError if the weights differed with the first two reductions."""
         received = self._received(1)
         if differing(self._received(0)) and differing(received):
-            raise MismatchError(describe_weights(self._labels[1], received, self._group.topology.job_ranks))
+            _, labels = self._exchanges[1]
+            raise MismatchError(describe_weights(labels, received, self._group.topology.job_ranks))
 
     def _warn_of_equal_data(self) -> None:
         received = [self._received(number) for number in range(len(self._exchanges))]
@@ -148,7 +147,7 @@ class FirstSteps:
         if number >= len(self._exchanges):
             return []
         try:
-            rows, = self._exchanges[number].wait(_WAIT_S)
+            rows, = self._exchanges[number][0].wait(_WAIT_S)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
             return []
         digests = by_rank(rows)

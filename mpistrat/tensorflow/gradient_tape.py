@@ -3,7 +3,6 @@
 For users; `gradient` is collective.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -16,8 +15,6 @@ from .gradients import GradientReducer
 from .local_layers import Layer, register_local_layers
 from .ops import without_autograph
 from .types import Structure, Variable
-
-_numbers = itertools.count()
 
 
 class _DistributedGradientTape(tf.GradientTape):
@@ -54,7 +51,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             scale_local_gradients: bool = True) -> tf.GradientTape:
     """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
 
-    All ranks must create their tapes in the same places of the program: in a tf.function, where it is traced.
+    All ranks must call `gradient` in the same places of the program: in a tf.function, where it is traced.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.
@@ -77,10 +74,8 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     grouping = GradientGroups(groups, num_groups)
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
-    # Eager code creates a tape per step, one after the other. A tf.function creates one per trace.
-    name = "tape" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name("tape")
-    reducer = GradientReducer(name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
-                              process_set=process_set, groups=grouping)
+    reducer = GradientReducer("tape", compression, sparse_as_dense, op, gradient_predivide_factor,
+                              scale_local_gradients, process_set=process_set, groups=grouping)
     return _DistributedGradientTape(gradtape, reducer)
 
 

@@ -57,7 +57,7 @@ class GradientReducer:
         self._compression, self._sparse_as_dense, self._op = compression, sparse_as_dense, op
         self._predivide = gradient_predivide_factor
         self._scale_local = scale_local_gradients
-        self._local = IdentitySet()
+        self._local: IdentitySet[Variable] = IdentitySet()
 
     def register_local(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the reduction."""
@@ -66,7 +66,7 @@ class GradientReducer:
     @property
     def has_local(self) -> bool:
         """Whether any variable was excluded."""
-        return bool(len(self._local))
+        return len(self._local) > 0
 
     def is_local(self, variable: Variable) -> bool:
         """Whether this variable was excluded."""
@@ -102,7 +102,7 @@ class GradientReducer:
             _observe_eagerly(observer, own)
             observer = None
         divided = self._groups.divide([variables[i] for i in shared])
-        call = self.name if tf.executing_eagerly() else numbered(self.name)
+        call = numbered(self.name)
         with observed(observer):
             # The last first: that is the order in which the backward pass computes them.
             for number, places in reversed(list(enumerate(divided))):

@@ -21,7 +21,7 @@ from ..core.request import (
     scaled_op,
     specs_of,
 )
-from ..core.rows import even_splits
+from ..core.rows import even_splits, no_int32_splits
 from .bridge import cpu
 from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
@@ -140,8 +140,7 @@ def _splits(name: str, splits: Reducible | Sequence[int]) -> tf.Tensor:
     """The splits of the caller in the dtype in which the ranks exchange them."""
     given = tf.convert_to_tensor(splits)
     if not given.dtype.is_integer:
-        raise cpu.as_tf_error(InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. "
-                                                  f"Received: {splits!r}"))
+        raise cpu.as_tf_error(no_int32_splits(name, splits))
     # What is beyond 32 bits becomes the largest number, which is more than the rows: an error on all ranks.
     return tf.saturate_cast(given, tf.int32)
 

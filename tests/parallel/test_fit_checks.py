@@ -21,9 +21,9 @@ hvd = pytest.importorskip("mpistrat.keras")
 from mpistrat.keras.fit_checks import FitChecks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
+from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+
 COLUMNS, ROWS, BATCH = 4, 24, 8
-needs_multi = pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"),
-                                 reason="this Keras has no MultiOptimizer")
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
 
 
@@ -279,7 +279,7 @@ def test_other_epochs_are_an_error_on_every_rank(rank: int) -> None:
     assert int(model.optimizer.iterations) == 0
 
 
-@needs_multi
+@needs_multi_optimizer
 def test_distributed_optimizers_in_one_of_several_are_those_of_fit(rank: int, size: int) -> None:
     model = new_model()
     parts = [hvd.DistributedOptimizer(o) for o in (keras.optimizers.SGD(0.1), keras.optimizers.AdamW(0.1))]
@@ -292,7 +292,7 @@ def test_distributed_optimizers_in_one_of_several_are_those_of_fit(rank: int, si
     assert all(other == of_ranks[0] for other in of_ranks)
 
 
-@needs_multi
+@needs_multi_optimizer
 def test_weight_decay_in_one_of_several_is_no_false_alarm(rank: int) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((COLUMNS,)), *[keras.layers.Dense(64) for _ in range(6)]])

@@ -19,6 +19,8 @@ from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
 from mpistrat.keras.optimizer_parts import distributed_in  # noqa: E402
 
+from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+
 SHAPES = [(3, 2), (4,), (2, 1)]
 
 
@@ -551,8 +553,6 @@ def several() -> Any:
     return keras.optimizers.MultiOptimizer(known)
 
 
-needs_multi = pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"),
-                                 reason="this Keras has no MultiOptimizer")
 # What a configuration of plain values does not keep.
 BEYOND_CONFIGURATIONS = {
     "schedule": lambda: keras.optimizers.SGD(Halving(), momentum=0.5),
@@ -570,7 +570,7 @@ def _chosen(variable: Any) -> Any:
     return _made.setdefault(variable.path, Mine(Halving()))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi if "several" in name else ())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi_optimizer if "several" in name else ())
                                   for name in BEYOND_CONFIGURATIONS])
 @pytest.mark.parametrize("is_built", [False, True], ids=["new", "built"])
 def test_it_keeps_what_a_configuration_does_not(name: str, is_built: bool, rank: int, size: int) -> None:
@@ -599,13 +599,14 @@ def test_it_is_not_made_of_a_configuration() -> None:
         type(optimizer).from_config(optimizer.get_config())
 
 
-@needs_multi
-def test_passes_are_accumulated_in_the_optimizers_of_several() -> None:
+@needs_multi_optimizer
+@pytest.mark.parametrize("name", ["several", "several by a function"])
+def test_passes_are_accumulated_in_the_optimizers_of_several(name: str) -> None:
     with pytest.raises(ValueError, match=r"does not work with MultiOptimizer\. Give gradient_acc"):
-        hvd.DistributedOptimizer(several(), backward_passes_per_step=2)
+        hvd.DistributedOptimizer(BEYOND_CONFIGURATIONS[name](), backward_passes_per_step=2)
 
 
-@needs_multi
+@needs_multi_optimizer
 def test_distributed_optimizers_in_others_are_found() -> None:
     inside = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     multi = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inside))

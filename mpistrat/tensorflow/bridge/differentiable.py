@@ -110,5 +110,4 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
 
 def name_of_gradient(name: str) -> str:
     """The name of the collective in the gradient of a collective of this name; in a graph, a new one each time."""
-    name = f"{name}/gradient"
-    return name if tf.executing_eagerly() else numbered(name)
+    return numbered(f"{name}/gradient")

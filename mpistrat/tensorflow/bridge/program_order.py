@@ -45,10 +45,12 @@ def calls_in_order() -> None:
 
 
 def numbered(name: str) -> str:
-    """The name of a collective that is being traced: `name`, with a number from its second use in this function on.
+    """The name of a collective: eagerly `name`, in a graph with a number from its second use in the function on.
 
     A function does not wait for a collective before it submits the next one, so all of them need names of their own.
     """
+    if tf.executing_eagerly():
+        return name
     counter = _names.setdefault(current_function(), Counter())
     counter[name] += 1
     return name if counter[name] == 1 else f"{name}_{counter[name] - 1}"
