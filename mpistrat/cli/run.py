@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ..api.launch_env import RUN_CORES
 from ..core.errors import LaunchError
 from . import check, horovodrun
 from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .capacity import check_count
 from .inventory import has_nvidia_driver
-from .mpirun import Job, compose, find_mpirun, identify, is_local, this_machine
+from .mpirun import INTEL_MPI, Job, Mpirun, compose, find_mpirun, identify, is_local, sets_binding, this_machine
 from .startup import is_python, variables
 from .supervisor import supervise
 
@@ -29,7 +30,8 @@ that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
-prints the whole command.
+prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=0: not), unless options of
+mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
 share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once
@@ -72,7 +74,7 @@ def main(argv: list[str]) -> int:
         return 0
     if warning:
         print(f"mpistrat run: {warning}", file=sys.stderr)
-    environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ)}
+    environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ), **_binding(job, mpirun)}
     return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
                      is_all_output=options.all_output, has_driver=not is_local(job, machine) or has_nvidia_driver())
 
@@ -101,6 +103,13 @@ def _added(options: argparse.Namespace, job: Job, is_here: bool, environ: Mappin
     is_to_files = any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=")) for part in
                       option.split(",")) for option in job.options)
     return added if is_to_files else added | variables(job.command, is_here, environ, options.traceback)
+
+
+def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
+    """Variables by which ranks share the cores of their host; Intel MPI binds them, and what the user wrote wins."""
+    if sets_binding(job.options):
+        return {"MPISTRAT_BIND": "0"}
+    return {} if mpirun.maker == INTEL_MPI else {RUN_CORES: "1"}
 
 
 def _parser() -> Parser:
