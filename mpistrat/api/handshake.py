@@ -67,12 +67,13 @@ def from_texts(texts: Sequence[str]) -> list[RankInfo]:
     """The inverse of to_text, for the texts of all ranks.
 
     Raises:
-        SettingsError: On all ranks, if some have a version of mpistrat with other fields; names the versions.
+        SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
     """
     received = [json.loads(text) for text in texts]
-    if not all(_has_fields_of(RankInfo, each) for each in received) or not all(
+    versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
+    # The sources of a checkout may have no version. If they are other sources, the fields mostly differ.
+    if len({*versions} - {"none"}) > 1 or not all(_has_fields_of(RankInfo, each) for each in received) or not all(
             _has_fields_of(Settings, each["settings"]) for each in received if each["settings"] is not None):
-        versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
         raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
                             f"{describe_by_rank(versions)}. Install the same version on all hosts.")
     return [RankInfo(**{**each, "settings": None if each["settings"] is None else Settings(**each["settings"])})
