@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import SettingsError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
+from ..core.version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,8 +72,7 @@ def from_texts(texts: Sequence[str]) -> list[RankInfo]:
     """
     received = [json.loads(text) for text in texts]
     versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
-    # The sources of a checkout may have no version. If they are other sources, the fields mostly differ.
-    if len({*versions} - {"none"}) > 1 or not all(_has_fields_of(RankInfo, each) for each in received) or not all(
+    if len(set(versions)) > 1 or not all(_has_fields_of(RankInfo, each) for each in received) or not all(
             _has_fields_of(Settings, each["settings"]) for each in received if each["settings"] is not None):
         raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
                             f"{describe_by_rank(versions)}. Install the same version on all hosts.")
@@ -86,8 +86,8 @@ def _has_fields_of(kind: type, values: dict[str, Any]) -> bool:
 
 def versions() -> dict[str, str]:
     """Python's version, and those of the packages on whose versions the ranks should agree."""
-    versions = {"Python": platform.python_version()}
-    for package in ("mpistrat", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
+    versions = {"Python": platform.python_version(), "mpistrat": __version__}
+    for package in ("tensorflow", "tensorflow-cpu", "keras", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
