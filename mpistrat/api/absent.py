@@ -44,7 +44,9 @@ ARRAYS: Mapping[str, str] = {
     "elastic": "it is in mpistrat.tensorflow.elastic and mpistrat.keras.elastic.",
     "data": "its data loaders are for PyTorch. mpistrat.shard(x, y) gives this rank's rows.",
 }
+_RUN = "it is mpistrat.run(function, np=2), which starts a job. `mpistrat run -np 2 python train.py` starts a script."
 TENSORFLOW: Mapping[str, str] = {
+    "run": _RUN,
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
     "callbacks": "it is in mpistrat.keras.callbacks.",
     "load_model": "it is in mpistrat.keras.",
@@ -57,6 +59,7 @@ TENSORFLOW: Mapping[str, str] = {
     "vars_to_refs": _INTERNAL + "TensorFlow 2 has no reference variables.",
 }
 KERAS: Mapping[str, str] = {
+    "run": _RUN,
     "alltoall": "horovod.keras has none either; it is in mpistrat.tensorflow.",
     "grouped_allreduce": "horovod.keras has none either; it is in mpistrat.tensorflow.",
     "join": "it is in mpistrat.tensorflow. fit joins by itself with DistributedOptimizer(..., uneven=\"join\").",

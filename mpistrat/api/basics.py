@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from ..core.errors import MissingDependencyError
 from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
+from ..transport.mpi import library
 from . import runtime
 from .availability import cupy_problem
 
@@ -78,11 +80,13 @@ def cluster_spec(ports: list[int], jobs: dict[str, int] | None = None) -> dict[s
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call the MPI library at once (THREAD_MULTIPLE)."""
-    if runtime.current().comm is None:
+    """Return whether several threads may call the MPI library at once (THREAD_MULTIPLE). Loads the library."""
+    runtime.current()
+    try:
+        mpi = library.load_mpi()
+    except MissingDependencyError:
         return False
-    from mpi4py import MPI
-    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
 
 
 def mpi_enabled() -> bool:

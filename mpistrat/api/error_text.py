@@ -76,8 +76,9 @@ def describe(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def is_users(file: str) -> bool:
     """Whether a source file is the user's, and neither of an installed package, nor of Python, nor of mpistrat."""
     parts = file.split(os.sep)
+    # Frames of compiled Cython have paths in the sources of their package, such as h5py/_objects.pyx.
     return not (file.startswith(("<frozen ", *_OUTSIDE)) or "site-packages" in parts or "dist-packages" in parts
-                or parts[-1].startswith("__autograph_generated_file"))
+                or parts[-1].startswith("__autograph_generated_file") or file.endswith((".pyx", ".pxd", ".pxi")))
 
 
 def message_of(kind: type[BaseException], error: BaseException) -> str:

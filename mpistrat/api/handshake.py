@@ -19,6 +19,7 @@ from ..core.cores import own_cpus
 from ..core.errors import SettingsError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
+from ..core.version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,12 +72,12 @@ def from_texts(texts: Sequence[str]) -> list[RankInfo]:
     """The inverse of to_text, for the texts of all ranks.
 
     Raises:
-        SettingsError: On all ranks, if some have a version of mpistrat with other fields; names the versions.
+        SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
     """
     received = [json.loads(text) for text in texts]
-    if not all(_has_fields_of(RankInfo, each) for each in received) or not all(
+    versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
+    if len(set(versions)) > 1 or not all(_has_fields_of(RankInfo, each) for each in received) or not all(
             _has_fields_of(Settings, each["settings"]) for each in received if each["settings"] is not None):
-        versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
         raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
                             f"{describe_by_rank(versions)}. Install the same version on all hosts.")
     return [RankInfo(**{**each, "settings": None if each["settings"] is None else Settings(**each["settings"])})
@@ -89,8 +90,8 @@ def _has_fields_of(kind: type, values: dict[str, Any]) -> bool:
 
 def versions() -> dict[str, str]:
     """Python's version, and those of the packages on whose versions the ranks should agree."""
-    versions = {"Python": platform.python_version()}
-    for package in ("mpistrat", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
+    versions = {"Python": platform.python_version(), "mpistrat": __version__}
+    for package in ("tensorflow", "tensorflow-cpu", "keras", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -40,7 +40,8 @@ class ProcessSet:
     Attributes:
         process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks. A number is not
             used again for another set until shutdown().
-        mpi_comm: The communicator that it was made from; None if it was made from ranks.
+        mpi_comm: The communicator that it was made from; None if it was made from ranks. That of the set of all ranks
+            is the one that init() was called with.
 
     Raises:
         ValueError: `ranks_or_comm` is not a list of different whole numbers.
@@ -133,7 +134,8 @@ class _AllRanks(ProcessSet):
         return self._group
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id=0, ranks={None if self._group is None else self.ranks}, mpi_comm=None)"
+        ranks = None if self._group is None else self.ranks
+        return f"ProcessSet(process_set_id=0, ranks={ranks}, mpi_comm={self.mpi_comm})"
 
 
 global_process_set = _AllRanks()

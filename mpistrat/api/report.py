@@ -30,6 +30,7 @@ _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit 
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
+_descriptor: int | None = None  # where mpirun reads, if stderr goes to a file
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,12 @@ def mode(environ: MutableMapping[str, str]) -> str:
 
     The variable is removed, because it is not for the programs that this process starts.
     """
-    global _mode
+    global _mode, _descriptor
     if _mode is None:
-        _mode = environ.pop(RUN_REPORTS, "")
+        _mode, _, descriptor = environ.pop(RUN_REPORTS, "").partition(" ")
+        if descriptor:
+            _descriptor = int(descriptor)
+            os.set_inheritable(_descriptor, False)
     return _mode
 
 
@@ -127,7 +131,8 @@ def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableM
     with contextlib.suppress(OSError, ValueError, AttributeError):  # There is no stderr, or no reader.
         sys.stderr.flush()
         # Not sys.stderr, which the script may have replaced, while the reader is at the other end of this one.
-        _write(sys.__stderr__.fileno(), Report(rank, host, code, text).lines())  # type: ignore[union-attr]
+        stderr = sys.__stderr__.fileno() if _descriptor is None else _descriptor  # type: ignore[union-attr]
+        _write(stderr, Report(rank, host, code, text).lines())
 
 
 def _write(descriptor: int, lines: list[str]) -> None:

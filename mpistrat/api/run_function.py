@@ -39,7 +39,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
             the batch system.
         hostfile: A file of hosts, in the syntax of Open MPI or MPICH.
         start_timeout: Seconds within which the function must begin on the ranks; default: 600.
-        output_filename: A directory. Rank R prints into the files rank.R/stdout and rank.R/stderr below it.
+        output_filename: A directory. Rank R prints into the files rank.R/stdout and rank.R/stderr below it; with more
+            than ten ranks rank.0R.
         verbose: Print the command line of mpirun.
         mpi_args: More options for mpirun, in one string.
         executable: The Python of the ranks; default: that of this process.

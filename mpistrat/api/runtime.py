@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..core import forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
@@ -27,7 +27,7 @@ from .job import Runtime, log_step
 from .launch_env import launched_size
 from .launcher_watch import LauncherWatch, launcher_here
 from .own_place import require_own_place
-from .process_sets import NOT_INITIALIZED, ProcessSet
+from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,7 +71,8 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
-    Without a launcher in the environment the job has one rank, and no MPI library is loaded.
+    Without a launcher in the environment the job has one rank, and no MPI library is loaded. MPI is initialised with
+    THREAD_MULTIPLE if mpi4py was told not to do it (mpi4py.rc.initialize = False), and finalised when Python exits.
 
     Args:
         comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
@@ -102,9 +103,12 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
-        mpi = sys.modules.get("mpi4py.MPI")
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
+            if library.is_left_to_init():
+                with threads_of_libraries():
+                    library.load_mpi()
+            mpi = sys.modules.get("mpi4py.MPI")
             if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
                 runtime = _init_alone()
             else:
@@ -115,6 +119,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             raise
         forked.claim(os.environ)
         _runtime = runtime
+        global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
         atexit.register(shutdown)
     topology = runtime.topology
     log_step(topology.rank, "%s; local rank %d of %d on %s; %d ranks on %d hosts (%s); ready in %.2f s",

@@ -17,12 +17,12 @@ from .hostfile import HostList, parse_list, read_hostfile
 
 # Options of mpistrat, and the number of values of each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
-              "--traceback": 0, "--all-output": 0, "--help": 0, **horovodrun.ARITY}
+              "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY}
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
-    "-oversubscribe": "--oversubscribe", "-h": "--help",
+    "-oversubscribe": "--oversubscribe", "-h": "--help", "-output-filename": "--output-filename",
 }
 _ALIASES.update(horovodrun.ALIASES)
 # Options of mpirun that are used with training jobs, and the number of values of each. The names are without dashes:
@@ -30,7 +30,7 @@ _ALIASES.update(horovodrun.ALIASES)
 _MPIRUN_ARITY = {
     **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca", "env", "genv"), 2),
     **dict.fromkeys((
-        "x", "bind-to", "map-by", "rank-by", "wdir", "wd", "timeout", "prefix", "output", "output-filename", "stdin",
+        "x", "bind-to", "map-by", "rank-by", "wdir", "wd", "timeout", "prefix", "output", "stdin",
         "with-ft", "forward-signals", "display", "tune", "path", "cpu-set", "npernode", "N", "npersocket",
         "personality", "runtime-options", "ppn", "perhost", "iface", "launcher", "launcher-exec", "rmk", "bootstrap",
         "bootstrap-exec", "envlist", "genvlist", "membind", "prepend-pattern", "outfile-pattern", "errfile-pattern",

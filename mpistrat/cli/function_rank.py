@@ -1,10 +1,9 @@
-"""One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY [OUTPUT]`. See function.py.
+"""One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY`. See function.py.
 
 The lowest rank that sees the directory reads the function and broadcasts it. If a rank does not see the directory, for
 it is on another host and does not share it, its result travels to that rank. Started by function.py, under mpirun.
 """
 
-import os
 import pickle
 import platform
 import sys
@@ -19,7 +18,7 @@ from ..core.errors import CollectiveError, LaunchError, MpistratError
 from .function import CALL, STARTED, RankResult, file_of, write
 
 
-def main(directory: Path, output: Path | None) -> None:
+def main(directory: Path) -> None:
     """Call the function on this rank. Collective.
 
     Raises:
@@ -28,8 +27,6 @@ def main(directory: Path, output: Path | None) -> None:
     """
     runtime.init()
     rank = runtime.current().topology.rank
-    if output is not None:
-        _redirect(output / f"rank.{rank}")
     sees = (directory / CALL).exists()
     everybody: list[bool] = ops.allgather_object(sees, "run.sees")
     if not any(everybody):
@@ -87,14 +84,5 @@ def _failure(error: BaseException) -> RankResult:
                    host=platform.node())
 
 
-def _redirect(directory: Path) -> None:
-    """Have this process print into files of the directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-        stream.flush()
-        with open(directory / name, "wb") as file:
-            os.dup2(file.fileno(), stream.fileno())
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Options of horovodrun that `mpistrat run` takes: they become variables for the ranks, or for mpirun.
 
-An option of mpirun with the same name, such as --output-filename, is passed on to it. Options of horovodrun that have
+An option of mpirun with the same name is passed on to it. Options of horovodrun that have
 no meaning here are errors that say so. The variable for ssh was tried with Open MPI 5.0. Called by `mpistrat run` and
 mpistrat.run.
 """

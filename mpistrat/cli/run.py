@@ -15,12 +15,13 @@ from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, s
 from .capacity import check_count
 from .inventory import has_nvidia_driver
 from .mpirun import INTEL_MPI, Job, Mpirun, compose, find_mpirun, identify, is_local, sets_binding, this_machine
+from .rank_files import into_files
 from .startup import is_python, variables
 from .supervisor import supervise
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 # Options of mpirun with which the output of ranks goes to files.
-_FILE_OPTIONS = ("output-filename", "outfile-pattern", "errfile-pattern")
+_FILE_OPTIONS = ("outfile-pattern", "errfile-pattern")
 
 _DESCRIPTION = "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI)."
 _EPILOG = """\
@@ -66,7 +67,8 @@ def main(argv: list[str]) -> int:
     hosts = read_hosts(options)
     mpirun, machine = identify(find_mpirun(options.mpirun, os.environ)), this_machine(os.environ)
     chosen = horovodrun.variables(options, mpirun.dialect)
-    job = Job(options.np, command, hosts, options.oversubscribe,
+    started = into_files(command, options.output_filename, options.np) if options.output_filename else command
+    job = Job(options.np, started, hosts, options.oversubscribe,
               (*arguments.mpirun, *mpirun_options(options.mpi_args)))
     warning = check_count(job, machine, options.force)
     if options.dry_run:
@@ -74,7 +76,8 @@ def main(argv: list[str]) -> int:
         return 0
     if warning:
         print(f"mpistrat run: {warning}", file=sys.stderr)
-    environ = {**os.environ, **_added(options, job, is_local(job, machine), os.environ), **_binding(job, mpirun)}
+    environ = {**os.environ, **_added(options, job, command, is_local(job, machine), os.environ),
+               **_binding(job, mpirun)}
     return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
                      is_all_output=options.all_output, has_driver=not is_local(job, machine) or has_nvidia_driver())
 
@@ -96,13 +99,14 @@ def _run_once(command: tuple[str, ...]) -> NoReturn:
     os.execvp(command[0], command)
 
 
-def _added(options: argparse.Namespace, job: Job, is_here: bool, environ: Mapping[str, str]) -> dict[str, str]:
+def _added(options: argparse.Namespace, job: Job, command: Sequence[str], is_here: bool,
+           environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
     added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "1"}
     # What a rank says why it fails would go to the file, and not to the summary.
     is_to_files = any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=")) for part in
                       option.split(",")) for option in job.options)
-    return added if is_to_files else added | variables(job.command, is_here, environ, options.traceback)
+    return added if is_to_files else added | variables(command, is_here, environ, options.traceback)
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
@@ -119,6 +123,8 @@ def _parser() -> Parser:
         usage="mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
+    parser.add_argument("--output-filename", metavar="DIR", help="rank R prints into DIR/rank.R/stdout and "
+                        "DIR/rank.R/stderr; the last lines, on why a job has failed, are on the terminal as always")
     horovodrun.add_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")

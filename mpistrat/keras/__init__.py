@@ -21,7 +21,7 @@ from ..api.common import *  # noqa: F403
 from ..tensorflow.compression import Compression
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
 from ..tensorflow.objects import broadcast_object as broadcast_object  # type: ignore[assignment]
-from ..tensorflow.ops import broadcast_variables
+from ..tensorflow.ops import barrier, broadcast_variables
 from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
 from ..tensorflow.sessions import broadcast_global_variables
 from . import callbacks, elastic
@@ -32,8 +32,8 @@ from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
     "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
-    "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables", "callbacks", "elastic", "load_model",
-    "reducescatter",
+    "allreduce", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "callbacks", "elastic",
+    "load_model", "reducescatter",
 ]
 __all__ += common.__all__
 

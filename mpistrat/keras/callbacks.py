@@ -41,7 +41,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
     creates its weights with the first batch; they are broadcast after that batch. So is the state of other optimizers,
     which a model such as a GAN has in public attributes. Normalization layers use the root's statistics then. Random
-    states of layers such as Dropout are not broadcast, so that the ranks drop different units.
+    states of layers such as Dropout are not broadcast: with keras.utils.set_random_seed(seed + rank()) the ranks drop
+    different units.
 
     Args:
         root_rank: The rank whose values all ranks get.

@@ -15,6 +15,9 @@ from .pending import Pending
 
 # What to write in a script whose ranks run different numbers of steps.
 _EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows, or call hvd.join() after the last step"
+_CAUSES = ("Every rank must call the same collectives with the same names: look for one under `if rank == 0` or in a "
+           "callback of some ranks (a save, a validation and metrics may contain one), and for loops of different "
+           f"length ({_EQUAL_STEPS}).")
 
 
 def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | None = None) -> str:
@@ -52,8 +55,24 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
         if len(values) > 1:
             said = "; ".join(f"{value} on ranks {rank_list(map(in_job, sorted(ranks)))}" for value, ranks in
                              sorted(values.items(), key=lambda item: min(item[1])))
-            return f"{first.name}: the ranks disagree on {what}: {said}."
+            return f"{first.name}: the ranks disagree on {what}: {said}.{_only_on_some(by_request, in_job)}"
     raise AssertionError("the requests are equal")
+
+
+def _only_on_some(by_request: dict[Request, set[int]], in_job: Callable[[int], int]) -> str:
+    """A sentence on what only some ranks have in their lists, if these differ in length; "" if that has no names."""
+    ranks_with: dict[str, set[int]] = {}
+    for request, ranks in by_request.items():
+        for label in request.labels:
+            ranks_with.setdefault(label, set()).update(ranks)
+    everybody = set().union(*by_request.values())
+    partly = [label for label, ranks in ranks_with.items() if ranks != everybody]
+    if len({len(r.tensors) for r in by_request}) == 1 or len(partly) in (0, len(ranks_with)):
+        return ""
+    listed = ", ".join(f"{label} (ranks {rank_list(map(in_job, sorted(ranks_with[label])))})"
+                       for label in partly[:MOST_LISTED])
+    more = f" and {len(partly) - MOST_LISTED} more" if len(partly) > MOST_LISTED else ""
+    return f" Only some ranks have {listed}{more}: a gradient that is None is left out."
 
 
 def describe_mismatch_in_graph(mismatch: str) -> str:
@@ -89,8 +108,7 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
     """
     return ("Some ranks wait for a collective that other ranks have not called. "
             + _describe_waits(topology, all_pending, stalled, now)
-            + " Every rank must call the same collectives with the same names: look for one under `if rank == 0`, "
-              f"for loops of different length ({_EQUAL_STEPS}), and for ranks that are merely slow."
+            + f" {_CAUSES} Or ranks are merely slow."
             + _network_hint(topology, all_pending, stalled))
 
 
@@ -103,9 +121,7 @@ def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending]) ->
     """
     missing = {name: pending.missing() for name, pending in all_pending.items()}
     return ("This is a deadlock: every rank waits for a collective that another rank cannot reach. "
-            + _describe_waits(topology, all_pending, missing)
-            + " Every rank must call the same collectives: give all ranks the same number of steps "
-              f"({_EQUAL_STEPS}), and call no collective under `if rank == 0`.")
+            + _describe_waits(topology, all_pending, missing) + f" {_CAUSES}")
 
 
 def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
@@ -147,5 +163,5 @@ def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequen
     after = ", ".join(str(count) for count in sorted(counts))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or a collective is under "
-            "`if rank() == 0`, or the ranks ran different numbers of steps: give every rank the same number "
-            f"({_EQUAL_STEPS}).")
+            "`if rank() == 0` (a save and a validation may contain one), or the ranks ran different numbers of steps: "
+            f"give every rank the same number ({_EQUAL_STEPS}).")

@@ -6,8 +6,9 @@ Then the rank decides. All ranks have the same digests, so all decide the same.
 
 - Weights that differ are an error before the third step. A difference before the first step is none: models without an
   Input layer, and loops as in Horovod's examples, broadcast after it.
-- Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same.
-  That is a warning.
+- Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same, or
+  that a tape has reduced them before an optimizer does. That is a warning. It is none while other gradients differ: the
+  generator of a GAN may get the same noise on all ranks, and its discriminator other images.
 
 Called by the gradient reducers, the callbacks and fit.
 """
@@ -48,6 +49,7 @@ _WAIT_S = 1.0
 Digests = list[bytes]
 
 _has_warned = False
+_all: list["weakref.ref[FirstSteps]"] = []
 
 
 class FirstSteps:
@@ -61,12 +63,16 @@ class FirstSteps:
         is_paused: The weights are going to be broadcast, and reductions before that do not count.
     """
 
+    _variables: "_Key | None" = None
+    _has_differed = False  # whether gradients of the same weights differed among the ranks
+
     def __init__(self, name: str, process_set: ProcessSet = global_process_set):
         self.is_paused = False
         self._name, self._process_set = f"check/{name}", process_set
         self._step = 0
         self._joins: int | None = None  # how often the ranks had joined before the first step
         self._exchanges: list[tuple[Handle, Sequence[str]]] = []  # with the labels of the variables
+        _all.append(weakref.ref(self, _all.remove))
 
     @property
     def is_done(self) -> bool:
@@ -85,6 +91,7 @@ class FirstSteps:
         """
         if self.is_done or runtime.current().settings.consistency_check_disable:
             return None
+        self._variables = _key(variables)
         return partial(self._observe, [weakref.ref(v) for v in variables] if may_read else [], labels)
 
     def conclude(self) -> None:
@@ -139,15 +146,23 @@ class FirstSteps:
 
     def _warn_of_equal_data(self) -> None:
         received = [self._received(number) for number in range(len(self._exchanges))]
-        if self._group.topology.rank == 0 and is_same_data(received):
+        self._has_differed = self._has_differed or has_other_data(received)
+        if self._group.topology.rank or not is_same_data(received):
+            return
+        others = [other._variables for other in (reference() for reference in list(_all)) if other is not None
+                  and (other._has_differed or has_other_data([other._received(i, 0.0) for i in range(_EXCHANGES)]))]
+        if self._variables in others:
+            _warn_once("gradients are reduced twice: by a DistributedGradientTape, and then by a DistributedOptimizer. "
+                       "Keep one of them: the optimizer that was wrapped applies the gradients of the tape.")
+        elif not others:
             warn_of_equal_data("their gradients had the same bits in the first steps")
 
-    def _received(self, number: int) -> list[Digests]:
+    def _received(self, number: int, wait_s: float = _WAIT_S) -> list[Digests]:
         """The digests of all ranks in one exchange; [] if they are not known, or a rank had joined."""
         if number >= len(self._exchanges):
             return []
         try:
-            rows, = self._exchanges[number][0].wait(_WAIT_S)
+            rows, = self._exchanges[number][0].wait(wait_s)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
             return []
         digests = by_rank(rows)
@@ -156,11 +171,14 @@ class FirstSteps:
 
 def warn_of_equal_data(why: str) -> None:
     """Warn once in this process that all ranks train on the same data, and say how that is known. Local."""
+    _warn_once(f"all ranks train on the same data: {why}. Give each rank its own rows: x, y = hvd.shard(x, y).")
+
+
+def _warn_once(sentence: str) -> None:
     global _has_warned
     if not _has_warned:
         _has_warned = True
-        logger.warning("mpistrat: all ranks train on the same data: %s. Give each rank its own rows: "
-                       "x, y = hvd.shard(x, y).", why)
+        logger.warning("mpistrat: %s", sentence)
 
 
 def differing(digests: Sequence[Digests]) -> list[int]:
@@ -178,11 +196,21 @@ def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
     Args:
         received: The digests of all ranks in each reduction; [] where they are not known.
     """
+    gradients = _gradients(received)
+    return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
+
+
+def has_other_data(received: Sequence[Sequence[Digests]]) -> bool:
+    """Whether the gradients of the same weights differed among the ranks. `received` is that of is_same_data."""
+    return any(len(found) > 1 for found in _gradients(received))
+
+
+def _gradients(received: Sequence[Sequence[Digests]]) -> list[set[bytes]]:
+    """The digests of the ranks' gradients in each reduction of the same weights."""
     counted = [digests for digests in received if digests]
     while counted and differing(counted[0]):
         counted = counted[1:]
-    gradients = [{of_rank[0] for of_rank in digests} for digests in counted]
-    return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
+    return [{of_rank[0] for of_rank in digests} for digests in counted]
 
 
 def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
@@ -244,21 +272,27 @@ def _digest(arrays: Sequence[np.ndarray]) -> bytes:
     return digest.digest()
 
 
-_of_variables: dict[tuple[int, int, int], tuple["weakref.ref[Any]", FirstSteps]] = {}
+_Key = tuple[int, int, int]
+_of_variables: dict[_Key, tuple["weakref.ref[Any]", FirstSteps]] = {}
+
+
+def _key(variables: Sequence[Variable]) -> _Key:
+    """What tells these variables from others."""
+    # Several tapes of one step, say those of an actor and a critic with one encoder, have variables in common.
+    return id(variables[0]), id(variables[-1]), len(variables)
 
 
 def of_variables(variables: Sequence[Variable], name: str, process_set: ProcessSet = global_process_set) -> FirstSteps:
     """The FirstSteps of these variables, which lasts as long as the first of them.
 
-    It is for tapes: eager code makes a tape for each step. Several tapes of one step, say those of an actor and a
-    critic with one encoder, have variables in common, so the first variable is not enough to tell them apart.
+    It is for tapes: eager code makes a tape for each step.
 
     Args:
         variables: At least one.
         name: The name of a new FirstSteps.
         process_set: The ranks that reduce.
     """
-    key = id(variables[0]), id(variables[-1]), len(variables)
+    key = _key(variables)
     if key not in _of_variables:
         _of_variables[key] = weakref.ref(variables[0], lambda _: _of_variables.pop(key, None)), FirstSteps(
             name, process_set)

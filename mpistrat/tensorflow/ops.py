@@ -87,7 +87,9 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return the ranks' tensors, concatenated along the first dimension, whose extents may differ. Collective.
 
-    As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients.
+    As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients. For a loss of rows of all
+    ranks (a contrastive loss), whose gradients are averaged again, that is 1/N of what one process has. Exact is
+    `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, whose value is that of `allgather(z)`.
 
     Raises:
         As allreduce.

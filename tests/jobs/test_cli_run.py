@@ -88,6 +88,22 @@ def test_an_exception_on_one_rank_ends_in_a_summary_on_one_screen() -> None:
     assert "Traceback" not in job.output and "MPI_ABORT" not in job.output, job.output
 
 
+@pytest.mark.quick
+@needs_mpirun
+def test_each_rank_prints_into_files_and_the_summary_is_on_the_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import mpistrat as hvd\nhvd.init()\nprint('rank', hvd.rank())\n"
+                      "if hvd.rank() == 1:\n    raise ValueError('no rows')\nhvd.barrier()\n")
+    job = mpistrat("run", "-np", "2", "--output-filename", str(tmp_path / "a b" / "out"), str(script))
+    assert job.code == 1, job.output
+    assert re.fullmatch(r"mpistrat run: rank 1 on \S+ failed:\n  File .*\n    raise .*\nValueError: no rows\n"
+                        r"mpistrat run: the job has ended with exit code 1 \(.*\)\n", job.output), job.output
+    for rank in range(2):
+        files = tmp_path / "a b" / "out" / f"rank.{rank}"
+        assert (files / "stdout").read_text() == f"rank {rank}\n"
+        assert ("Traceback" in (files / "stderr").read_text()) == (rank == 1)
+
+
 @needs_mpirun
 @pytest.mark.parametrize("options", [[], ["--traceback", "--all-output"]])
 def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_for(tmp_path: Path,

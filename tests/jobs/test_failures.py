@@ -241,7 +241,7 @@ def test_before_init_an_operation_and_a_query_are_errors_and_shutdown_does_nothi
 @pytest.mark.quick
 def test_init_may_be_called_twice_even_with_an_operation_in_flight(lives: list) -> None:
     for life in lives:
-        assert life["after init"] == ["returned 3.0"]
+        assert life["after init"][0] == "returned 3.0"
         assert life["after a second init"] == ["returned 6.0", "returned 3.0"]
 
 
@@ -285,6 +285,15 @@ def test_init_refuses_ranks_that_do_not_exist_or_come_twice() -> None:
             "ValueError: comm must be different ranks from 0 to 2. Received: [0, 3]",
             "ValueError: comm must be different ranks from 0 to 2. Received: [0, 0, 2]",
             "returned False", "ends"], job.output
+
+
+@pytest.mark.horovod("init-mpi4py")
+@pytest.mark.quick
+def test_init_initialises_mpi_when_mpi4py_was_told_not_to(lives: list) -> None:
+    alone = run_limited([sys.executable, "tests/scripts/lifecycle.py"]).of_rank(0)
+    for lines in (*(life["after init"] + life["ends"] for life in lives), alone):
+        assert "returned (True, True, True)" in lines
+        assert lines[-1] == "returned True"  # MPI is finalised.
 
 
 # -- settings and surroundings ----------------------------------------------------------------------------------------

@@ -233,6 +233,7 @@ def test_the_check_can_be_left_out(rank: int, size: int) -> None:
 def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings of this rank so far, as if none had been given before the test."""
     monkeypatch.setattr(first_steps, "_has_warned", False)
+    monkeypatch.setattr(first_steps, "_all", [])
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
                     and record.name.startswith("mpistrat")]
 
@@ -273,4 +274,30 @@ def test_equal_gradients_that_say_nothing_are_no_reason_to_warn(gradients: list,
 
 def test_own_data_of_each_rank_are_no_reason_to_warn(rank: int, warnings: Callable) -> None:
     fit(new_model(0), data_of(rank, 5 * BATCH))
+    assert not warnings()
+
+
+@pytest.mark.parametrize("op", [mpistrat.Average, mpistrat.Sum], ids=["average", "sum"])
+def test_gradients_that_a_tape_and_an_optimizer_reduce_are_no_equal_data(op: mpistrat.ReduceOp, rank: int,
+                                                                         warnings: Callable) -> None:
+    weight, optimizer = keras.Variable([1.0]), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=op)
+    for step in range(5):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * float(rank + step + 1))
+        gradients = tape_hvd.DistributedGradientTape(tape, op=op).gradient(loss, [weight])
+        optimizer.apply([tf.clip_by_norm(gradients[0], 1.0)], [weight])
+    found = warnings()
+    assert len(found) == (1 if rank == 0 else 0)
+    assert all(text.startswith("mpistrat: gradients are reduced twice: by a DistributedGradientTape") for text in found)
+
+
+@pytest.mark.parametrize("generator_first", [False, True])
+def test_the_same_noise_on_all_ranks_is_no_equal_data(generator_first: bool, rank: int, warnings: Callable) -> None:
+    """As in a GAN after one seed on all ranks: only the discriminator sees the ranks' own images."""
+    both = {name: (keras.Variable([1.0]), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            for name in ("generator", "discriminator")}
+    for step in range(5):
+        for name in sorted(both, reverse=generator_first):
+            weight, optimizer = both[name]
+            optimizer.apply([tf.fill([1], float(step + 1 + (rank if name == "discriminator" else 0)))], [weight])
     assert not warnings()

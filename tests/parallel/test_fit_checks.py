@@ -194,6 +194,7 @@ def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_the
         is_same: bool, form: Callable, rank: int, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(first_steps, "_has_warned", False)
+    monkeypatch.setattr(first_steps, "_all", [])
     model = new_model()
     keras.utils.set_random_seed(rank)
     x, y = map(form, data_of(1 if is_same else rank))

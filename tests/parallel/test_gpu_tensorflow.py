@@ -1,6 +1,7 @@
 """TensorFlow's tensors on the way for GPU tensors, eager and in tf.function: on a real GPU where there is one, and else
 with its memory for that of a stand-in."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,89 @@ def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(dtype: str, hv
         np.testing.assert_array_equal(step(tensor).numpy(), expected)
 
 
+def _flattened(result: Any) -> Any:
+    return tf.concat([tf.reshape(result, [-1]), tf.reshape(result + 0, [-1])], axis=0)
+
+
+def _cast(result: Any) -> Any:
+    with tf.device(result.device):
+        return tf.cast(result, tf.float16)
+
+
+# TensorFlow's optimizer moves these before a reshape.
+_READERS = {"reshape": lambda result: tf.reshape(result, [-1]), "reshape of a negation":
+            lambda result: tf.reshape(-result, [-1]), "flattened": _flattened, "cast": _cast}
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "grouped_allreduce", "allgather", "broadcast", "reducescatter",
+                                       "alltoall"])
+def test_no_node_reads_a_result_before_it_is_there(operation: str, hvd: Any, rank: int, size: int) -> None:
+    def result_of(tensor: tf.Tensor, name: str) -> tf.Tensor:
+        if operation in ("allreduce", "reducescatter"):
+            return getattr(hvd, operation)(tensor, op=hvd.Sum, name=name, prescale_factor=3.0)
+        if operation == "grouped_allreduce":
+            return hvd.grouped_allreduce([tensor, tf.ones([70_000])], op=hvd.Sum, name=name, prescale_factor=3.0)[0]
+        return hvd.broadcast(tensor, size - 1, name) if operation == "broadcast" else getattr(hvd, operation)(
+            tensor, name=name)
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [read(result_of(tensor + 1, f"read {i}")) for i, read in enumerate(_READERS.values())]
+
+    def expected(values: list[np.ndarray]) -> np.ndarray:
+        if operation == "allgather":
+            return np.concatenate(values)
+        if operation == "alltoall":
+            return np.concatenate([value[rank:rank + 1] for value in values])
+        if operation == "reducescatter":
+            return 3 * sum(values)[rank:rank + 1]
+        return values[-1] if operation == "broadcast" else 3 * sum(values)
+
+    own = np.arange(2.0 * size).reshape(size, 2)
+    for number in range(5):
+        right = tf.constant(expected([own + r + number + 1 for r in range(size)]), tf.float32)
+        results = step(tf.constant(own + rank + number, tf.float32))
+        for (name, read), result in zip(_READERS.items(), results, strict=True):
+            np.testing.assert_array_equal(result.numpy(), read(right).numpy(), name)
+
+
+def test_a_gradient_that_begins_with_a_reshape_reads_what_is_reduced(hvd: Any, rank: int, size: int) -> None:
+    @tf.function
+    def gradient(values: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            total = hvd.allreduce(tf.reduce_sum(values * values, axis=0), op=hvd.Sum, name="of squares")
+            result = tf.reduce_sum(total * (rank + 1.0))
+        return tape.gradient(result, values)
+
+    values = np.arange(6.0).reshape(2, 3)
+    for _ in range(5):
+        np.testing.assert_array_equal(gradient(tf.constant(values, tf.float32)).numpy(),
+                                      values * size * (size + 1))
+
+
+def test_the_gradient_of_sync_batch_normalization_is_that_on_the_host(hvd: Any, rank: int, size: int,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_graph
+    layer = pytest.importorskip("mpistrat.keras").SyncBatchNormalization()
+    layer.build([None, 5])
+    values = tf.constant(np.random.RandomState(rank).randn(8, 5), tf.float32)
+    weights = tf.constant(np.random.RandomState(9).randn(8, 5), tf.float32)
+
+    def gradient(values: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = tf.reduce_sum(weights * tf.square(layer(values, training=True)))
+        return tape.gradient(result, values)
+
+    with monkeypatch.context() as on_host:
+        on_host.setattr(gpu_graph, "device_of", lambda tensors: None)
+        expected = tf.function(gradient)(values).numpy()
+    step = tf.function(gradient)
+    for _ in range(5):
+        np.testing.assert_allclose(step(values).numpy(), expected, atol=1e-5)
+
+
 def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank: int, size: int,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.bridge import gpu_graph
@@ -205,6 +289,37 @@ def test_memory_is_given_back(hvd: Any, rank: int, size: int) -> None:
     for _ in range(20):
         assert step(tf.ones([1000])) == 1000.0 * size
     assert len(dlpack._lent) <= before + 2  # Of the last step, at most.
+
+
+@pytest.mark.parametrize("ends", ["unused", "error"])
+def test_results_that_are_never_fetched_are_freed(ends: str, hvd: Any, rank: int, size: int) -> None:
+    from mpistrat.gpu import dlpack
+    from mpistrat.tensorflow.bridge.completion import COMPLETIONS
+
+    def fail() -> None:
+        raise ValueError("elsewhere")
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        result = hvd.allreduce(tensor, op=hvd.Sum, name="never fetched")
+        if ends == "unused":
+            return tensor
+        tf.numpy_function(fail, [], [])  # In program order after the submit.
+        return 2 * result
+
+    before = len(dlpack._lent)
+    for _ in range(10):
+        mpistrat.barrier()  # The name must not be in flight any more.
+        if ends == "error":
+            time.sleep(0.02 * (rank == size - 1))  # On other ranks the error comes before the results.
+            with pytest.raises(tf.errors.OpError, match="elsewhere"):
+                step(tf.ones([1000]))
+        else:
+            step(tf.ones([1000]))
+    fetched = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="fetched"))
+    for _ in range(20):  # Each new wait checks one of those before.
+        assert fetched(tf.ones([2])).numpy().tolist() == [size] * 2
+    assert len(dlpack._lent) <= before + 6 and len(COMPLETIONS._taken) <= 2  # Those of the last step.
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "bfloat16"])

@@ -772,8 +772,12 @@ def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size
 
 
-def test_ranks_with_other_numbers_of_gradients_are_told(rank: int, size: int) -> None:
-    variables = [keras.Variable([0.0]) for _ in range(2 + rank)]
+def test_a_gradient_that_is_none_on_some_ranks_is_named(rank: int, size: int) -> None:
+    variables = [keras.Variable([0.0], name=name) for name in ("first", "second", "third")]
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    with pytest.raises(mpistrat.MismatchError, match=r"disagree on number of tensors: 2 on ranks \[0\]; "):
-        optimizer.apply([tf.ones([1])] * len(variables), variables)
+    optimizer.build(variables)
+    gradients = [tf.ones([1]), tf.ones([1]) if rank == 0 else None, tf.ones([1])]
+    with pytest.raises(mpistrat.MismatchError, match=(
+            r"disagree on number of tensors: 3 on ranks \[0\]; 2 on ranks \[.*\]\. Only some ranks have second \(ranks "
+            r"\[0\]\): a gradient that is None is left out\.$")):
+        optimizer.apply(gradients, variables)

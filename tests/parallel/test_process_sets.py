@@ -243,7 +243,7 @@ def test_a_communicator_makes_a_set_on_each_side(rank: int, size: int) -> None:
     from mpi4py import MPI
     halves = MPI.COMM_WORLD.Split(rank % 2)
     process_set = mpistrat.add_process_set(mpistrat.ProcessSet(halves))
-    assert process_set.ranks == list(range(rank % 2, size, 2))
+    assert process_set.ranks == list(range(rank % 2, size, 2)) and process_set.mpi_comm is halves
     assert mpistrat.allreduce(np.array([rank]), op=mpistrat.Sum, process_set=process_set) == sum(process_set.ranks)
     assert mpistrat.remove_process_set(process_set)
     halves.Free()

@@ -344,6 +344,24 @@ def test_the_gradient_of_a_group(way: Callable, rank: int, size: int) -> None:
     np.testing.assert_array_equal(unused, np.zeros(2))
 
 
+def test_a_contrastive_loss_has_the_gradients_of_one_process(rank: int, size: int) -> None:
+    # As docs/horovod.md says: each row is compared with the rows of all ranks.
+    rows = [tf.constant(np.random.RandomState(r).randn(2 + r, 3), tf.float64) for r in range(size)]
+    weights = tf.Variable(np.random.RandomState(99).randn(3, 2))
+
+    def loss_of(own: Any, everybody: Any) -> Any:
+        return tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(own, everybody, transpose_b=True), axis=1))
+
+    with tf.GradientTape() as tape:
+        z = rows[rank] @ weights
+        loss = loss_of(z, hvd.allgather(size * z - tf.stop_gradient((size - 1) * z), name="contrastive"))
+    own, = hvd.DistributedGradientTape(tape).gradient(loss, [weights])
+    with tf.GradientTape() as tape:
+        everybody = [of_rank @ weights for of_rank in rows]
+        total = sum(loss_of(z, tf.concat(everybody, 0)) for z in everybody) / size
+    np.testing.assert_allclose(own.numpy(), tape.gradient(total, weights).numpy(), rtol=1e-12)
+
+
 @pytest.mark.horovod("allgather-gradient")
 @both_ways
 def test_the_gradient_of_allgather_is_this_ranks_part_of_the_average(way: Callable, rank: int, size: int) -> None:

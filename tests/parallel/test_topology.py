@@ -114,7 +114,7 @@ def test_after_shutdown_init_may_be_called_again(rank: int, size: int) -> None:
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum).tolist() == [size]
 
 
-@pytest.mark.horovod("init-comm")
+@pytest.mark.horovod("init-comm", "global-set")
 def test_init_takes_a_communicator(rank: int, size: int) -> None:
     # The ranks in reverse order.
     reverse = MPI.COMM_WORLD.Split(0, -rank)
@@ -123,11 +123,12 @@ def test_init_takes_a_communicator(rank: int, size: int) -> None:
     try:
         assert mpistrat.rank() == size - 1 - rank
         assert mpistrat.allgather_object(rank) == list(range(size))[::-1]
+        assert mpistrat.global_process_set.mpi_comm is reverse
     finally:
         mpistrat.shutdown()
         mpistrat.init()
         reverse.Free()
-    assert mpistrat.rank() == rank
+    assert mpistrat.rank() == rank and mpistrat.global_process_set.mpi_comm is None
 
 
 @pytest.mark.horovod("init-comm")

@@ -165,8 +165,7 @@ def test_options_ask_for_more(supervised, monkeypatch) -> None:
     assert supervised("python", "train.py")[1]["TF_CPP_MIN_LOG_LEVEL"] == "0"
 
 
-@pytest.mark.parametrize("options", ["--output-filename out", "--output tag,file=out", "--output=dir=out",
-                                     "-errfile-pattern e"])
+@pytest.mark.parametrize("options", ["--output tag,file=out", "--output=dir=out", "-errfile-pattern e"])
 def test_ranks_whose_output_goes_to_files_print_tracebacks_there(supervised, options) -> None:
     assert "_MPISTRAT_REPORTS" not in supervised(*options.split(), "--", "python", "train.py")[1]
 

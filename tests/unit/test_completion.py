@@ -26,6 +26,12 @@ from mpistrat.tensorflow.bridge.python_op import host_call  # noqa: E402
 LONG_S = 60
 
 
+def _after(ticket: list[Any]) -> Any:
+    """In a graph: the first part of the ticket, as a tensor of its own, when the collective is complete."""
+    number, end = awaited(ticket, queue_of(ticket))
+    return number + end[0]
+
+
 class _Waiting:
     """A graph with so many waits, and a run of it in a thread."""
 
@@ -37,7 +43,7 @@ class _Waiting:
         @tf.function(autograph=False)
         def wait() -> Any:
             waits = [host_call(lambda ticket=ticket: ticket, [], TICKET, stateful=True) for ticket in tickets]
-            return tf.stack([awaited(ticket, queue_of(ticket)) for ticket in map(scalars, waits)])
+            return tf.stack([_after(ticket) for ticket in map(scalars, waits)])
 
         self.result: list[int] = []
         self.tickets = [int(ticket[0]) for ticket in tickets]
@@ -84,7 +90,7 @@ class _Program:
 
 def test_results_that_nobody_fetches_are_given_up_and_their_queues_used_again() -> None:
     completions = CompletionQueues()
-    program = _Program(completions, lambda ticket: awaited(ticket, queue_of(ticket)) * 0)
+    program = _Program(completions, _after)
     for _ in range(500):
         program.run()
     assert len(completions._slots) == 16
@@ -104,7 +110,7 @@ def test_a_wait_that_was_given_up_leaves_no_wake_up_to_the_next() -> None:
     def never(ticket: list[Any]) -> Any:
         after, = host_call(fail, [ticket[0]], [tf.int64], stateful=True)
         with tf.control_dependencies([after]):
-            return awaited([tf.identity(part) for part in ticket], queue_of(ticket))
+            return _after([tf.identity(part) for part in ticket])
 
     given_up = _Program(completions, never, complete=False)
     for _ in range(40):
@@ -112,7 +118,7 @@ def test_a_wait_that_was_given_up_leaves_no_wake_up_to_the_next() -> None:
             given_up.run()
     for handle in given_up.handles:
         handle.complete([])
-    program = _Program(completions, lambda ticket: awaited(ticket, queue_of(ticket)), complete=False)
+    program = _Program(completions, _after, complete=False)
     for _ in range(100):
         count = len(program.handles)
         thread = threading.Thread(target=program.run)
@@ -128,7 +134,7 @@ def test_a_wait_that_was_given_up_leaves_no_wake_up_to_the_next() -> None:
 
 def test_a_result_is_kept_while_a_tensor_of_its_execution_is_there() -> None:
     completions = CompletionQueues()
-    program = _Program(completions, lambda ticket: awaited(ticket, queue_of(ticket)))
+    program = _Program(completions, lambda ticket: awaited(ticket, queue_of(ticket))[0])
     tickets = [program.run() for _ in range(100)]
     assert [completions.redeem(int(ticket)) for ticket in tickets] == program.handles
     assert len(completions._slots) >= 100

@@ -178,7 +178,8 @@ def test_an_error_in_the_syntax_is_shown_as_python_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("file", "answer"), [
     ("/home/user/train.py", True), ("train.py", True), ("<stdin>", True), ("<frozen runpy>", False),
     (types.__file__, False), ("/env/lib/python3.11/site-packages/keras/a.py", False),
-    ("/usr/lib/python3/dist-packages/numpy/a.py", False), ("/tmp/__autograph_generated_file1x.py", False),
+    ("/usr/lib/python3/dist-packages/numpy/a.py", False), ("h5py/_objects.pyx", False),
+    ("/tmp/__autograph_generated_file1x.py", False),
     (str(sys.modules[describe.__module__].__file__), False)])
 def test_which_files_are_the_users(file: str, answer: bool) -> None:
     assert is_users(file) is answer

@@ -1,8 +1,10 @@
 """Where tensors of a graph go: by way of the host, or not; decided while it is traced."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mpistrat
@@ -82,7 +84,7 @@ def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set
     assert found
 
 
-def test_a_pack_is_not_ordered_after_others_and_a_submit_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_and_fetches_are_not_in_program_order_but_submits_are(monkeypatch: pytest.MonkeyPatch) -> None:
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
     mpistrat.init()
@@ -96,11 +98,35 @@ def test_a_pack_is_not_ordered_after_others_and_a_submit_is_never_left_out(monke
     operations = step.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()
     assert step(tf.zeros([3])).numpy().tolist() == [1, 1, 1]
     mpistrat.shutdown()
-    packs = [operation for operation in operations if operation.type == "PartitionedCall"]
+    unordered = [operation for operation in operations if operation.type == "PartitionedCall"]
     submits = [operation for operation in operations if operation.type == "PyFunc"]
-    assert len(packs) == len(submits) == 2
-    assert not any(operation.control_inputs for operation in packs)
+    assert len(unordered) == 2 * len(submits) == 4
+    assert not any(operation.control_inputs for operation in unordered)
     assert submits[0] in submits[1].control_inputs
+
+
+def test_results_that_are_about_to_be_fetched_are_not_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from mpistrat.tensorflow.bridge.completion import COMPLETIONS
+    from mpistrat.tensorflow.bridge.gpu_graph import _GpuCallSite
+    from tests.support import tensorflow_stand_in
+    mpistrat.init()
+    tensorflow_stand_in.install(0, monkeypatch.setattr)
+    fetch = _GpuCallSite.fetch
+
+    def reclaim_and_fetch(*arguments: Any) -> list[tf.Tensor]:
+        while not all(slot.wait.is_woken for slot in COMPLETIONS._taken.values()):
+            time.sleep(0.001)
+        for _ in range(1000):  # TensorFlow gives the memory of arrays back when so many have gathered.
+            tf.numpy_function(lambda: np.zeros(1), [], [tf.float64])
+        with COMPLETIONS._lock:
+            COMPLETIONS._reclaim(len(COMPLETIONS._taken))
+        return fetch(*arguments)
+
+    monkeypatch.setattr(_GpuCallSite, "fetch", reclaim_and_fetch)
+    step = tf.function(lambda tensor: hvd.allreduce(tensor, name="a"))
+    assert step(tf.ones([3])).numpy().tolist() == [1, 1, 1]
+    mpistrat.shutdown()
 
 
 @pytest.mark.parametrize("visible, parts, numbers", [

@@ -33,6 +33,12 @@ def test_a_version_with_other_fields_is_named(of: str) -> None:
         from_texts([to_text(FIRST), json.dumps(sent)])
 
 
+def test_another_version_with_the_same_fields_is_an_error_too() -> None:
+    texts = [to_text(dataclasses.replace(FIRST, versions={"mpistrat": version})) for version in ("0.1", "0.2")]
+    with pytest.raises(SettingsError, match=r"cannot run together: 0\.1 on ranks \[0\]; 0\.2 on ranks \[1\]\."):
+        from_texts(texts)
+
+
 def test_differences_are_listed_with_the_ranks() -> None:
     assert differences([FIRST, FIRST]) == []
     assert differences([FIRST, OTHER, FIRST]) == [

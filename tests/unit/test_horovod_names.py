@@ -41,10 +41,19 @@ def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str
         found.spark  # noqa: B018
 
 
-def test_where_join_is() -> None:
-    import mpistrat.keras
+def test_where_join_and_run_are() -> None:
+    for module in (mpistrat.keras, mpistrat.tensorflow):
+        with pytest.raises(AttributeError, match=r"it is mpistrat\.run\(function, np=2\)"):
+            module.run  # noqa: B018
     with pytest.raises(AttributeError, match=r"it is in mpistrat\.tensorflow\. .*uneven=\"join\""):
         mpistrat.keras.join  # noqa: B018
+
+
+def test_all_modules_have_a_barrier() -> None:
+    mpistrat.init()
+    for module in (mpistrat, mpistrat.tensorflow, mpistrat.keras, mpistrat.tensorflow.keras):
+        assert module.barrier() is None
+    mpistrat.shutdown()
 
 
 @pytest.mark.parametrize(("module", "wrong", "right"), [

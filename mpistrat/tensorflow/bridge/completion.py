@@ -237,15 +237,19 @@ def queue_of(ticket: list[tf.Tensor]) -> tf.Tensor:
     return tf.io.parse_tensor(ticket[2], tf.resource)
 
 
-def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> tf.Tensor:
-    """In a graph: the first part of the ticket, once its collective is complete.
+def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> list[tf.Tensor]:
+    """In a graph: the inputs of a fetch, which begins when the collective is complete.
+
+    The fetch needs both as inputs. The second orders it: TensorFlow's optimizer may remove an identity with a control
+    dependency, but no input of a callback. The first keeps the ticket's memory until then.
 
     Args:
         ticket: The scalars that a callback returned. The dequeue's count comes from the ticket and not from a constant,
             because an input lives as long as the node: if the result is never fetched, nothing else keeps the ticket's
             memory alive.
         queue: Its queue.
+
+    Returns:
+        The first part of the ticket, and what the queue had: [0], int64.
     """
-    done = tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])
-    with tf.control_dependencies(done):
-        return tf.identity(ticket[0])
+    return [ticket[0], tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]]

@@ -3,23 +3,26 @@
 A collective consists of four nodes, which divide the work differently from the three in `cpu`:
 
 1. *pack*, a py_function on the GPU, which gets the tensors as eager tensors. It copies them into memory that the engine
-   knows (see `gpu_memory`), and returns the copies, which are to be reduced in place, before they are reduced. It waits
-   for nothing: it only enqueues the copies on TensorFlow's compute stream.
+   knows (see `gpu_memory`), where they are reduced in place. It waits for nothing: it only enqueues the copies on
+   TensorFlow's compute stream.
 2. *submit*, a callback on the host. An input of it is a *mark*, a small tensor on the GPU that pack returns. TensorFlow
    copies it to the host behind the work of its compute stream, and blocks no thread meanwhile. So submit is called when
    the copies are complete. It submits them, and returns a ticket.
 3. *await*, as in `cpu`.
-4. *fetch*, a callback on the host that raises, or returns the shapes of the results. A reshape of the results uses
-   these shapes, so that no node reads the results earlier. It copies nothing. (A py_function would be stateful, so
-   TensorFlow would order it before the next submit. TensorFlow's optimizer may remove an identity with a control
-   dependency where a copy to another device follows, and the copy would then start too early.)
+4. *fetch*, a py_function on the GPU that returns the results without a copy, or raises.
 
-Pack gets the number of gathered rows as first dimensions of tensors without elements, and so submit gets the number of
-the pack, because shapes are on the host.
+No node but fetch returns a result. If an earlier node did, and a later one held it back, TensorFlow's optimizer could
+remove the later one: it does so with an identity, a reshape or a cast, depending on what follows
+(https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc#L2038).
+
+Numbers travel between the host and nodes on the GPU as dimensions of tensors without elements, because shapes are on
+the host: to pack the numbers of gathered rows, to submit the number of the pack (the *key*), and to fetch the ticket.
+The key is an input of fetch too, so it shows whether the results may still be fetched.
 
 TensorFlow runs stateful nodes in program order, and where that order leads from a node on the GPU to one on the host,
 it waits for the GPU. If pack took part in it, each pack would wait until the GPU has done the one before, and stand
-behind all of backprop in the compute stream. So pack is in a function of its own, which is called as stateless.
+behind all of backprop in the compute stream. So pack and fetch are each in a function of its own, which is called as
+stateless.
 
 TensorFlow's placer chooses the device of a tensor after the function has been traced, when the graph cannot change any
 more. So `device_of` decides from what is known during tracing.
@@ -45,7 +48,7 @@ from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
 from .cpu import MakeRequest
 from .executions import Execution
-from .gpu_memory import Shared, copied, shared, uninitialised
+from .gpu_memory import Shared, copied, shared, without_elements
 from .observers import Observer
 from .own_executor import SynchronousExecution
 from .program_order import calls_in_order
@@ -53,10 +56,30 @@ from .python_op import host_call, keep_thread_state, unordered_tensor_call
 
 logger = logging.getLogger(__name__)
 
+
+class _Lifetime:
+    """The owner of a key, which exists until no node can fetch the results any more.
+
+    Attributes:
+        ticket: The ticket's memory. As long as something refers to it, the results do not count as abandoned (see
+            `completion`). TensorFlow's references alone end before fetch begins, since it gets a copy on the GPU.
+    """
+
+    ticket: Arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pack:
+    """The tensors of one execution, and memory for its results."""
+
+    copies: list[Shared]
+    results: list[Shared]
+    lifetime: _Lifetime
+
+
 _numbers = itertools.count(1)  # of packs
-# The tensors and the results of packs that have not been submitted, by number. If an execution fails in between, they
-# are freed with the runtime.
-_packed: "WeakKeyDictionary[runtime.Runtime, dict[int, tuple[list[Shared], list[Shared]]]]" = WeakKeyDictionary()
+# Packs that have not been submitted, by number. If an execution fails in between, they are freed with the runtime.
+_packed: "WeakKeyDictionary[runtime.Runtime, dict[int, _Pack]]" = WeakKeyDictionary()
 
 
 def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
@@ -111,18 +134,17 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         shapes_of_carriers = [tf.stack([size, 0]) for size in rows]
     with tf.device(device):
         carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
-        *made, key, mark = unordered_tensor_call(site.pack, [*tensors, *carriers],
-                                                 [*(t.dtype for t in tensors), tf.float32, tf.float32], device)
+        key, mark = unordered_tensor_call(site.pack, [*tensors, *carriers], [tf.float32, tf.float32], device)
         shape_of_key = tf.shape(key, tf.int64)
     with tf.device("CPU:0"):
         ticket = cpu.scalars(host_call(site.submit, [shape_of_key, mark, *past], TICKET, stateful=True))
-        known = host_call(site.fetch, [awaited(ticket, queue_of(ticket))], [tf.int64] * len(made), stateful=False)
-    results = []
+        number, end = awaited(ticket, queue_of(ticket))
+        shape_of_carrier = tf.concat([number[tf.newaxis], end], axis=0)
     with tf.device(device):
-        for result, shape_of_result, shape in zip(made, known, shapes, strict=True):
-            shape_of_result.set_shape([shape.rank])
-            results.append(tf.reshape(result, shape_of_result))
-            results[-1].set_shape(shape)
+        carrier = tf.reshape(tf.zeros([0]), shape_of_carrier)
+        results = unordered_tensor_call(site.fetch, [key, carrier], [t.dtype for t in tensors], device)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
     if execution.number is None:
         with tf.device("CPU:0"):
             execution.number = execution_of(ticket)
@@ -159,7 +181,7 @@ class _GpuCallSite:
         self._process_set, self._counts = process_set, execution.number is None
 
     def pack(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
-        """Start to copy the tensors; return a tensor for each result, not yet written, the key and the mark.
+        """Start to copy the tensors; return the key and the mark.
 
         Args:
             inputs: The tensors, and then those whose first dimensions are the numbers of rows.
@@ -172,45 +194,51 @@ class _GpuCallSite:
             if carriers:
                 results = [shared([carrier.shape[0], *tensor.shape[1:]], tensor, device)
                            for tensor, carrier in zip(tensors, carriers, strict=True)]
-            number = next(_numbers)
-            with tf.device(tensors[0].backing_device):
-                key = uninitialised([number, 0], tf.float32)  # tf.zeros may copy to the GPU, which waits for it.
-        _packed.setdefault(runtime.current(), {})[number] = copies, results
-        return [*(result.tensor for result in results), key, _mark(tensors[0].backing_device)]
+            number, lifetime = next(_numbers), _Lifetime()
+            key = without_elements([number, 0], lifetime, tensors[0], device)
+        _packed.setdefault(runtime.current(), {})[number] = _Pack(copies, results, lifetime)
+        return [key, _mark(tensors[0].backing_device)]
 
     def submit(self, shape_of_key: np.ndarray, mark: np.ndarray, *past: np.int64) -> Arrays:
         """Submit the tensors, which are complete; return a ticket for the results."""
         keep_thread_state()
         del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
-        copies, results = _packed[runtime.current()].pop(int(shape_of_key[0]))
+        pack = _packed[runtime.current()].pop(int(shape_of_key[0]))
         suffix = executions.suffix(int(past[0])) if past else ""
         execution = executions.next_number(self._name, self._process_set) if self._counts else 0
         try:
-            handle = self._submitted(copies, results, suffix)
+            handle = self._submitted(pack, suffix)
         except Exception as error:  # The fetch raises it to the function's caller.
             handle = Handle(self._name + suffix)
             handle.fail(error)
-        return COMPLETIONS.ticket_for(handle, execution)
+        ticket = COMPLETIONS.ticket_for(handle, execution)
+        pack.lifetime.ticket = ticket
+        return ticket
 
-    def _submitted(self, copies: Sequence[Shared], results: Sequence[Shared], suffix: str) -> Handle:
+    def _submitted(self, pack: _Pack, suffix: str) -> Handle:
         if self._observer is not None:
             with SynchronousExecution():
-                if not self._observer([copy.tensor.numpy() for copy in copies]):
+                if not self._observer([copy.tensor.numpy() for copy in pack.copies]):
                     self._observer = None
-        arrays = [_input(copy, result) for copy, result in zip(copies, results, strict=True)]
+        arrays = [_input(copy, result) for copy, result in zip(pack.copies, pack.results, strict=True)]
         request = dataclasses.replace(self._make_request(arrays), name=self._name + suffix, device=DEVICE_GPU,
                                       in_graph=True)
         return runtime.current().engine_of(request).submit(request, arrays)
 
-    def fetch(self, ticket: np.int64) -> Arrays:
-        """Return the shapes of the results, or raise the collective's error."""
+    def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
+        """Return the results, or raise the collective's error.
+
+        Args:
+            key: That of the pack. It is not read.
+            carrier: Its first dimension is the ticket.
+        """
         keep_thread_state()
-        return [np.array(result.shape, np.int64) for result in COMPLETIONS.redeem(int(ticket)).wait()]
+        return [result.owner for result in COMPLETIONS.redeem(carrier.shape[0]).wait()]
 
 
 def _input(copy: Shared, result: Shared) -> GpuInput:
     """A complete copy as the engine's input, with memory for the result, which is the same one in place."""
-    target = result.array
+    target = dataclasses.replace(result.array, owner=result.tensor)
     return gpu_input(copy.array, copy.device, None, lambda _: (target, None))
 
 

