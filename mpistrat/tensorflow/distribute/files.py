@@ -51,6 +51,11 @@ class _State(threading.local):
 _state = _State()
 
 
+def in_alone() -> bool:
+    """Whether this thread is inside `alone`."""
+    return _state.alone
+
+
 def is_alone() -> bool:
     """Whether this thread writes without the other ranks: inside `alone`, or because there is one rank."""
     return _state.alone or not runtime.is_initialized() or runtime.current().topology.size == 1
@@ -58,7 +63,12 @@ def is_alone() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A context in which write_once and on_chief only call their function, on this rank, without a collective."""
+    """A context for what one rank does without the others: nothing in it is a collective of the strategy.
+
+    write_once and on_chief only call their function, new variables get this rank's initial value, and a variable that
+    is aggregated when it is read has the value that `known` was given, or else this rank's. Anything else that would
+    wait for the other ranks is an error.
+    """
     before, _state.alone = _state.alone, True
     try:
         yield
@@ -77,8 +87,8 @@ def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
 
 
 def known_value(variable: tf.Variable) -> tf.Tensor | None:
-    """The value that `known` was given for a variable, inside `alone`; else None."""
-    return _state.known.get(variable.ref()) if _state.alone else None
+    """The value that `known` was given for a variable, or None."""
+    return _state.known.get(variable.ref())
 
 
 def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] = lambda: None) -> Any:
