@@ -98,10 +98,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)
         if self._process_set.has_others():
-            broadcast_variables(variables, self.root_rank, self._process_set)
-            for layer in all_layers(self.model):
-                if isinstance(layer, keras.layers.Normalization):
-                    layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
+            broadcast_state(self.model, variables, self.root_rank, self._process_set)
+
+
+def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
+    """Broadcast variables of a model and of its optimizers. Collective; the arguments are those of broadcast_variables.
+    """
+    broadcast_variables(variables, root_rank, process_set)
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
