@@ -108,6 +108,14 @@ def raised(path: Path, source: str) -> ErrorText:
     raise AssertionError("nothing was raised")
 
 
+def test_a_cache_file_of_several_ranks_gets_the_line_to_write() -> None:
+    error = error_of("There appears to be a concurrent caching iterator running - cache lockfile already exists "
+                     "('a_0.lockfile'). If you are sure ...", "AlreadyExistsError")
+    first, advice = describe(type(error), error, None).message.splitlines()
+    assert first == f"tensorflow.errors.AlreadyExistsError: {error}"
+    assert 'dataset.cache(f"{path}-{mpistrat.rank()}")' in advice and "delete it" in advice
+
+
 def test_the_last_frames_are_those_of_the_user_and_not_of_libraries(tmp_path: Path) -> None:
     library = tmp_path / "site-packages" / "lib.py"
     library.parent.mkdir()
