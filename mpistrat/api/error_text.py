@@ -32,7 +32,10 @@ _BEGINS_WITH_CLASS = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Ex
 # What to do about errors of TensorFlow that several ranks bring about, by a part of their text.
 _ADVICE = {"cache lockfile already exists":
            'Ranks cannot share a cache file. Give each its own: dataset.cache(f"{path}-{mpistrat.rank()}"). Or a job '
-           "that was killed has left the lockfile: delete it."}
+           "that was killed has left the lockfile: delete it.",
+           "allow_missing_files was set to false":
+           "Ranks cannot write a checkpoint or a SavedModel to one path at the same time: save it under "
+           "`if mpistrat.rank() == 0:`."}
 _OUTSIDE = tuple(os.path.join(path, "") for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),
                                                      os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
 

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,23 @@ def test_export_to_one_path(strategy: MPIStrategy, shared_dir: str) -> None:
     x, _ = global_data(6)
     served = tf.saved_model.load(f"{shared_dir}/served")
     np.testing.assert_allclose(served.serve(x), model(x), atol=1e-6)
+
+
+def test_a_saved_model_of_all_ranks_is_the_chiefs(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
+    module = tf.Module()
+    with strategy.scope():
+        module.total = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
+                                   aggregation=tf.VariableAggregation.SUM)
+        module.weight = tf.Variable(2.0)
+    strategy.run(lambda: module.total.assign(1.0))
+    module.rank = tf.function(lambda: tf.constant(rank), input_signature=[])
+    time.sleep(0.3 * rank)  # Without the strategy the last rank would write last.
+    tf.saved_model.save(module, f"{shared_dir}/module")
+    loaded = tf.saved_model.load(f"{shared_dir}/module")
+    assert (int(loaded.rank()), float(loaded.weight)) == (0, 2.0)
+    assert float(loaded.total) == mpistrat.size()
+    with pytest.raises(ValueError, match="Expected an object of type `Trackable`"):
+        tf.saved_model.save(object(), f"{shared_dir}/object")
 
 
 def test_everything_may_be_within_the_scope(strategy: MPIStrategy, shared_dir: str) -> None:
