@@ -29,6 +29,13 @@ _STACK = "Traceback (most recent call last):"
 _HEADINGS = re.compile(r"(?:Graph execution error:|in user code:|<stack traces unavailable>|"
                        r"Detected at node .* defined at \(most recent call last\):)$")
 _BEGINS_WITH_CLASS = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning): ")
+# What to do about errors of TensorFlow that several ranks bring about, by a part of their text.
+_ADVICE = {"cache lockfile already exists":
+           'Ranks cannot share a cache file. Give each its own: dataset.cache(f"{path}-{mpistrat.rank()}"). Or a job '
+           "that was killed has left the lockfile: delete it.",
+           "allow_missing_files was set to false":
+           "Ranks cannot write a checkpoint or a SavedModel to one path at the same time: save it under "
+           "`if mpistrat.rank() == 0:`."}
 _OUTSIDE = tuple(os.path.join(path, "") for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),
                                                      os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
 
@@ -70,7 +77,8 @@ def describe(kind: type[BaseException], error: BaseException, trace: TracebackTy
     frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
     # A program of a library, such as python -m pytest, has no frame of the user.
     shown = (frames or every)[-MOST_FRAMES:]
-    return ErrorText("\n".join(map(str, shown)), "\n".join([message, *_causes(error)]))
+    advice = [line for part, line in _ADVICE.items() if part in message]
+    return ErrorText("\n".join(map(str, shown)), "\n".join([message, *advice, *_causes(error)]))
 
 
 def is_users(file: str) -> bool:

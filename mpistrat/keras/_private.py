@@ -2,9 +2,9 @@
 
 They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. There are three groups:
 
-- DistributedOptimizer needs two registries. They are looked up when an optimizer is created; without them training
-  works, and a warning says what does not. The broadcast callback and the average of running statistics look for layers
-  in layers, and have public substitutes.
+- DistributedOptimizer needs two registries, and the functions that save a model. They are looked up when an optimizer
+  is created; without them training works, and a warning says what does not. The broadcast callback and the average of
+  running statistics look for layers in layers, and have public substitutes.
 - Attributes that objects have from their __init__ on. They are checked at their first use. (keras.optimizer checks the
   hooks that Keras calls while it applies gradients.)
 - MPIStrategy needs the third group. Where a name is missing, `require_for_strategy` raises when a strategy is created,
@@ -13,8 +13,9 @@ They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. 
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -54,6 +55,24 @@ def serialise_as(subclass: type, original: type) -> None:
             continue
         if original in registry:
             registry[subclass] = registry[original]
+
+
+# The functions that save a model in one file, for all of Keras' public ones.
+SAVING = (("keras.src.saving.saving_lib", "save_model"), ("keras.src.saving.saving_lib", "save_weights_only"),
+          ("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5"))
+
+
+def saving_functions() -> Iterator[tuple[ModuleType, str]]:
+    """The modules that hold the functions of SAVING, and their names there."""
+    for module, name in SAVING:
+        try:
+            found = import_module(module)
+            getattr(found, name)
+        except (ImportError, AttributeError):
+            logger.warning("Keras %s has no %s.%s: a process that dies while it saves a model may leave a part of a "
+                           "file, and so do ranks that save to one path.", keras.__version__, module, name)
+            continue
+        yield found, name
 
 
 def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor], tf.Tensor]) -> None:
@@ -171,6 +190,11 @@ def element_spec(iterator: object) -> Any:
     return _required(iterator, "_distributed_dataset").element_spec
 
 
+def goes_on_after_backup(model: keras.Model) -> bool:
+    """Whether `fit` begins after the epoch of a backup. With an old Keras it begins anew with the backup's weights."""
+    return hasattr(model, "_initial_epoch")
+
+
 def epoch_after_backup(model: keras.Model) -> int | None:
     """The epoch in which `fit` begins, if a backup has been restored."""
     epoch: int | None = _required(model, "_initial_epoch")
@@ -227,7 +251,8 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
 
 
 __all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
-           "config_without", "decay_exclusions_of", "element_spec", "epoch_after_backup", "is_older_than",
-           "legacy_h5_format", "non_trainable_variables", "objects_given_to", "path_of_checkpoint", "paths_of_backup",
-           "require_for_strategy", "saving_lib", "serialise_as", "set_epoch_after_backup", "strategy_of_optimizer",
-           "strategy_unsupported", "trained_by", "trainer"]
+           "config_without", "decay_exclusions_of", "element_spec", "epoch_after_backup",
+           "goes_on_after_backup", "is_older_than", "legacy_h5_format", "non_trainable_variables", "objects_given_to",
+           "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_functions", "saving_lib",
+           "serialise_as", "set_epoch_after_backup", "strategy_of_optimizer", "strategy_unsupported", "trained_by",
+           "trainer"]

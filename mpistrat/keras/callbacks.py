@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from ..api import absent, runtime
-from ..api import ops as array_ops
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.first_steps import FirstSteps
@@ -20,8 +18,9 @@ from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .fit_optimizers import optimizers_of
+from .metric_means import MetricMeans
 from .momentum import MomentumCorrection
-from .row_counts import RowCounts, RowsOfEpoch, weighted_means
+from .row_counts import RowCounts, RowsOfEpoch
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback"]
@@ -99,17 +98,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)
         if self._process_set.has_others():
-            broadcast_variables(variables, self.root_rank, self._process_set)
-            for layer in all_layers(self.model):
-                if isinstance(layer, keras.layers.Normalization):
-                    layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
+            broadcast_state(self.model, variables, self.root_rank, self._process_set)
+
+
+def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
+    """Broadcast variables of a model and of its optimizers. Collective; the arguments are those of broadcast_variables.
+    """
+    broadcast_variables(variables, root_rank, process_set)
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces the metrics of an epoch by their average over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
-    same numbers on all ranks.
+    same numbers on all ranks. Metrics that only some ranks have, because only these have validation data, stay as they
+    are, and rank 0 logs a warning.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
     of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of
@@ -133,6 +139,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
         super().__init__()
         self._process_set, self._weighted = resolved(process_set), weighted
+        self._means = MetricMeans("metrics", self._process_set)
         self._rows: RowsOfEpoch | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -161,17 +168,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             self._rows.end_evaluation()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if not logs or not self._process_set.has_others():
-            return
-        names = sorted(name for name, value in logs.items() if np.isscalar(value) or np.ndim(value) == 0)
-        values = [float(logs[name]) for name in names]
-        name = f"metrics/{','.join(names)}"
-        if self._rows is None:
-            means = array_ops.allreduce(np.array(values), name=name, process_set=self._process_set)
-        else:
-            own = np.array([[*self._rows.weights(), *values]])
-            means = weighted_means(names, array_ops.allgather(own, f"{name}/by rows", self._process_set))
-        logs.update(zip(names, means.tolist(), strict=True))
+        if self._process_set.has_others():
+            self._means.replace({} if logs is None else logs, None if self._rows is None else self._rows.weights())
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -1,5 +1,7 @@
 """Makes fit add mpistrat's own callbacks, if a model's optimizers are distributed and there are several ranks.
 
+It also lets one rank run a callback that writes files to a path which other ranks name too; see written_once.py.
+
 Model.fit is wrapped, by public names of Keras only. CallbackList is left alone: users call its methods in loops of
 their own, maybe on one rank. So are evaluate and predict, which may run on one rank. Called by optimizer.py, when the
 first optimizer is wrapped.
@@ -23,6 +25,7 @@ from .input_rows import digest_of_rows
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
 from .uneven import JoinEpochs
+from .written_once import written_once
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +77,16 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
 @contextmanager
 def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers, inputs: list[Any]) -> Iterator[Any]:
     """A context with the callbacks that fit gets instead of the user's: one, a nested structure or a CallbackList."""
-    if not isinstance(callbacks, CallbackList):
-        flat = tf.nest.flatten(callbacks) if callbacks else []
-        yield [*own_callbacks(optimizers, flat, inputs), *flat]
+    is_list = isinstance(callbacks, CallbackList)
+    users = list(callbacks.callbacks) if is_list else tf.nest.flatten(callbacks) if callbacks else []
+    own, arranged = own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
+    if not is_list:
+        yield [*own, *arranged]
         return
-    users = list(callbacks.callbacks)
-    own = own_callbacks(optimizers, users, inputs)
     for callback in own:
         callback.set_params(callbacks.params)
         callback.set_model(model)
-    callbacks.callbacks = [*own, *users]
+    callbacks.callbacks = [*own, *arranged]
     try:
         yield callbacks
     finally:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from keras.callbacks import Callback, TerminateOnNaN
 
 from ..api import ops as array_ops
@@ -28,11 +27,11 @@ from .fit_states import (
     State,
     Step,
     have_same_rows,
-    means_of,
     problem_at_begin,
     problem_between_epochs,
     readers,
 )
+from .metric_means import MetricMeans
 from .save_schedules import AverageBeforeSaves, schedules_of
 from .uneven import use_longest_epoch
 
@@ -58,7 +57,8 @@ class FitChecks(Callback):
         super().__init__()
         self._optimizers, self._callbacks, self._rows, self._before_saves = optimizers, callbacks, rows, before_saves
         self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
-        self._averages_metrics = self._has_warned = self._names_steps = self._differed = False
+        self._averages_metrics = self._names_steps = self._differed = False
+        self._means = MetricMeans(f"{self._name}/metrics", self._process_set)
         self._steps_to_compare = 0
         self._epochs: int | None = None
         self._batches = 0
@@ -119,7 +119,7 @@ class FitChecks(Callback):
         elif self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
             self._require_ended(f"stopped within epoch {self._epochs}")
         if self._averages_metrics:
-            self._average({} if logs is None else logs)
+            self._means.replace({} if logs is None else logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""
@@ -185,14 +185,3 @@ class FitChecks(Callback):
             or [c for c in self._callbacks if type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")]
         names = " or ".join(sorted({type(c).__name__ for c in stoppers}))
         return f" (stopped by {names})" if names else " (model.stop_training is set)"
-
-    def _average(self, logs: dict[str, Any]) -> None:
-        own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
-        of_ranks = array_ops.allgather_object(own, f"{self._name}/metrics", self._process_set)
-        means, missing = means_of(of_ranks)
-        logs.update({name: mean for name, mean in means.items() if name in own})
-        if missing and not self._has_warned and self._process_set.rank() == 0:
-            logger.warning("rank 0: fit cannot average metrics that only some ranks have: %s. Callbacks that read them "
-                           "may decide differently on each rank: give validation_data to all ranks.",
-                           "; ".join(f"{name} on ranks {rank_list(ranks)}" for name, ranks in missing.items()))
-        self._has_warned |= bool(missing)

@@ -6,7 +6,6 @@ The ranks may have different callbacks, as with a ModelCheckpoint on the chief.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from keras.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
 from ..core.topology import describe_by_rank, rank_list
@@ -101,16 +100,6 @@ def readers(callbacks: Sequence[Callback]) -> list[str]:
                 isinstance(callback, ModelCheckpoint) and callback.save_best_only):
             found.append(type(callback).__name__)
     return found
-
-
-def means_of(metrics: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, list[int]]]:
-    """The mean of each metric that all ranks have, and the ranks of each other metric."""
-    ranks: dict[str, list[int]] = {}
-    for rank, of_rank in enumerate(metrics):
-        for name in of_rank:
-            ranks.setdefault(name, []).append(rank)
-    missing = {name: where for name, where in ranks.items() if len(where) < len(metrics)}
-    return {name: float(np.mean([m[name] for m in metrics])) for name in ranks if name not in missing}, missing
 
 
 def problem_at_begin(begins: Sequence[Begin]) -> str:

@@ -29,6 +29,7 @@ from .copies import copy_of
 from .fit import wrap_fit
 from .old_optimizers import advice
 from .optimizer_parts import distributed_in, parts_of, passes_on
+from .whole_files import wrap_saving
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -208,6 +209,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     agree_on_finite(_on_all_ranks)
     xla.without_auto()
     wrap_fit()
+    wrap_saving()
     return distributed
 
 

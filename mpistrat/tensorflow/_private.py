@@ -70,6 +70,7 @@ try:
     )
     from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
     from tensorflow.python.eager.context import context, global_seed
+    from tensorflow.python.saved_model import save as saved_models
 
     _changed = rejected([
         Call(UpdateContext, 1), Call(create_mirrored_variable, 4), Call(is_mirrored, 1), Call(is_sync_on_read, 1),
@@ -82,7 +83,7 @@ try:
         Call(MirroredVariable._copy_trackable_to_cpu, 2), Call(SyncOnReadVariable._copy_trackable_to_cpu, 2),
         Call(SyncOnReadVariable._get_cross_replica, 1), Call(SyncOnReadVariable.assign, 4, ("read_value",)),
         Call(tf.train.Checkpoint._write, 3), Call(tf.train.Checkpoint._async_checkpointer, 1),
-        Call(tf.train.CheckpointManager.save, 4),
+        Call(tf.train.CheckpointManager.save, 4), Call(saved_models.save_and_return_nodes, 4),
     ])
     if _changed:
         raise ImportError("; ".join(_changed))
@@ -182,7 +183,7 @@ __all__ = [
     "Call", "DistributedVariable", "InputWorkers", "MirroredVariable", "SyncOnReadVariable", "UpdateContext",
     "create_mirrored_variable", "datasets_of", "ends_on_all_ranks_together", "functions_of", "get_distributed_dataset",
     "get_distributed_datasets_from_function", "global_seed", "inputs_of", "is_mirrored", "is_sync_on_read",
-    "operation_seeds", "regroup", "rejected", "require_for_strategy", "select_replica", "set_datasets",
+    "operation_seeds", "regroup", "rejected", "require_for_strategy", "saved_models", "select_replica", "set_datasets",
     "set_state_of_manager", "spec_of_replica", "state_of_manager", "strategy_unsupported", "unsupported",
     "update_regroup", "validate_colocate_distributed_variable", "value_container",
 ]

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,47 @@ def test_export_to_one_path(strategy: MPIStrategy, shared_dir: str) -> None:
     x, _ = global_data(6)
     served = tf.saved_model.load(f"{shared_dir}/served")
     np.testing.assert_allclose(served.serve(x), model(x), atol=1e-6)
+
+
+def test_a_saved_model_of_all_ranks_is_the_chiefs(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
+    module = tf.Module()
+    with strategy.scope():
+        module.total = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
+                                   aggregation=tf.VariableAggregation.SUM)
+        module.weight = tf.Variable(2.0)
+    strategy.run(lambda: module.total.assign(1.0))
+    module.rank = tf.function(lambda: tf.constant(rank), input_signature=[])
+    time.sleep(0.3 * rank)  # Without the strategy the last rank would write last.
+    tf.saved_model.save(module, f"{shared_dir}/module")
+    loaded = tf.saved_model.load(f"{shared_dir}/module")
+    assert (int(loaded.rank()), float(loaded.weight)) == (0, 2.0)
+    assert float(loaded.total) == mpistrat.size()
+    with pytest.raises(ValueError, match="Expected an object of type `Trackable`"):
+        tf.saved_model.save(object(), f"{shared_dir}/object")
+
+
+def test_everything_may_be_within_the_scope(strategy: MPIStrategy, shared_dir: str) -> None:
+    with strategy.scope():
+        model = compiled(strategy)
+        model.save(f"{shared_dir}/model.keras")
+        fit(model, keras.callbacks.ModelCheckpoint(f"{shared_dir}/{{epoch}}.keras"),
+            keras.callbacks.BackupAndRestore(f"{shared_dir}/backup"))
+        loaded = keras.models.load_model(f"{shared_dir}/2.keras")
+        fit(loaded, epochs=1)
+    assert_equal_on_all_ranks(loaded.get_weights())
+
+
+def test_a_collective_in_a_save_of_the_chief_is_an_error_on_every_rank(strategy: MPIStrategy, shared_dir: str,
+                                                                       rank: int) -> None:
+    class Reducing(keras.layers.Dense):
+        def save_own_variables(self, store: Any) -> None:
+            strategy.reduce("SUM", tf.constant(1.0), None)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((COLUMNS,)), Reducing(1)])
+    with pytest.raises(mpistrat.InvalidRequestError if rank == 0 else mpistrat.CollectiveError,
+                       match="this rank writes a file without the other ranks"):
+        model.save_weights(f"{shared_dir}/model.weights.h5")
 
 
 def test_statistics_are_averaged_before_a_model_is_saved(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:

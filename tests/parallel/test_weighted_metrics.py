@@ -117,6 +117,22 @@ def test_what_a_callback_evaluates_does_not_count(rank: int, size: int) -> None:
     assert_means(history, size, ALL)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_validation_on_one_rank_only_is_a_warning_and_the_epoch_goes_on(weighted: bool, rank: int, size: int,
+                                                                        caplog: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = new_model(), rows_of_rank(rank)
+    validation = rows_of_rank(size, offset=1) if rank == 0 else None
+    history = model.fit(x, y, batch_size=batch_of(rank), epochs=2, verbose=0, validation_data=validation, callbacks=[
+        hvd.callbacks.MetricAverageCallback(weighted=weighted)]).history
+    assert len(set(mpistrat.allgather_object(str([history["loss"], history["mae"]])))) == 1
+    assert ("val_loss" in history) == (rank == 0)
+    if rank == 0:
+        assert history["val_loss"] == pytest.approx([model.evaluate(*validation, verbose=0)[0]] * 2)
+    texts = [record.getMessage() for record in caplog.records if "only some ranks" in record.getMessage()]
+    expected_text = "val_loss on ranks [0]; val_mae on ranks [0]. Callbacks that read them may decide differently"
+    assert len(texts) == (1 if rank == 0 and size > 1 else 0) and all(expected_text in text for text in texts)
+
+
 def test_a_step_of_the_users_own_is_counted(rank: int, size: int) -> None:
     class Own(keras.Model):
         def train_step(self, data: Any) -> dict:

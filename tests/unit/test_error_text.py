@@ -108,6 +108,18 @@ def raised(path: Path, source: str) -> ErrorText:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.parametrize(("error", "line"), [
+    (error_of("There appears to be a concurrent caching iterator running - cache lockfile already exists "
+              "('a_0.lockfile'). If you are sure ...", "AlreadyExistsError"),
+     'dataset.cache(f"{path}-{mpistrat.rank()}")'),
+    (error_of("allow_missing_files was set to false and a/c_temp/part-00000-of-00001 did not exist.NOT_FOUND: "
+              "a/c_temp/part-00000-of-00001 not found [Op:MergeV2Checkpoints]"), "`if mpistrat.rank() == 0:`")],
+    ids=["cache", "checkpoint"])
+def test_an_error_that_ranks_bring_about_together_gets_the_line_to_write(error: Exception, line: str) -> None:
+    first, advice = describe(type(error), error, None).message.splitlines()
+    assert first.endswith(str(error)) and line in advice
+
+
 def test_the_last_frames_are_those_of_the_user_and_not_of_libraries(tmp_path: Path) -> None:
     library = tmp_path / "site-packages" / "lib.py"
     library.parent.mkdir()

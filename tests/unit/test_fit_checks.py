@@ -15,12 +15,12 @@ from mpistrat.keras.fit_states import (  # noqa: E402
     Progress,
     Step,
     have_same_rows,
-    means_of,
     problem_at_begin,
     problem_between_epochs,
     readers,
 )
 from mpistrat.keras.input_rows import digest_of_rows  # noqa: E402
+from mpistrat.keras.metric_means import shared_names  # noqa: E402
 from mpistrat.keras.save_schedules import SaveSchedule  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
@@ -89,8 +89,8 @@ def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:
 
 
 def test_metrics_that_all_ranks_have_are_averaged() -> None:
-    assert means_of([{"loss": 1.0, "val": 3.0}, {"loss": 2.0}, {"loss": 6.0, "x": 1.0}]) == \
-        ({"loss": 3.0}, {"val": [0], "x": [2]})
+    assert shared_names([{"loss": 1.0, "acc": 1.0, "val": 3.0}, {"loss": 2.0, "acc": 1.0},
+                         {"acc": 0.0, "loss": 6.0, "x": 1.0}]) == (["acc", "loss"], {"val": [0], "x": [2]})
 
 
 def test_rows_are_the_same_if_all_ranks_know_them_and_have_the_same() -> None:

@@ -44,6 +44,7 @@ def keras_integration() -> ModuleType:
     pytest.importorskip("keras")
     integration = importlib.import_module("mpistrat.keras.distribute")
     integration.undo()
+    importlib.import_module("mpistrat.keras.whole_files").wrap_saving()  # It stays.
     return integration
 
 

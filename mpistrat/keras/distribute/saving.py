@@ -41,6 +41,13 @@ def save(original: Function, model: keras.Model, filepath: str | os.PathLike | B
         return files.write_once(str(filepath), lambda: original(model, filepath, *args, **kwargs))
 
 
+@replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast")
+def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
+    """Keras makes an object to list the attributes of its class, on whichever rank saves or loads."""
+    with files.alone():
+        return original(obj_type)
+
+
 @replaces(keras.Variable, "_copy_trackable_to_cpu",
           "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable")
 def copy_to_cpu(original: Function, self: keras.Variable, object_map: dict) -> None:

@@ -1,6 +1,7 @@
-"""tf.train.Checkpoint and CheckpointManager with a strategy's variables: all ranks call them, the chief writes.
+"""tf.train.Checkpoint, CheckpointManager and tf.saved_model.save with a strategy's variables: the chief writes.
 
-Both are patched when the first strategy is created. They behave as before for checkpoints without its variables.
+All ranks call them. They are patched when the first strategy is created, and behave as before for objects without its
+variables.
 
 An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's, which copies the variables in the
 thread that saves, and an inner one, which writes the copies in its own thread. Only the user's reads the variables, so
@@ -9,6 +10,7 @@ the chief writes, in the name space of this checkpoint.
 """
 
 import copy
+import functools
 import itertools
 import os
 from collections import defaultdict
@@ -19,7 +21,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from ...core.errors import ShutdownError
-from .._private import set_state_of_manager, state_of_manager
+from .._private import saved_models, set_state_of_manager, state_of_manager
 from . import files, threads
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
@@ -35,8 +37,9 @@ def patch() -> None:
     if not _originals:
         for owner, name, replacement in ((tf.train.Checkpoint, "_write", _write),
                                          (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),
-                                         (tf.train.CheckpointManager, "save", _save)):
-            _originals[name] = getattr(owner, name)
+                                         (tf.train.CheckpointManager, "save", _save),
+                                         (saved_models, "save_and_return_nodes", _save_model)):
+            _originals[replacement.__name__] = getattr(owner, name)
             setattr(owner, name, replacement)
 
 
@@ -62,8 +65,8 @@ def _strategy_variables(trackable: object) -> Iterable[RankMirroredVariable | Ra
     return (variable for variable in found if isinstance(variable, RankMirroredVariable | RankSyncOnReadVariable))
 
 
-def _is_of_strategy(checkpoint: tf.train.Checkpoint) -> bool:
-    return tf.executing_eagerly() and not files.is_alone() and any(True for _ in _strategy_variables(checkpoint))
+def _is_of_strategy(trackable: object) -> bool:
+    return tf.executing_eagerly() and not files.is_alone() and any(True for _ in _strategy_variables(trackable))
 
 
 def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None) -> str:
@@ -90,6 +93,20 @@ def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Op
         if isinstance(callback, _ManagerMark):
             _share_state(callback.manager)
     return file_prefix
+
+
+def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwargs: object) -> object:
+    """Replaces what tf.saved_model.save calls. Ranks that write to one directory remove each other's temporary files.
+
+    (TensorFlow loads tf.saved_model late, and would put tf.saved_model.save itself back then.)
+    """
+    original = functools.partial(_originals["_save_model"], obj, export_dir, *args, **kwargs)
+    # TensorFlow says what is wrong with an object of another class.
+    if not isinstance(obj, tf.__internal__.tracking.Trackable) or not _is_of_strategy(obj):
+        return original()
+    files.exchange_status()  # As in _write.
+    with with_values_of(obj):
+        return files.write_once(os.path.join(export_dir, "saved_model.pb"), original)
 
 
 def _is_asynchronous(options: Options) -> bool:
@@ -126,7 +143,7 @@ def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable
     if together and options is not None and _is_asynchronous(options):
         options = copy.copy(options)
         options.experimental_write_callbacks = [_ManagerMark(self), *(options.experimental_write_callbacks or ())]
-    path = _originals["save"](self, checkpoint_number, check_interval, options)
+    path = _originals["_save"](self, checkpoint_number, check_interval, options)
     if together and path is not None and not _is_asynchronous(options):
         _share_state(self)
     return path

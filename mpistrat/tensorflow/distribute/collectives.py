@@ -15,14 +15,14 @@ from typing import TypeVar
 import tensorflow as tf
 
 from ...api import runtime
-from ...core.errors import MismatchError
+from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
 from ..bridge.buckets import reduce_list
 from ..bridge.program_order import token
 from ..lists import broadcast_list, gather_list, reduce_mixed
 from ..types import Tensor, TensorLike
-from . import threads
+from . import files, threads
 
 T = TypeVar("T")
 
@@ -107,6 +107,10 @@ def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labe
 def _in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
     """Call `collective(name)` so that it runs after all earlier collectives of the program."""
     if tf.executing_eagerly():
+        if files.in_alone():
+            raise InvalidRequestError(
+                f"{operation}: this rank writes a file without the other ranks, so none of them takes part in this "
+                "collective. Compute the value on all ranks before the model is saved.")
         return collective(threads.wire_name(operation))
     name, order = _name_in_graph(operation), token()
     if order is None:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...api import runtime
+from ...api.process_sets import ProcessSet, global_process_set
 from ...core.errors import CollectiveError, EngineError, ShutdownError
 from .threads import wire_name
 
@@ -51,6 +52,11 @@ class _State(threading.local):
 _state = _State()
 
 
+def in_alone() -> bool:
+    """Whether this thread is inside `alone`."""
+    return _state.alone
+
+
 def is_alone() -> bool:
     """Whether this thread writes without the other ranks: inside `alone`, or because there is one rank."""
     return _state.alone or not runtime.is_initialized() or runtime.current().topology.size == 1
@@ -58,7 +64,12 @@ def is_alone() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A context in which write_once and on_chief only call their function, on this rank, without a collective."""
+    """A context for what one rank does without the others: nothing in it is a collective of the strategy.
+
+    write_once and on_chief only call their function, new variables get this rank's initial value, and a variable that
+    is aggregated when it is read has the value that `known` was given, or else this rank's. Anything else that would
+    wait for the other ranks is an error.
+    """
     before, _state.alone = _state.alone, True
     try:
         yield
@@ -77,8 +88,8 @@ def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
 
 
 def known_value(variable: tf.Variable) -> tf.Tensor | None:
-    """The value that `known` was given for a variable, inside `alone`; else None."""
-    return _state.known.get(variable.ref()) if _state.alone else None
+    """The value that `known` was given for a variable, or None."""
+    return _state.known.get(variable.ref())
 
 
 def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] = lambda: None) -> Any:
@@ -101,7 +112,7 @@ def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] 
         return value()
     topology = runtime.current().topology
     own = path if "://" in path else os.path.abspath(path)
-    _, error = _attempt(write) if topology.rank == 0 else (None, None)
+    _, error = attempt(write) if topology.rank == 0 else (None, None)
     statuses = exchange_status(error, own, value() if topology.rank == 0 and error is None else None)
     if statuses is None:
         return value()
@@ -109,7 +120,7 @@ def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] 
         error = None
         if writes_too(topology.rank, [status.path for status in statuses], topology.local_ranks,
                       statuses[0].stamp == _stamp(own)):
-            _, error = _attempt(write)
+            _, error = attempt(write)
         exchange_status(error, own)
     return statuses[0].value
 
@@ -135,7 +146,7 @@ def on_chief(action: Callable[[], T]) -> T:
     """Call `action` on rank 0 only, and return its result on all ranks. Collective; errors as in write_once."""
     if is_alone():
         return action()
-    result, error = _attempt(action) if runtime.current().topology.rank == 0 else (None, None)
+    result, error = attempt(action) if runtime.current().topology.rank == 0 else (None, None)
     statuses = exchange_status(error, value=result)
     return result if statuses is None else statuses[0].value  # type: ignore[return-value]
 
@@ -155,8 +166,23 @@ def errors_shared() -> Iterator[None]:
     exchange_status(None)
 
 
-def exchange_status(error: Exception | None = None, path: str = "", value: object = None) -> list[FileStatus] | None:
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call `action` in `alone`. Returns its result, or its error, to be raised once the other ranks have it too."""
+    try:
+        with alone():
+            return action(), None
+    except Exception as error:
+        return None, error
+
+
+def exchange_status(error: Exception | None = None, path: str = "", value: object = None, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> list[FileStatus] | None:
     """Exchange the status of a file with all ranks. Collective.
+
+    Args:
+        error, path, value: This rank's FileStatus.
+        name: The name of the collective; None for that of a strategy.
+        process_set: The ranks that take part.
 
     Returns:
         Every rank's status; None where the other ranks have ended, so that no rank waits for the file.
@@ -167,7 +193,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
     """
     own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
     try:
-        statuses = array_ops.allgather_object(own, wire_name("files"))
+        statuses = array_ops.allgather_object(own, name or wire_name("files"), process_set)
     except ShutdownError:
         # Usual at the end of a script: the chief saves the model, and the other ranks have nothing left to do.
         if error is not None:
@@ -176,7 +202,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
     if error is not None:
         setattr(error, SHARED, True)
         raise error
-    for rank, other in enumerate(statuses):
+    for rank, other in zip(process_set.group("files").topology.job_ranks, statuses, strict=True):
         if other.error is not None:
             number, is_os_error, text = other.error
             text = f"rank {rank}: {text}"
@@ -186,12 +212,6 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
     return statuses
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        with alone():
-            return action(), None
-    except Exception as error:  # Raised once the other ranks have it too.
-        return None, error
 
 
 def _description(error: Exception | None) -> tuple[int | None, bool, str] | None:

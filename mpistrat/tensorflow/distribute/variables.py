@@ -47,9 +47,9 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
     """A variable that each rank writes without the others. It is aggregated when it is read outside of a replica."""
 
     def _get_cross_replica(self) -> tf.Tensor:
-        known = files.known_value(self)
-        if known is not None:
-            return known
+        if files.in_alone():
+            known = files.known_value(self)  # Without the other ranks, this rank's value is all there is.
+            return self._get_replica(0).read_value() if known is None else known
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return collectives.broadcast_from_first(self._get_replica(0).read_value(), "read", self.name)
         return super()._get_cross_replica()
@@ -72,7 +72,13 @@ CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
 
 
 def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
-    """Create a variable in the strategy's scope. Collective: every rank creates the same ones in the same order."""
+    """Create a variable in the strategy's scope. Collective: every rank creates the same ones in the same order.
+
+    Not where one rank writes a file without the others. Keras creates an optimizer there, to list an optimizer's
+    attributes, and drops it.
+    """
+    if files.in_alone():
+        return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
     kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
     return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
 

@@ -1,0 +1,51 @@
+"""Keras' functions that save a model leave a whole file, or the one that was there before.
+
+They write to another name in the same directory, and rename it at the end. So a process that dies while it saves
+destroys nothing, and ranks that save to one path at the same time leave a whole file too. Called when the first
+optimizer is wrapped and when the first strategy is made; the wrapped functions run on the rank that saves, local.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..api.launch_env import launched_rank
+from ._private import saving_functions
+
+_ENDINGS = (".keras", ".h5", ".hdf5")
+_wrapped: list[Callable[..., Any]] = []
+
+
+def wrap_saving() -> None:
+    """Make Keras' functions that save a model write whole files. Further calls do nothing."""
+    if not _wrapped:
+        for module, name in saving_functions():
+            _wrapped.append(getattr(module, name))
+            setattr(module, name, _whole(_wrapped[-1]))
+
+
+def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(model: object, filepath: object, *args: object, **kwargs: object) -> object:
+        call = signature.bind(model, filepath, *args, **kwargs)
+        # A link stays, and its target gets the model.
+        path = os.path.realpath(filepath) if isinstance(filepath, str | os.PathLike) else ""
+        directory, name = os.path.split(path)
+        is_one_file = name.endswith(_ENDINGS) and call.arguments.get("max_shard_size") is None
+        if not is_one_file or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+            return original(model, filepath, *args, **kwargs)
+        # The name is the same in the next job, so that it leaves no more than one part of a file.
+        part = os.path.join(directory, f".saving-{launched_rank(os.environ)}.{name}")
+        try:
+            result = original(model, part, *args, **kwargs)
+            os.replace(part, path)
+        finally:
+            if os.path.exists(part):
+                os.remove(part)
+        return result
+
+    return save
