@@ -17,6 +17,7 @@ from ..support.system_calls import needs_system_calls
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
+hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.keras import equal_weights, fit_checks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
@@ -602,6 +603,57 @@ def test_uneven_steps_with_two_optimizers(rank: int, size: int) -> None:
     fit(model, rank, rows=rows, epochs=2)
     states = [*model.get_weights(), *(v.numpy() for optimizer in model.both for v in optimizer.variables)]
     assert len(set(everywhere(b"".join(np.asarray(state).tobytes() for state in states)))) == 1
+
+
+class OwnStep(NormAndDense):
+    """Averages the gradients in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def train_step(self, data: Any) -> dict:
+        loss, tape = self.loss_and_tape(data)
+        weights = self.trainable_weights
+        tape = hvd_tf.DistributedGradientTape(tape) if self.way == "tape" else tape
+        gradients = tape.gradient(loss, [w.value for w in weights])
+        if self.way == "allreduce":
+            gradients = hvd_tf.grouped_allreduce(gradients)
+        self.optimizer.apply(gradients, weights)
+        return {"own_loss": loss}
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1)
+
+
+# What fit trains, and what the warning says if each rank trains alone.
+ALONE: dict[str, tuple[Callable[[], Any], str]] = {
+    "forgotten": (lambda: sgd(), "the optimizer of compile() is a SGD, which does not average gradients. Write"),
+    "loss scale": (lambda: keras.optimizers.LossScaleOptimizer(sgd()), "the optimizer of compile() is a LossScaleOpt"),
+    "serialized": (lambda: keras.optimizers.deserialize({"class_name": "SGD", "config": {}}), "is a SGD"),
+    "distributed": (lambda: hvd.DistributedOptimizer(sgd()), ""),
+    "own step": (lambda: OwnStep("none"), "no step has communicated. Give compile() an hvd.DistributedOptimizer, or"),
+    "tape": (lambda: OwnStep("tape"), ""),
+    "allreduce": (lambda: OwnStep("allreduce"), ""),
+    "attributes": (lambda: new_two(), ""),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_ranks_that_train_alone_beside_a_broadcast_are_warned_of(name: str, rank: int,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    make, said = ALONE[name]
+    model = made = make()
+    if isinstance(made, OwnStep):
+        model.compile(sgd(), jit_compile=False)
+    elif isinstance(made, keras.optimizers.Optimizer):
+        model = new_model()
+        model.compile(made, loss="mse", jit_compile=False)
+    fit(model, rank, [BroadcastCallback(0)], epochs=2)
+    texts = [r.getMessage() for r in caplog.records if "EACH RANK TRAINS A MODEL OF ITS OWN" in r.getMessage()]
+    assert len(texts) == (2 if said and rank == 0 else 0)  # and once more at the end
+    assert all(said in text and "has a BroadcastGlobalVariablesCallback: " in text for text in texts)
 
 
 def test_a_model_with_a_plain_optimizer_is_left_alone(rank: int) -> None:
