@@ -17,9 +17,11 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
+from .alone import Alone
 from .fit_optimizers import optimizers_of
 from .metric_means import MetricMeans
 from .momentum import MomentumCorrection
+from .rates import number
 from .row_counts import RowCounts, RowsOfEpoch
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
@@ -29,11 +31,6 @@ Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
 
 
-def _number(value: object) -> float:
-    """A learning rate as a number. A variable of Keras 3.0 has no __float__."""
-    return float(keras.ops.convert_to_numpy(value))
-
-
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
@@ -41,7 +38,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     creates its weights with the first batch; they are broadcast after that batch. So is the state of other optimizers,
     which a model such as a GAN has in public attributes. Normalization layers use the root's statistics then. Random
     states of layers such as Dropout are not broadcast: with keras.utils.set_random_seed(seed + rank()) the ranks drop
-    different units.
+    different units. It logs a warning if the optimizer is not distributed, or the steps of the first epoch do not
+    communicate: then each rank trains alone.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -50,6 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         process_set: The ranks that take part; `root_rank` is one of them. On other ranks it does nothing.
 
     Attributes:
+        local: The variables that are not broadcast.
         first_steps: What checks the first reductions of each optimizer. Those before the broadcast do not count. Set by
             fit.
     """
@@ -60,12 +59,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                  process_set: ProcessSet = global_process_set):
         super().__init__()
         self.root_rank, self._process_set = root_rank, resolved(process_set)
-        self._local = IdentitySet(local_variables or ())
+        self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
+        self._alone = Alone(type(self).__name__, self._process_set)
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
-        self._local.add(variable)
+        self.local.add(variable)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._is_first_batch = True
@@ -73,6 +73,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if optimizer is not None and self.model.built and self.model.trainable_variables and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         self._broadcast(self._variables())
+        self._alone.begin(self.model)
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
@@ -82,10 +83,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             # Only now have all ranks built the other optimizers, which may have been restored on the root alone.
             variables = self._variables(has_begun=True)
             if len(variables) != self._sent:
-                self._broadcast(variables)
+                self._alone.uncounted(lambda: self._broadcast(variables))
         self._is_first_batch = False
         for first_steps in self.first_steps:
             first_steps.is_paused = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._alone.end_epoch()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._alone.end()
 
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """The weights and the state of the optimizer; after the first batch of other optimizers too."""
@@ -93,7 +100,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         found = [*self.model.weights, *(optimizer.variables if optimizer is not None else ())]
         if has_begun:
             found += [v for other in optimizers_of(self.model) for v in other.variables]
-        return [v for v in IdentitySet(found) if v not in self._local]
+        return [v for v in IdentitySet(found) if v not in self.local]
 
     def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)
@@ -221,11 +228,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
-            logs["lr"] = _number(self.model.optimizer.learning_rate)
+            logs["lr"] = number(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
         optimizer = self.model.optimizer
-        old, new = _number(optimizer.learning_rate), self.initial_lr * factor
+        old, new = number(optimizer.learning_rate), self.initial_lr * factor
         optimizer.learning_rate = new
         if self._correction is not None and old:
             self._correction.rate_changed(new / old)
@@ -257,7 +264,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch and epoch == self.end_epoch - 1 and self._verbose and runtime.current().topology.rank == 0:
             print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done, at "
-                  f"{_number(self.model.optimizer.learning_rate):g}.")
+                  f"{number(self.model.optimizer.learning_rate):g}.")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
