@@ -12,6 +12,7 @@ the updated variables.
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.gradients import label_of
 from ...tensorflow.types import OptionalGradient, Tensor
-from .._private import calls_of, strategy_of_optimizer, trained_by
+from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
 from . import step_state
 from .patches import Function, replaces
 
@@ -31,6 +32,32 @@ GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
 _HALVES = (tf.float16, tf.bfloat16)
 _SUM = tf.distribute.ReduceOp.SUM
+
+
+# -- optimizers that were made outside of the scope -------------------------------------------------------------------
+
+
+def _belongs_to(optimizer: Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Let an optimizer work with the strategy of the variables that it trains.
+
+    Keras passes the strategy in whose scope an optimizer was made to the functions that update variables. TensorFlow's
+    MirroredStrategy ignores that, and passes itself.
+    """
+    if isinstance(strategy, MPIStrategy) and not isinstance(strategy_of_optimizer(optimizer), MPIStrategy):
+        set_strategy_of_optimizer(optimizer, strategy)
+
+
+@replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots")
+def add_variable_from_reference(original: Function, self: Optimizer, reference_variable: keras.Variable | tf.Variable,
+                                *args: Any, **kwargs: Any) -> keras.Variable:
+    variable = getattr(reference_variable, "value", reference_variable)
+    strategy = getattr(variable, "distribute_strategy", None)
+    if not isinstance(strategy, MPIStrategy):
+        return original(self, reference_variable, *args, **kwargs)
+    _belongs_to(self, strategy)
+    # In a replica it is in the scope already, which cannot be entered there again.
+    with contextlib.nullcontext() if tf.distribute.get_strategy() is strategy else strategy.scope():
+        return original(self, reference_variable, *args, **kwargs)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -151,6 +178,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
           trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
     grads = list(grads)
     variables = None if trainable_variables is None else list(trainable_variables)
+    _belongs_to(self, tf.distribute.get_strategy())
     result = original(self, grads, variables)
     slots = slots_of(self)
     if slots is None or not grads:
