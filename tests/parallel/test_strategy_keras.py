@@ -17,7 +17,8 @@ import mpistrat.keras  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
-from ..features.keras_training import BATCH, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
+from ..features.keras_steps import OwnStep  # noqa: E402
+from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 
@@ -195,6 +196,41 @@ def test_on_batch_takes_the_rows_of_a_rank(strategy: MPIStrategy, rank: int, siz
     assert_close(model.test_on_batch(x[own], y[own]), reference.test_on_batch(x, y), 1e-5)
     assert_close([model.predict_on_batch(x[own])], [reference.predict_on_batch(x)], 1e-5)
     assert_equal_on_all_ranks(model.get_weights())
+
+
+class ReportsLosses(keras.Sequential):
+    """Its train_step keeps means of what Keras has computed, and returns some of it."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((COLUMNS,)), *dense()])
+        self.mean, self.of_function = keras.metrics.Mean("mean"), keras.metrics.Mean("of_function")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        self.mean.update_state(loss)
+        self.of_function.update_state(keras.losses.MeanAbsoluteError()(y, predicted))
+        return {"own": loss, "mean": self.mean.result(), "of_function": self.of_function.result()}
+
+
+UNEVEN: dict[str, Callable[[], Any]] = {
+    "synchronized": lambda: compiled(lambda: sequential(keras.layers.BatchNormalization(synchronized=True))),
+    "our layer": lambda: compiled(lambda: sequential(mpistrat.keras.SyncBatchNormalization())),
+    "accumulated": lambda: compiled(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
+    "losses of a step": lambda: compiled(ReportsLosses, metrics=()),
+    "NaN without rows": lambda: compiled(lambda: OwnStep([keras.Input((COLUMNS,)), *dense()]), metrics=(),
+                                         optimizer=lambda: keras.optimizers.LossScaleOptimizer(sgd(), 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrategy, kind: str, rank: int) -> None:
+    """Batches of 13 rows, and one of a single row, which some rank has not."""
+    model, reference = both(strategy, rank, UNEVEN[kind])
+    fit_both(strategy, model, reference, rows=27, batch_size=13)
 
 
 def test_a_callback_of_one_rank_sees_the_logs_of_all(strategy: MPIStrategy, rank: int) -> None:

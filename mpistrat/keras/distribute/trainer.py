@@ -19,11 +19,13 @@ from ...tensorflow._private import spec_of_replica
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
-from ...tensorflow.types import Structure
-from .._private import GeneratorDataAdapter, create_anew, element_spec
+from ...tensorflow.identity import IdentitySet
+from ...tensorflow.types import Structure, TensorLike
+from .._private import GeneratorDataAdapter, all_layers, create_anew, element_spec
 from .._private import trainer as keras_trainer
 from ..optimizer_parts import distributed_in
 from ..running_statistics import average, running_statistics
+from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
 from .patches import Function, replaces
 from .step_state import state, strategy_here, strategy_of
@@ -37,7 +39,7 @@ Trainer = keras_trainer.TensorFlowTrainer
 
 
 @replaces(keras_trainer.base_trainer.Trainer, "compile", "optimizer and metrics would not be the strategy's")
-def compile(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> None:
+def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
     strategy = strategy_of(self)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         original(self, *args, **kwargs)
@@ -68,7 +70,8 @@ def make_function(original: Function, self: keras.Model, step_function: Function
 
     def step(data: object) -> object:
         with step_state.step_of(self, data, logs_may_differ):
-            return tf.nest.map_structure(_as_tensor, _keep_statistics_without_rows(self, lambda: step_function(data)))
+            logs = _keep_statistics_without_rows(self, lambda: step_function(data))
+            return tf.nest.map_structure(_as_tensor if logs_may_differ else _weighted, logs)
 
     function = original(self, step)
 
@@ -90,6 +93,14 @@ def _has_keras_own_steps(model: keras.Model) -> bool:
 def _as_tensor(log: object) -> object:
     """A log as a tensor; `result()` of a metric may be its state variable, which each replica reads for itself."""
     return tf.convert_to_tensor(log) if isinstance(log, keras.Variable | tf.Variable | float | int) else log
+
+
+def _weighted(log: object) -> object:
+    """As _as_tensor, but a scalar is weighted such that the ranks' mean is that over the rows."""
+    log = _as_tensor(step_state.unscaled(log))
+    if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
+        return log
+    return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
 
 
 def _warn_of_model_outside(model: keras.Model) -> None:
@@ -116,6 +127,47 @@ def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
     if not may_differ or not all(log.dtype.is_floating for log in tf.nest.flatten(logs)):
         return reduced()
     return tf.cond(step_state.flag("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, logs))
+
+
+# -- losses and means that the user's own steps report ----------------------------------------------------------------
+
+
+@replaces(keras_trainer.loss_module, "scale_loss_for_distribution",
+          "a mean of losses that a step of the user's keeps would be divided by the number of ranks")
+def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
+    loss = original(value)
+    if state.weight is not None and loss is not value:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses")
+def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
+    loss = original(self, *args, **kwargs)
+    if state.weight is not None and strategy_here() is not None:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows")
+def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
+                sample_weight: TensorLike | None = None) -> object:
+    values = step_state.unscaled(values)
+    if state.weight is not None and sample_weight is None and strategy_here() is not None \
+            and isinstance(values, tf.Tensor) and values.shape.rank == 0:
+        values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
+        sample_weight = step_state.share()
+    return original(self, values, sample_weight)
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
+          "a metric among other logs of a step of the user's would be the mean of those of the ranks")
+def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> object:
+    found = original(self, logs)
+    if strategy_of(self) is None or found is not logs or not isinstance(logs, dict):
+        return found
+    metrics = self.get_metrics_result()
+    return {name: metrics.get(name, log) for name, log in logs.items()}
 
 
 # -- input ------------------------------------------------------------------------------------------------------------
@@ -196,8 +248,10 @@ def average_statistics(model: keras.Model) -> None:
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
-    """Run a step. On a rank without rows the running statistics keep their values."""
-    variables = running_statistics(model) if state.rows is not None else []
+    """Run a step. On a rank without rows the running statistics of its rows keep their values."""
+    of_all_ranks = IdentitySet(variable for layer in all_layers(model) if _is_synchronized(layer)
+                               for variable in layer.variables)
+    variables = [v for v in running_statistics(model) if v not in of_all_ranks] if state.rows is not None else []
     if not variables:
         return step()
     before = [tf.identity(v.value) for v in variables]
@@ -210,3 +264,8 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
     tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
     return outputs
+
+
+def _is_synchronized(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's statistics are those of all ranks' rows."""
+    return getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization)
