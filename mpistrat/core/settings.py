@@ -58,8 +58,8 @@ class Settings:
         "ended. By default it ends within seconds, with the processes that it started.")
     consistency_check_disable: bool = _setting(
         "CONSISTENCY_CHECK_DISABLE", False, "1: do not check that the ranks train the same weights, not all on the "
-        "same data, and in fit with as many steps and the same callbacks; and do not average the metrics that "
-        "callbacks such as EarlyStopping read.")
+        "same data, and in fit with as many steps, the same callbacks and learning rates; and do not average the "
+        "metrics that callbacks such as EarlyStopping read.")
     join_average: str = _setting(
         "JOIN_AVERAGE", "active", "What an average divides by while some ranks have called join(). active: the number "
         "of ranks that give a tensor. all: the number of all ranks, as in Horovod.", choices=("active", "all"))

@@ -21,6 +21,7 @@ from ..tensorflow.types import Variable
 from ._private import all_layers
 from .fit_optimizers import optimizers_of
 from .momentum import MomentumCorrection
+from .rates import number
 from .row_counts import RowCounts, RowsOfEpoch, weighted_means
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
@@ -28,11 +29,6 @@ __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningR
 
 Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
-
-
-def _number(value: object) -> float:
-    """A learning rate as a number. A variable of Keras 3.0 has no __float__."""
-    return float(keras.ops.convert_to_numpy(value))
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -50,6 +46,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         process_set: The ranks that take part; `root_rank` is one of them. On other ranks it does nothing.
 
     Attributes:
+        local: The variables that are not broadcast.
         first_steps: What checks the first reductions of each optimizer. Those before the broadcast do not count. Set by
             fit.
     """
@@ -60,12 +57,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                  process_set: ProcessSet = global_process_set):
         super().__init__()
         self.root_rank, self._process_set = root_rank, resolved(process_set)
-        self._local = IdentitySet(local_variables or ())
+        self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
-        self._local.add(variable)
+        self.local.add(variable)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._is_first_batch = True
@@ -93,7 +90,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         found = [*self.model.weights, *(optimizer.variables if optimizer is not None else ())]
         if has_begun:
             found += [v for other in optimizers_of(self.model) for v in other.variables]
-        return [v for v in IdentitySet(found) if v not in self._local]
+        return [v for v in IdentitySet(found) if v not in self.local]
 
     def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)
@@ -222,11 +219,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
-            logs["lr"] = _number(self.model.optimizer.learning_rate)
+            logs["lr"] = number(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
         optimizer = self.model.optimizer
-        old, new = _number(optimizer.learning_rate), self.initial_lr * factor
+        old, new = number(optimizer.learning_rate), self.initial_lr * factor
         optimizer.learning_rate = new
         if self._correction is not None and old:
             self._correction.rate_changed(new / old)
@@ -258,7 +255,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch and epoch == self.end_epoch - 1 and self._verbose and runtime.current().topology.rank == 0:
             print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done, at "
-                  f"{_number(self.model.optimizer.learning_rate):g}.")
+                  f"{number(self.model.optimizer.learning_rate):g}.")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

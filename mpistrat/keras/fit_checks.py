@@ -4,7 +4,8 @@ All ranks exchange a few values when training begins, before each further epoch 
 So a rank that stops alone meets the others' exchange, and every rank raises an error that says so. The decisions are
 functions of the values of all ranks, in fit_states.py.
 
-Where the first reductions cannot compare the weights, the ranks exchange digests of them before the first steps, too.
+In the first step of each epoch the ranks compare their learning rates, and where the first reductions cannot compare
+the weights also digests of these. When an epoch ends they compare the weights.
 """
 
 import logging
@@ -19,7 +20,10 @@ from ..core.errors import CollectiveError, MismatchError
 from ..core.topology import rank_list
 from ..tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
 from ..tensorflow.gradients import label_of
+from ..tensorflow.identity import IdentitySet
+from ._private import non_trainable_variables
 from .callbacks import BroadcastGlobalVariablesCallback, Logs
+from .equal_weights import require_equal_weights
 from .fit_optimizers import FitOptimizers
 from .fit_states import (
     COLLECTIVE,
@@ -31,8 +35,11 @@ from .fit_states import (
     means_of,
     problem_at_begin,
     problem_between_epochs,
+    problem_of_rates,
     readers,
+    setters,
 )
+from .rates import rates_of
 from .save_schedules import AverageBeforeSaves, schedules_of
 from .uneven import use_longest_epoch
 
@@ -58,8 +65,9 @@ class FitChecks(Callback):
         super().__init__()
         self._optimizers, self._callbacks, self._rows, self._before_saves = optimizers, callbacks, rows, before_saves
         self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
-        self._averages_metrics = self._has_warned = self._names_steps = self._differed = False
-        self._steps_to_compare = 0
+        self._averages_metrics = self._has_warned = self._names_steps = self._compares_rates = False
+        self._weights_to_compare = 0  # in so many steps
+        self._differed: set[str] = set()  # what differed in the latest step that was compared
         self._epochs: int | None = None
         self._batches = 0
 
@@ -87,7 +95,7 @@ class FitChecks(Callback):
             warn_of_equal_data("fit got the same rows on all of them")
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._joins:
-            self._steps_to_compare = _COMPARED_STEPS
+            self._weights_to_compare = _COMPARED_STEPS
         if self._before_saves is not None and not self._joins:
             self._before_saves.schedules = [schedule for begin in begins for schedule in begin.saves]
         self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
@@ -99,13 +107,12 @@ class FitChecks(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Raises MismatchError on every rank, when some rank is elsewhere."""
         self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
-        self._epochs, self._batches = epoch, 0
+        self._epochs, self._batches, self._compares_rates = epoch, 0, True
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, when the ranks train different weights."""
-        if self._steps_to_compare:
-            self._steps_to_compare -= 1
-            self._compare_weights(batch)
+        """Raises MismatchError on every rank, when the ranks train different weights, or with different rates."""
+        if self._weights_to_compare or self._compares_rates:
+            self._compare(batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._batches = batch + 1
@@ -118,6 +125,7 @@ class FitChecks(Callback):
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
         elif self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
             self._require_ended(f"stopped within epoch {self._epochs}")
+        self._require_equal_weights()
         if self._averages_metrics:
             self._average({} if logs is None else logs)
 
@@ -147,20 +155,36 @@ class FitChecks(Callback):
             raise MismatchError(f"fit{self._numbering()}: {problem}")
         return states
 
-    def _compare_weights(self, batch: int) -> None:
-        """Raise MismatchError if the weights differ before two steps. The first batch may create or broadcast them."""
-        variables = self._optimizers.shared(self.model.trainable_variables)
+    def _compare(self, batch: int) -> None:
+        """Raise MismatchError if weights or rates differ before two steps. They may be broadcast after the first."""
+        variables = self._optimizers.shared(self.model.trainable_variables) if self._weights_to_compare else []
         states: list[Step] = self._require_together(
-            Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables))))
-        if not all(state.weights for state in states):
-            return
-        digests = [[b"", *state.weights] for state in states]
-        if differing(digests) and self._differed:
-            ranks = self._process_set.group(self._name).topology.job_ranks
-            raise MismatchError(describe_weights([label_of(v) for v in variables], digests, ranks))
-        self._differed = bool(differing(digests))
-        if not self._differed:
-            self._steps_to_compare = 0
+            Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
+                 rates_of(self._optimizers.parts), setters(self._callbacks)))
+        problems = {}
+        if self._weights_to_compare:
+            self._weights_to_compare -= 1
+            digests = [[b"", *state.weights] for state in states]
+            if differing(digests):
+                ranks = self._process_set.group(self._name).topology.job_ranks
+                problems["weights"] = describe_weights([label_of(v) for v in variables], digests, ranks)
+            elif all(state.weights for state in states):
+                self._weights_to_compare = 0
+        # With "join" a rank without batches is missing.
+        rates = problem_of_rates(states) if len(states) == self._process_set.size() else ""
+        if rates:
+            problems["rates"] = f"fit{self._numbering()}: in epoch {states[0].epochs + 1} {rates}"
+        for kind, problem in problems.items():
+            if kind in self._differed:
+                raise MismatchError(problem)
+        self._differed, self._compares_rates = set(problems), bool(rates)
+
+    def _require_equal_weights(self) -> None:
+        """Raise MismatchError if weights differ that are the same on all ranks in a right program."""
+        own = IdentitySet([*non_trainable_variables(self.model), *(
+            v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
+        require_equal_weights(self._optimizers.shared([v for v in self.model.weights if v not in own]),
+                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set)
 
     def _require_ended(self, what: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.

@@ -23,6 +23,7 @@ class FitOptimizers:
     Args:
         optimizers: At least one. The first, which is the same on all ranks, gives the name and the process set. Those
             of other process sets are left out: fit neither checks them nor averages statistics for them.
+        wholes: The optimizers of the model that these are, or are in.
 
     Attributes:
         name: Begins the names of collectives.
@@ -33,11 +34,13 @@ class FitOptimizers:
         accumulates: Whether gradients are accumulated.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]):
+    def __init__(self, optimizers: Sequence[Optimizer], wholes: Iterable[Optimizer]):
         first: GradientReducer = optimizers[0]._mpistrat_reducer
         self.name, self.process_set = first.name, first.process_set
         number = self.process_set.process_set_id
         self._optimizers = [o for o in optimizers if o._mpistrat_reducer.process_set.process_set_id == number]
+        self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
+        self._wholes = list(wholes)
         self.reducers: list[GradientReducer] = [o._mpistrat_reducer for o in self._optimizers]
         self.averages_statistics = all(o._mpistrat_averages_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat_joins for o in self._optimizers)
@@ -55,22 +58,36 @@ class FitOptimizers:
                    for reducer in self.reducers)
 
     @property
+    def parts(self) -> list[Optimizer]:
+        """The optimizers, those in them and those around them, in the same order on all ranks."""
+        return list(IdentitySet(part for optimizer in self._optimizers for whole in self._wholes
+                                if optimizer in IdentitySet(parts_of(whole)) for part in parts_of(whole)))
+
+    @property
     def variables(self) -> list[keras.Variable]:
         """The state of the optimizers."""
         return [variable for optimizer in self._optimizers for variable in optimizer.variables]
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Those of the variables that are not local to each rank. An optimizer's state of a local variable is local."""
+        """Those of the variables that are neither local to each rank nor trained in another process set.
+
+        An optimizer's state of a local variable is local.
+        """
         local = IdentitySet(slot for optimizer, reducer in zip(self._optimizers, self.reducers, strict=True)
                             for slot in _local_slots(optimizer, reducer))
-        return [v for v in variables if v not in local and not any(reducer.is_local(v) for reducer in self.reducers)]
+        elsewhere = IdentitySet(v for optimizer in self._elsewhere for part in parts_of(optimizer)
+                                for v in trained_by(part))
+        return [v for v in variables if v not in local and v not in elsewhere
+                and not any(reducer.is_local(v) for reducer in self.reducers)]
 
 
 def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
     """The distributed optimizers of a model, if it has any: those of `compile`, then those in its attributes."""
-    of_all = (distributed for optimizer in optimizers_of(model) for distributed in distributed_in(optimizer))
-    found = _by_name(distributed_in(getattr(model, "optimizer", None))) | _by_name(of_all)
-    return FitOptimizers(list(found.values())) if found else None
+    compiled, attributes = getattr(model, "optimizer", None), list(optimizers_of(model))
+    of_all = (distributed for optimizer in attributes for distributed in distributed_in(optimizer))
+    found = _by_name(distributed_in(compiled)) | _by_name(of_all)
+    wholes = attributes if compiled is None else [compiled, *attributes]
+    return FitOptimizers(list(found.values()), wholes) if found else None
 
 
 def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:

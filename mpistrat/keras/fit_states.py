@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from keras.callbacks import Callback, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau
 
 from ..core.topology import describe_by_rank, rank_list
-from .callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from .callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
+from .rates import are_equal
 from .save_schedules import SaveSchedule
 
 # They communicate, so all ranks must have them.
@@ -72,17 +73,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank before one of the first steps.
+    """One rank before one of the first steps of an epoch.
 
     Attributes:
         epochs: How many epochs are behind it.
         step: The number of the step in its epoch, from 1.
-        weights: The digest of each weight that is trained; () before the weights exist.
+        weights: The digest of each weight that is trained; () before the weights exist, or if they are not compared.
+        rates: What the optimizers multiply by, with labels.
+        setters: The classes of callbacks that may set a learning rate.
     """
 
     epochs: int
     step: int
-    weights: tuple[bytes, ...]
+    weights: tuple[bytes, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
+    setters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"begin step {self.step} of epoch {self.epochs + 1}"
@@ -101,6 +106,32 @@ def readers(callbacks: Sequence[Callback]) -> list[str]:
                 isinstance(callback, ModelCheckpoint) and callback.save_best_only):
             found.append(type(callback).__name__)
     return found
+
+
+def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
+    """The classes of the callbacks that set learning rates, and of those of the user, which may do so."""
+    known = (LearningRateScheduler, ReduceLROnPlateau, LearningRateScheduleCallback)
+    return tuple(sorted({type(c).__name__ for c in callbacks if isinstance(c, known)
+                         or type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")}))
+
+
+def problem_of_rates(steps: Sequence[Step]) -> str:
+    """Which number of the optimizers the ranks have different values of, with the way out; "" if none."""
+    if len({len(step.rates) for step in steps}) > 1:
+        return ""
+    for of_ranks in zip(*(step.rates for step in steps), strict=True):
+        label, values = of_ranks[0][0], [value for _, value in of_ranks]
+        if not all(are_equal(value, values[0]) for value in values):
+            some = {name: where for name in sorted({name for step in steps for name in step.setters})
+                    if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
+            advice = " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
+                              for name, where in some.items())
+            advice = advice or ("Compute it from what is equal on all ranks: not from rank() or from this rank's rows; "
+                                "and give all ranks the same callbacks, after an "
+                                "hvd.callbacks.MetricAverageCallback() if they read metrics.")
+            found = describe_by_rank([f"{value:.6g}" for value in values])
+            return f"the ranks have different values of the {label}: {found}. Their weights would drift apart. {advice}"
+    return ""
 
 
 def means_of(metrics: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, list[int]]]:

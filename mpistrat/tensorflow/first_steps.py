@@ -185,8 +185,8 @@ def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
     return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
 
 
-def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
-    """The error of ranks that train different weights.
+def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
+    """Which variables differ, and among which ranks. At least one does.
 
     Args:
         labels: What users call the variables.
@@ -201,7 +201,12 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
     more = f"; and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
     where = "; ".join(listed[:MOST_LISTED]) + more
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
-    return (f"the ranks train different weights: the values of {labels[different[0]]} differ among ranks {where}.{more}"
+    return f"the values of {labels[different[0]]} differ among ranks {where}.{more}"
+
+
+def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
+    """The error of ranks that train different weights. The arguments are those of describe_differing."""
+    return (f"the ranks train different weights: {describe_differing(labels, digests, ranks_of)}"
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
             "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own. A "
             "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "

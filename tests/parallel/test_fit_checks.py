@@ -18,7 +18,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.fit_checks import FitChecks  # noqa: E402
+from mpistrat.keras import equal_weights, fit_checks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
@@ -169,14 +169,14 @@ def test_with_weight_decay_a_forgotten_broadcast_is_an_error_on_every_rank(optim
 def test_with_weight_decay_weights_that_are_broadcast_are_compared_in_the_first_steps_only(
         kind: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    original = FitChecks._compare_weights
-    monkeypatch.setattr(FitChecks, "_compare_weights",
-                        lambda self, batch: (compared.append(batch), original(self, batch)))
+    original = fit_checks.digests_of_weights
+    monkeypatch.setattr(fit_checks, "digests_of_weights",
+                        lambda variables: (compared.append(len(variables)), original(variables))[1])
     model = different(rank, kind)
     fit(model, rank, [BroadcastCallback(0)], epochs=2)
-    assert compared == ([0] if kind == "input" else [0, 1])
     fit(model, rank)
-    assert compared == ([0] if kind == "input" else [0, 1])
+    # Then only the rates are compared, in the first step of each epoch.
+    assert compared == ([4, 0, 0] if kind == "input" else [0, 4, 0, 0])
     assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
 
 
@@ -202,6 +202,93 @@ def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_the
     texts = [r.getMessage() for r in caplog.records if "all ranks train on the same data" in r.getMessage()]
     assert len(texts) == (1 if is_same and rank == 0 else 0)
     assert all("fit got the same rows on all of them" in text for text in texts)
+
+
+def plateau(**arguments: Any) -> Any:
+    return keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1e9, **arguments)
+
+
+def by_rank(rank: int) -> Any:
+    return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch > rank else 1.0))
+
+
+# The callbacks of a rank, the epoch in which the rates differ, and what the error advises.
+RATES_THAT_DIFFER = {
+    "plateau on one rank": (lambda rank: [] if rank else [plateau()], 3, "have a ReduceLROnPlateau: give it to"),
+    "scheduler on one rank": (lambda rank: [] if rank else [by_rank(0)], 2, "have a LearningRateScheduler: give it to"),
+    "by the rank": (lambda rank: [by_rank(rank)], 2, "from what is equal on all ranks: not from rank()"),
+}
+
+
+@pytest.mark.parametrize("name", RATES_THAT_DIFFER)
+def test_learning_rates_that_differ_are_an_error_on_every_rank(name: str, rank: int, size: int) -> None:
+    callbacks, epoch, advice = RATES_THAT_DIFFER[name]
+    model, keep = new_model(), Keep()
+    with pytest.raises(mpistrat.MismatchError) as caught:
+        fit(model, rank, [keep, *callbacks(rank)], epochs=5)
+    text = str(caught.value)
+    assert f"fit: in epoch {epoch} the ranks have different values of the learning_rate of SGD: 0.0" in text
+    assert "0.1 on ranks [1" in text
+    assert advice in text
+    assert len(keep.logs) == epoch - 1
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size  # The engine goes on.
+
+
+def test_other_arguments_of_the_optimizers_that_differ_are_an_error_too(rank: int) -> None:
+    model = new_model()
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5 + 0.1 * rank))
+    model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0), loss="mse", jit_compile=False)
+    with pytest.raises(mpistrat.MismatchError, match=r"momentum of SGD: 0.5 on ranks \[0\]; 0.6 on ranks \[1"):
+        fit(model, rank)
+
+
+def test_a_rate_that_is_broadcast_after_it_was_set_on_one_rank_is_right(rank: int) -> None:
+    class Share(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                hvd.broadcast_variables([self.model.optimizer.learning_rate], 0)
+
+    model = new_model()
+    fit(model, rank, [*([] if rank else [by_rank(0)]), Share()], epochs=3)
+    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
+
+
+class Change(keras.callbacks.Callback):
+    """Multiplies a weight of the model after the second batch."""
+
+    def __init__(self, name: str, factor: float):
+        super().__init__()
+        self.name, self.factor = name, factor
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            weight, = (w for w in self.model.weights if w.path.endswith(self.name))
+            weight.assign(weight * self.factor)
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(trainable: bool, rank: int,
+                                                                           size: int) -> None:
+    model, keep = new_model(), Keep()
+    model.layers[1].trainable = trainable
+    with pytest.raises(mpistrat.MismatchError, match="fit: at the end of epoch 1 the ranks have different w") as caught:
+        fit(model, rank, [keep, *([] if rank else [Change("kernel", 1.01)])], epochs=2)
+    assert f"/kernel differ among ranks [0]; {list(range(1, size))}." in str(caught.value)
+    assert not keep.logs  # No callback of the user saves such a model.
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size
+
+
+def test_weights_that_differ_by_rounding_are_a_warning(rank: int, monkeypatch: pytest.MonkeyPatch,
+                                                       caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(equal_weights, "_has_warned", False)
+    fit(new_model(), rank, [] if rank else [Change("kernel", 1 + 1e-6)], epochs=3)
+    texts = [r.getMessage() for r in caplog.records if "differ by rounding" in r.getMessage()]
+    assert len(texts) == (0 if rank else 1)
+
+
+def test_a_weight_that_is_not_a_number_on_one_rank_is_no_rounding(rank: int) -> None:
+    with pytest.raises(mpistrat.MismatchError, match="at the end of epoch 1 the ranks have different weights"):
+        fit(new_model(), rank, [] if rank else [Change("gamma", float("nan"))])
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

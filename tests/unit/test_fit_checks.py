@@ -9,6 +9,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
+from mpistrat.keras.equal_weights import digest_of  # noqa: E402
 from mpistrat.keras.fit_optimizers import fit_optimizers_of  # noqa: E402
 from mpistrat.keras.fit_states import (  # noqa: E402
     Begin,
@@ -18,9 +19,12 @@ from mpistrat.keras.fit_states import (  # noqa: E402
     means_of,
     problem_at_begin,
     problem_between_epochs,
+    problem_of_rates,
     readers,
+    setters,
 )
 from mpistrat.keras.input_rows import digest_of_rows  # noqa: E402
+from mpistrat.keras.rates import rates_of  # noqa: E402
 from mpistrat.keras.save_schedules import SaveSchedule  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
@@ -76,6 +80,60 @@ def test_ranks_that_are_not_together_are_named(states: list, said: str, advice: 
     problem = problem_between_epochs(states)
     assert said in problem
     assert advice in problem
+
+
+def step(rate: float, *names: str) -> Step:
+    return Step(1, 1, (), (("learning_rate of SGD", rate), ("momentum of SGD", 0.5)), names)
+
+
+def test_rates_are_compared_by_what_processors_may_round() -> None:
+    assert problem_of_rates([step(0.1), step(0.1 * (1 + 1e-7))]) == ""
+    assert problem_of_rates([step(float("nan")), step(float("nan"))]) == ""
+    assert problem_of_rates([step(0.1), Step(1, 1)]) == ""  # Rates that not all ranks know are not compared.
+    assert "learning_rate of SGD: 0.1 on ranks [0, 2]; 0.1001 on ranks [1]. Their weights" in problem_of_rates(
+        [step(0.1), step(0.1001), step(0.1)])
+
+
+def test_callbacks_that_may_set_a_rate_on_some_ranks_only_are_named() -> None:
+    class Mine(keras.callbacks.Callback):
+        pass
+
+    found = setters([keras.callbacks.ReduceLROnPlateau(), Mine(), keras.callbacks.CSVLogger("a.csv")])
+    assert found == ("Mine", "ReduceLROnPlateau")
+    text = problem_of_rates([step(0.1, *found), step(0.2, "Mine"), step(0.1, "Mine")])
+    assert text.endswith("Only ranks [0] have a ReduceLROnPlateau: give it to the callbacks of all ranks.")
+
+
+def test_rates_are_those_of_all_parts_of_an_optimizer() -> None:
+    class Own(keras.optimizers.SGD):
+        def __init__(self, pull: float, **arguments: float):
+            super().__init__(**arguments)
+            self.pull = pull
+
+    own = keras.optimizers.LossScaleOptimizer(Own(0.25, learning_rate=0.5, weight_decay=0.125), initial_scale=8.0)
+    own.build([keras.Variable([1.0])])
+    found = dict(rates_of([own, own.inner_optimizer]))
+    assert found["pull of Own"] == 0.25
+    assert found["learning_rate of Own"] == 0.5
+    assert found["weight_decay of Own"] == 0.125
+    assert found["dynamic_scale of LossScaleOptimizer"] == 8.0
+    assert "learning_rate of LossScaleOptimizer" not in found
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    assert dict(rates_of([keras.optimizers.SGD(schedule)]))["learning_rate of SGD"] == 0.5
+    assert "learning_rate of SGD" not in dict(rates_of([keras.optimizers.SGD(lambda *_: 0.5)]))
+
+
+LARGE = np.arange(3000.0)
+
+
+@pytest.mark.parametrize("other", [
+    np.where(LARGE == 7, -7.0, LARGE), np.where(LARGE == 2999, -7.0, LARGE), LARGE.astype("f"), LARGE.reshape(2, -1),
+    LARGE[::-1], LARGE[:2999], np.where(LARGE == 0, -0.0, LARGE)],
+    ids=["first rows", "the rest", "dtype", "shape", "order", "fewer", "a bit"])
+def test_a_digest_of_weights_tells_them_apart(other: np.ndarray) -> None:
+    assert digest_of(other) != digest_of(LARGE) == digest_of(LARGE.copy())
+    assert digest_of(np.array(1.0)) != digest_of(np.array(2.0))
+    assert digest_of(np.empty((0, 3))) != digest_of(np.empty((0, 2)))
 
 
 def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:

@@ -1,0 +1,55 @@
+"""The numbers of an optimizer that must be equal on all ranks: learning rate, weight decay, loss scale, momentum.
+
+Called by what mpistrat adds to fit; local.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable
+
+import keras
+from keras.optimizers import Optimizer
+from keras.optimizers.schedules import LearningRateSchedule
+
+from ._private import objects_given_to
+from .optimizer_parts import passes_on
+
+# A schedule is computed on each rank, and processors may round differently.
+_RELATIVE = 1e-5
+
+
+def number(value: object) -> float:
+    """A number or a variable as a number. A variable of Keras 3.0 has no __float__."""
+    return float(keras.ops.convert_to_numpy(value))
+
+
+def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
+    """What the optimizers multiply by now: a label and a value for each number.
+
+    Learning rates that are functions of the user are left out, since a call may have effects.
+
+    Args:
+        optimizers: In the same order on all ranks, each with its parts.
+    """
+    return tuple((f"{name} of {type(optimizer).__name__}", value)
+                 for optimizer in optimizers for name, value in _rates_of_one(optimizer).items())
+
+
+def are_equal(a: float, b: float) -> bool:
+    """Whether two ranks may have computed the same number. NaN equals NaN."""
+    return math.isclose(a, b, rel_tol=_RELATIVE) or (math.isnan(a) and math.isnan(b))
+
+
+def _rates_of_one(optimizer: Optimizer) -> dict[str, float]:
+    found = {}
+    if not passes_on(optimizer) and isinstance(objects_given_to(optimizer).get("learning_rate", 0.0),
+                                               float | LearningRateSchedule):
+        found["learning_rate"] = number(optimizer.learning_rate)
+    arguments = {name for cls in type(optimizer).__mro__ if "__init__" in vars(cls)
+                 for name in inspect.signature(vars(cls)["__init__"]).parameters}
+    for name in sorted(arguments):
+        value = vars(optimizer).get(name)
+        if isinstance(value, int | float):
+            found[name] = float(value)
+    scale = getattr(optimizer, "dynamic_scale", None)
+    return found if scale is None else found | {"dynamic_scale": number(scale)}
