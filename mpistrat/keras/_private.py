@@ -185,6 +185,17 @@ def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> tf.distribut
     return _required(optimizer, "_distribution_strategy")
 
 
+def set_strategy_of_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Make an optimizer one of another strategy."""
+    _required(optimizer, "_distribution_strategy")
+    optimizer._distribution_strategy = strategy
+
+
+def create_anew(variable: keras.Variable) -> None:
+    """Give a variable a new tf.Variable with its value, made in the current scope."""
+    _required(variable, "_initialize")(tf.convert_to_tensor(variable))
+
+
 def element_spec(iterator: object) -> Any:
     """The element_spec of the distributed dataset that Keras' iterator of an epoch reads."""
     return _required(iterator, "_distributed_dataset").element_spec
@@ -251,8 +262,8 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
 
 
 __all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
-           "config_without", "decay_exclusions_of", "element_spec", "epoch_after_backup",
+           "config_without", "create_anew", "decay_exclusions_of", "element_spec", "epoch_after_backup",
            "goes_on_after_backup", "is_older_than", "legacy_h5_format", "non_trainable_variables", "objects_given_to",
            "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_functions", "saving_lib",
-           "serialise_as", "set_epoch_after_backup", "strategy_of_optimizer", "strategy_unsupported", "trained_by",
-           "trainer"]
+           "serialise_as", "set_epoch_after_backup", "set_strategy_of_optimizer", "strategy_of_optimizer",
+           "strategy_unsupported", "trained_by", "trainer"]

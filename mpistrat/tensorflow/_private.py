@@ -161,7 +161,9 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def spec_of_replica(spec: Any) -> tf.TypeSpec:
-    """The spec of this replica's value, of the spec of a distributed value."""
+    """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
+    if isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec):
+        return spec
     return _required(spec, "_value_specs")[0]
 
 

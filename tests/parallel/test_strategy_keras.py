@@ -17,7 +17,8 @@ import mpistrat.keras  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
-from ..features.keras_training import BATCH, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
+from ..features.keras_steps import OwnStep  # noqa: E402
+from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 
@@ -67,6 +68,110 @@ def test_a_model_outside_of_the_scope_is_warned_of(strategy: MPIStrategy, rank: 
         model.fit(*global_data(24), batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.parametrize("optimizer", [lambda: "adam", lambda: keras.optimizers.SGD(0.1), sgd],
+                         ids=["name", "SGD", "with slots"])
+def test_compile_outside_of_the_scope(strategy: MPIStrategy, optimizer: Callable, rank: int) -> None:
+    """As with MirroredStrategy. The metric, whose variables exist already, is one that all ranks have too."""
+    with strategy.scope():
+        model = sequential()
+    reference = sequential()
+    reference.set_weights(model.get_weights())
+    for m in (model, reference):
+        m.compile(optimizer(), "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+    fit_both(strategy, model, reference, rows=61)
+    assert_equal_on_all_ranks(model.optimizer.variables)
+
+
+def test_an_optimizer_that_is_made_outside_of_the_scope_applies_gradients_in_a_loop(strategy: MPIStrategy,
+                                                                                    size: int) -> None:
+    optimizer = sgd()
+    with strategy.scope():
+        variable = keras.Variable(np.ones(3, np.float32))
+
+    def step(gradient: Any) -> None:
+        optimizer.apply([gradient], [variable])
+
+    strategy.run(tf.function(step), args=(tf.ones(3),))
+    assert_close([variable], [np.full(3, 1 - 0.1 * size)])
+
+
+class CountOfRows(keras.metrics.Metric):
+    """The number of rows. Its result is its state, as in Keras' documentation."""
+
+    def __init__(self, dtype: str):
+        super().__init__(name="rows")
+        self.count = self.add_variable((), "zeros", dtype=dtype)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(tf.cast(tf.shape(y_true)[0], self.count.dtype))
+
+    def result(self) -> Any:
+        return self.count
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, dtype: str, rank: int) -> None:
+    model, reference = both(strategy, rank, lambda: compiled(metrics=(CountOfRows(dtype),)))
+    fit_both(strategy, model, reference, rows=61)
+
+
+class Pair(keras.Model):
+    """Two models that a train_step trains, and no call(). The second is built by the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = sequential(keras.layers.BatchNormalization())
+        self.second = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+        self.error = keras.metrics.Mean("error")
+
+    def compile(self, **arguments: Any) -> None:
+        super().compile(**arguments)
+        self.of_first, self.of_second = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            error = tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+            loss = error / tf.distribute.get_strategy().num_replicas_in_sync
+        for optimizer, part in ((self.of_first, self.first), (self.of_second, self.second)):
+            variables = part.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        self.error.update_state(error)
+        return {"error": self.error.result()}
+
+
+def test_a_model_without_a_call_trains(strategy: MPIStrategy, rank: int) -> None:
+    model, reference = both(strategy, rank, Pair)
+    reference.first.set_weights(model.first.get_weights())
+    for m in (model, reference):
+        m.compile()
+    x, y = global_data(60)
+    ours, expected = (m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (model, reference))
+    assert_equal_on_all_ranks(model.get_weights())
+    assert_close(model.get_weights(), reference.get_weights(), 1e-5)
+    assert_close(ours.history["error"], expected.history["error"], 1e-5)
+
+
+def test_a_class_of_keras_trainer_that_is_no_model_trains(strategy: MPIStrategy, rank: int) -> None:
+    """Keras' own tests have such classes."""
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+    class Line(TensorFlowTrainer, keras.layers.Dense):
+        def __init__(self) -> None:
+            keras.layers.Dense.__init__(self, 1)
+            TensorFlowTrainer.__init__(self)
+
+    model, reference = both(strategy, rank, lambda: compiled(Line))
+    x, y = global_data(61)
+    with strategy.scope():
+        model.build(x.shape)
+    reference.build(x.shape)
+    reference.kernel.assign(model.kernel)
+    ours, expected = (m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (model, reference))
+    assert_close([model.kernel], [reference.kernel], 1e-5)
+    assert_close(ours.history["mae"], expected.history["mae"], 1e-5)
+
+
 def test_a_model_outside_of_the_scope_may_be_evaluated(strategy: MPIStrategy, rank: int) -> None:
     model, (x, y) = compiled(), global_data(24)
     with warnings.catch_warnings():
@@ -91,6 +196,41 @@ def test_on_batch_takes_the_rows_of_a_rank(strategy: MPIStrategy, rank: int, siz
     assert_close(model.test_on_batch(x[own], y[own]), reference.test_on_batch(x, y), 1e-5)
     assert_close([model.predict_on_batch(x[own])], [reference.predict_on_batch(x)], 1e-5)
     assert_equal_on_all_ranks(model.get_weights())
+
+
+class ReportsLosses(keras.Sequential):
+    """Its train_step keeps means of what Keras has computed, and returns some of it."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((COLUMNS,)), *dense()])
+        self.mean, self.of_function = keras.metrics.Mean("mean"), keras.metrics.Mean("of_function")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        self.mean.update_state(loss)
+        self.of_function.update_state(keras.losses.MeanAbsoluteError()(y, predicted))
+        return {"own": loss, "mean": self.mean.result(), "of_function": self.of_function.result()}
+
+
+UNEVEN: dict[str, Callable[[], Any]] = {
+    "synchronized": lambda: compiled(lambda: sequential(keras.layers.BatchNormalization(synchronized=True))),
+    "our layer": lambda: compiled(lambda: sequential(mpistrat.keras.SyncBatchNormalization())),
+    "accumulated": lambda: compiled(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
+    "losses of a step": lambda: compiled(ReportsLosses, metrics=()),
+    "NaN without rows": lambda: compiled(lambda: OwnStep([keras.Input((COLUMNS,)), *dense()]), metrics=(),
+                                         optimizer=lambda: keras.optimizers.LossScaleOptimizer(sgd(), 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrategy, kind: str, rank: int) -> None:
+    """Batches of 13 rows, and one of a single row, which some rank has not."""
+    model, reference = both(strategy, rank, UNEVEN[kind])
+    fit_both(strategy, model, reference, rows=27, batch_size=13)
 
 
 def test_a_callback_of_one_rank_sees_the_logs_of_all(strategy: MPIStrategy, rank: int) -> None:

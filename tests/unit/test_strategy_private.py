@@ -63,15 +63,32 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     assert len({(patch.owner, patch.name) for patch in integration.PATCHES}) == len(integration.PATCHES)
 
 
+def test_a_lone_rank_trains_on_every_batch_of_a_generator() -> None:
+    integration = keras_integration()
+    keras = pytest.importorskip("keras")
+    np = pytest.importorskip("numpy")
+
+    def steps() -> int:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", loss="mse")
+        model.fit(((np.ones((2, 2)), np.ones((2, 1))) for _ in range(4)), verbose=0)
+        return int(model.optimizer.iterations.numpy())
+
+    with importlib.import_module("mpistrat.tensorflow").MPIStrategy().scope():
+        in_scope = steps()
+    integration.undo()
+    assert in_scope == steps()
+
+
 @pytest.mark.parametrize("changed", [
     lambda self, step, jit: None, lambda self: None, lambda self, function: None,
 ], ids=["one_more", "one_less", "renamed"])
 def test_a_function_of_keras_with_other_parameters_is_refused(changed: Callable,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     integration = keras_integration()
-    keras = pytest.importorskip("keras")
-    monkeypatch.setattr(keras.Model, "_make_function", changed)
-    text = r"Keras .*: Model\._make_function has the parameters \(self.*\), and not \(self, step_function\)"
+    owner = importlib.import_module("mpistrat.keras._private").trainer.TensorFlowTrainer
+    monkeypatch.setattr(owner, "_make_function", changed)
+    text = r"Keras .*: TensorFlowTrainer\._make_function has the parameters \(self.*\), and not \(self, step_function\)"
     with pytest.raises(mpistrat.MissingDependencyError, match=text):
         integration.apply()
 
@@ -274,6 +291,7 @@ def test_an_attribute_that_tensorflow_lacks_is_named_with_the_versions_that_were
     for use in (lambda: private.state_of_manager(manager), lambda: private.set_state_of_manager(manager, state)):
         with pytest.raises(mpistrat.MissingDependencyError, match=text):
             use()
+    assert private.spec_of_replica(tf.TensorSpec([2])) == tf.TensorSpec([2])
     for use in (private.datasets_of, private.ends_on_all_ranks_together, private.functions_of, private.inputs_of,
                 private.spec_of_replica):
         with pytest.raises(mpistrat.MissingDependencyError, match=r"MPIStrategy does not support .*: object has no"):

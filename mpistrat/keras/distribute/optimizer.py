@@ -3,7 +3,8 @@
 Keras sums the gradients over the ranks and expects each rank to have the same number of rows. Where a global batch does
 not divide evenly (the last one, or fewer rows than ranks) that is not the gradient of the global batch. So each rank's
 gradients are weighted by its number of rows. The numbers are reduced together with the gradients, and when all ranks
-have the usual number nothing is multiplied.
+have the usual number nothing is multiplied. Gradients that are accumulated are weighted in each step, after a
+collective of its own.
 
 With variables="central" the slots (momenta, averages) are on the chief only. Gradients are reduced as in the mirrored
 mode, on all ranks and in the same order. Methods that read or write slots run on the chief only, which then broadcasts
@@ -12,6 +13,7 @@ the updated variables.
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.gradients import label_of
 from ...tensorflow.types import OptionalGradient, Tensor
-from .._private import calls_of, strategy_of_optimizer, trained_by
+from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
 from . import step_state
 from .patches import Function, replaces
 
@@ -31,6 +33,32 @@ GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
 _HALVES = (tf.float16, tf.bfloat16)
 _SUM = tf.distribute.ReduceOp.SUM
+
+
+# -- optimizers that were made outside of the scope -------------------------------------------------------------------
+
+
+def _belongs_to(optimizer: Optimizer, strategy: MPIStrategy) -> None:
+    """Let an optimizer work with the strategy of the variables that it trains.
+
+    Keras passes the strategy in whose scope an optimizer was made to the functions that update variables. TensorFlow's
+    MirroredStrategy ignores that, and passes itself.
+    """
+    if not isinstance(strategy_of_optimizer(optimizer), MPIStrategy):
+        set_strategy_of_optimizer(optimizer, strategy)
+
+
+@replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots")
+def add_variable_from_reference(original: Function, self: Optimizer, reference_variable: keras.Variable | tf.Variable,
+                                *args: object, **kwargs: object) -> keras.Variable:
+    variable = getattr(reference_variable, "value", reference_variable)
+    strategy = getattr(variable, "distribute_strategy", None)
+    if not isinstance(strategy, MPIStrategy):
+        return original(self, reference_variable, *args, **kwargs)
+    _belongs_to(self, strategy)
+    # In a replica it is in the scope already, which cannot be entered there again.
+    with contextlib.nullcontext() if tf.distribute.get_strategy() is strategy else strategy.scope():
+        return original(self, reference_variable, *args, **kwargs)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -74,6 +102,8 @@ def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tenso
     finite = original(self, grads)
     if step_state.strategy_here() is None:
         return finite
+    if step_state.state.rows is not None:
+        finite = tf.logical_or(finite, step_state.state.rows == 0)  # Gradients without rows do not count.
     not_finite = tf.cast(tf.logical_not(finite), tf.int32)
     return collectives.all_reduce([not_finite], _SUM, "finite")[0] == 0
 
@@ -91,14 +121,12 @@ def reduce_gradients(optimizer: Optimizer, gradients: Sequence[Tensor],
         [f"gradient {i}" for i in range(len(gradients))]
     strategy = tf.distribute.get_strategy()
     bucket_bytes = strategy.extended.bucket_bytes()
-    # The sum of several steps' gradients has no single number of rows.
-    if step_state.state.rows is None or optimizer.gradient_accumulation_steps:
+    weight = step_state.state.weight
+    if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
         return collectives.all_reduce(gradients, _SUM, "gradients", labels, bucket_bytes)
-    # Read here and not at the start of the step: this may be in a branch of it.
-    rows, usual = step_state.state.rows, step_state.flag("usual_rows")
-    weight = tf.cast(rows, tf.float32) / tf.cast(usual, tf.float32)
-    weighted = tf.cond(rows == usual, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
+    weighted = tf.cond(weight == 1, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
     *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"], bucket_bytes)
+    step_state.state.total = total
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
     return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
 
@@ -151,6 +179,13 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
           trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
     grads = list(grads)
     variables = None if trainable_variables is None else list(trainable_variables)
+    strategy = step_state.strategy_here()
+    if strategy is not None:
+        _belongs_to(self, strategy)
+        # The sum of several steps' gradients has no single number of rows.
+        if self.gradient_accumulation_steps and step_state.state.weight is not None:
+            factor = step_state.share()
+            grads = [None if gradient is None else _scaled(gradient, factor) for gradient in grads]
     result = original(self, grads, variables)
     slots = slots_of(self)
     if slots is None or not grads:

@@ -5,6 +5,7 @@ unless an MPIStrategy is in use. All were run with Keras 3.10 to 3.15. Called wh
 the modules that register.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def apply() -> None:
 
 
 def _bound(replacement: Function, original: Function) -> Function:
+    @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
     return replaced

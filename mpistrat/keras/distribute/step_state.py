@@ -7,24 +7,38 @@ assigns it with `set_flag`, the compiled step reads it with `flag`.
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
 
-from ...tensorflow.distribute import MPIStrategy
+from ...tensorflow.bridge.differentiable import loss_weighted
+from ...tensorflow.bridge.program_order import captured_in_function
+from ...tensorflow.distribute import MPIStrategy, collectives
+
+T = TypeVar("T")
 
 
 class StepState(threading.local):
     """The state of the step that this thread traces.
 
     Attributes:
-        rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps, and for losses that are
-            no mean over rows.
+        rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps.
+        weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
+            and for losses that are no mean over rows.
+        total: The sum of all ranks' weights, once a collective has told it.
+        scaled: Losses that Keras has divided by the number of ranks.
         logs_may_differ: Whether the ranks may return different logs, which Keras does not use.
     """
 
     rows: tf.Tensor | None = None
+    weight: tf.Tensor | None = None
+    total: tf.Tensor | None = None
+    scaled: list[tf.Tensor]
     logs_may_differ: bool = False
+
+    def __init__(self) -> None:
+        self.scaled = []
 
 
 state = StepState()
@@ -73,12 +87,37 @@ def strategy_of(model: keras.Model | None) -> MPIStrategy | None:
 @contextlib.contextmanager
 def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator[None]:
     """A context for tracing a step of `model` on `data`; it sets the state."""
-    before, state.rows = state.rows, rows_of(data) if _is_mean(model) else None
-    state.logs_may_differ = logs_may_differ
+    before = state.rows, state.weight
+    state.rows = rows_of(data)
+    state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flag("usual_rows"), tf.float32) \
+        if state.rows is not None and _is_mean(model) else None
+    state.total, state.logs_may_differ = None, logs_may_differ
     try:
-        yield
+        with loss_weighted(state.weight):
+            yield
     finally:
-        state.rows = before
+        state.rows, state.weight = before
+        state.total = None
+        state.scaled.clear()
+
+
+def share() -> tf.Tensor:
+    """This rank's part of the rows of the global batch, times the number of ranks: 1 if all have as many rows.
+
+    Collective, unless the sum of the gradients has told how many rows all have. Only where there is a weight.
+    """
+    assert state.weight is not None
+    total = captured_in_function(state.total)
+    if total is None:
+        total = state.total = collectives.all_reduce([state.weight], tf.distribute.ReduceOp.SUM, "rows")[0]
+    return state.weight * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32) / total
+
+
+def unscaled(loss: T) -> T:
+    """A loss that Keras has divided by the number of ranks as it would be in one process; anything else as it is."""
+    if not any(loss is scaled for scaled in state.scaled):
+        return loss
+    return tf.convert_to_tensor(loss) * tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def rows_of(data: object) -> tf.Tensor | None:

@@ -19,22 +19,44 @@ from ...tensorflow._private import spec_of_replica
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
-from ...tensorflow.types import Structure
-from .._private import GeneratorDataAdapter, element_spec
+from ...tensorflow.identity import IdentitySet
+from ...tensorflow.types import Structure, TensorLike
+from .._private import GeneratorDataAdapter, all_layers, create_anew, element_spec
 from .._private import trainer as keras_trainer
 from ..optimizer_parts import distributed_in
 from ..running_statistics import average, running_statistics
+from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
 from .patches import Function, replaces
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
+# The class that keras.Model inherits these methods from. Keras' own tests train other classes made of it.
+Trainer = keras_trainer.TensorFlowTrainer
+
+
+# -- what is made outside of the scope of a model ---------------------------------------------------------------------
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "compile", "optimizer and metrics would not be the strategy's")
+def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
+    strategy = strategy_of(self)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        original(self, *args, **kwargs)
+
+
+def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
+    """Make the variables of metrics that were made outside of the scope variables of the strategy. Collective."""
+    with strategy.scope():
+        for variable in (variable for metric in model.metrics for variable in metric.variables):
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                create_anew(variable)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-@replaces(keras.Model, "_make_function",
+@replaces(Trainer, "_make_function",
           "the number of rows would not be known, and no warning would name a model that is not synchronised")
 def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
     if strategy_of(self) is None:
@@ -48,7 +70,8 @@ def make_function(original: Function, self: keras.Model, step_function: Function
 
     def step(data: object) -> object:
         with step_state.step_of(self, data, logs_may_differ):
-            return _keep_statistics_without_rows(self, lambda: step_function(data))
+            logs = _keep_statistics_without_rows(self, lambda: step_function(data))
+            return tf.nest.map_structure(_as_tensor if logs_may_differ else _weighted, logs)
 
     function = original(self, step)
 
@@ -65,6 +88,19 @@ def _has_keras_own_steps(model: keras.Model) -> bool:
     """Whether a step's logs are the model's metrics, which Keras aggregates at the end of an epoch in any case."""
     names = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
     return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
+
+
+def _as_tensor(log: object) -> object:
+    """A log as a tensor; `result()` of a metric may be its state variable, which each replica reads for itself."""
+    return tf.convert_to_tensor(log) if isinstance(log, keras.Variable | tf.Variable | float | int) else log
+
+
+def _weighted(log: object) -> object:
+    """As _as_tensor, but a scalar is weighted such that the ranks' mean is that over the rows."""
+    log = _as_tensor(step_state.unscaled(log))
+    if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
+        return log
+    return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
 
 
 def _warn_of_model_outside(model: keras.Model) -> None:
@@ -93,20 +129,61 @@ def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
     return tf.cond(step_state.flag("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, logs))
 
 
+# -- losses and means that the user's own steps report ----------------------------------------------------------------
+
+
+@replaces(keras_trainer.loss_module, "scale_loss_for_distribution",
+          "a mean of losses that a step of the user's keeps would be divided by the number of ranks")
+def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
+    loss = original(value)
+    if state.weight is not None and loss is not value:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses")
+def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
+    loss = original(self, *args, **kwargs)
+    if state.weight is not None and strategy_here() is not None:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows")
+def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
+                sample_weight: TensorLike | None = None) -> object:
+    values = step_state.unscaled(values)
+    if state.weight is not None and sample_weight is None and strategy_here() is not None \
+            and isinstance(values, tf.Tensor) and values.shape.rank == 0:
+        values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
+        sample_weight = step_state.share()
+    return original(self, values, sample_weight)
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
+          "a metric among other logs of a step of the user's would be the mean of those of the ranks")
+def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> object:
+    found = original(self, logs)
+    if strategy_of(self) is None or found is not logs or not isinstance(logs, dict):
+        return found
+    metrics = self.get_metrics_result()
+    return {name: metrics.get(name, log) for name, log in logs.items()}
+
+
 # -- input ------------------------------------------------------------------------------------------------------------
 
 
-@replaces(keras.Model, "_maybe_symbolic_build",
+@replaces(Trainer, "_maybe_symbolic_build",
           "the first batch would be reduced over the ranks, with strings and different numbers of rows")
 def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_trainer.TFEpochIterator | None = None,
                          data_batch: object = None) -> None:
     strategy = strategy_of(self)
-    if strategy is None or strategy.num_replicas_in_sync == 1:
+    if strategy is None:
         return original(self, iterator, data_batch)
     rows = None
     if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
         # A batch that is taken from a generator cannot be put back.
-        data_batch = tf.nest.map_structure(_symbolic, element_spec(iterator))
+        data_batch = tf.nest.map_structure(lambda spec: _symbolic(spec_of_replica(spec)), element_spec(iterator))
     else:
         if iterator is not None:
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
@@ -116,11 +193,15 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
                                    for leaf in _without_none(data_batch)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
     step_state.set_flag("usual_rows", max(1, int(usual)))
-    return original(self, None, data_batch)
+    # A model without a call() is built by its train_step, as without a strategy.
+    if getattr(type(self), "call", None) is not keras.Model.call:
+        original(self, None, data_batch)
+    _bring_in_metrics(self, strategy)
 
 
-def _symbolic(specs: tf.TypeSpec) -> keras.KerasTensor:
-    spec = spec_of_replica(specs)
+def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
+    if isinstance(spec, tf.OptionalSpec):
+        return None
     return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
@@ -150,8 +231,8 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 # -- running statistics -----------------------------------------------------------------------------------------------
 
 
-@replaces(keras.Model, "evaluate", "the ranks would evaluate models with different running statistics")
-@replaces(keras.Model, "predict", "likewise")
+@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics")
+@replaces(Trainer, "predict", "likewise")
 def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> object:
     average_statistics(self)
     return original(self, *args, **kwargs)
@@ -167,8 +248,10 @@ def average_statistics(model: keras.Model) -> None:
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
-    """Run a step. On a rank without rows the running statistics keep their values."""
-    variables = running_statistics(model) if state.rows is not None and model.built else []
+    """Run a step. On a rank without rows the running statistics of its rows keep their values."""
+    of_all_ranks = IdentitySet(variable for layer in all_layers(model) if _is_synchronized(layer)
+                               for variable in layer.variables)
+    variables = [v for v in running_statistics(model) if v not in of_all_ranks] if state.rows is not None else []
     if not variables:
         return step()
     before = [tf.identity(v.value) for v in variables]
@@ -181,3 +264,8 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
     tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
     return outputs
+
+
+def _is_synchronized(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's statistics are those of all ranks' rows."""
+    return getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization)

@@ -7,7 +7,9 @@ a private function for that gets tf.custom_gradient in graphs, too.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -17,12 +19,29 @@ from ..types import OptionalGradient
 from . import executions
 from ._private import could_possibly_record, record_operation, set_node_attribute
 from .executions import Execution
-from .program_order import current_function, function_of, numbered
+from .program_order import captured_in_function, current_function, function_of, numbered
 
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
 
 Collective = Callable[..., Sequence[tf.Tensor]]
+
+_weight: ContextVar[tf.Tensor | None] = ContextVar("mpistrat_loss_weight", default=None)
+
+
+@contextmanager
+def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
+    """A context in which this rank's loss is going to count by `weight`, a scalar that may differ among the ranks.
+
+    Its gradients are multiplied by the weight when they are summed over the ranks. Through a collective, a rank's
+    gradient contains those of the other ranks' losses, which have other weights. So the gradients of collectives sum
+    weighted gradients, and divide by the weight of this rank. None: all losses have the same weight.
+    """
+    before = _weight.set(weight)
+    try:
+        yield
+    finally:
+        _weight.reset(before)
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
         return _in_graph(collective, gradient, values)
     if could_possibly_record is not None and not could_possibly_record():
         return list(collective(*values))  # No tape records, and preparing a gradient takes 300 us.
-    return _with_custom_gradient(collective, gradient.of, values)
+    return _with_custom_gradient(collective, lambda given, upstream: _weighted(gradient, given, upstream), values)
 
 
 def _with_custom_gradient(collective: Collective, gradient: Callable[..., list[tf.Tensor]],
@@ -101,11 +120,21 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
     """The gradients of this execution."""
     dense, number = [tf.convert_to_tensor(value) for value in upstream], execution.number
     if number is None or (function_of(number.graph) is current_function() and not execution.is_past):
-        return list(gradient.of(values, dense))
+        return _weighted(gradient, values, dense)
     with tf.device("CPU:0"):
         number = tf.identity(number)  # Now a tensor of this graph.
     with executions.scope(Execution(number, is_past=True)):
-        return list(gradient.of(values, dense))
+        return _weighted(gradient, values, dense)
+
+
+def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The gradients, as `loss_weighted` describes them. Those of a function inside of the step are not weighted."""
+    weight = captured_in_function(_weight.get())
+    if weight is None:
+        return list(gradient.of(values, upstream))
+    # Without rows the weight is 0, and a loss may be anything, also NaN.
+    weighted = [tf.math.multiply_no_nan(u, tf.cast(weight, u.dtype)) for u in map(tf.convert_to_tensor, upstream)]
+    return [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in gradient.of(values, weighted)]
 
 
 def name_of_gradient(name: str) -> str:

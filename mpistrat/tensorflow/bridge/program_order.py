@@ -66,6 +66,21 @@ def function_of(graph: tf.Graph) -> tf.Graph:
     return _path_from_function(graph)[0]
 
 
+def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:
+    """A tensor of the function that is being traced, in the current branch or loop of it; None for other tensors.
+
+    Eagerly: the tensor itself, if it is eager too.
+    """
+    if tensor is None or tf.executing_eagerly() or hasattr(tensor, "numpy"):
+        return tensor if tensor is not None and tf.executing_eagerly() and hasattr(tensor, "numpy") else None
+    path = _path_from_function(tf.compat.v1.get_default_graph())
+    if tensor.graph not in path:
+        return None
+    for graph in path[path.index(tensor.graph) + 1:]:
+        tensor = graph.capture(tensor)
+    return tensor
+
+
 def _path_from_function(graph: tf.Graph) -> list[tf.Graph]:
     """The graphs from the function's to this one, from the outside in."""
     path = [graph]

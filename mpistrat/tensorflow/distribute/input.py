@@ -61,7 +61,7 @@ class Pipelines:
                                       "`distribute_datasets_from_function`.")
         batches, same = self._agree(dataset)
         if self._size > 1:
-            dataset = _in_order(_with_own_memory(dataset))
+            dataset = _with_own_memory(dataset)
         policy = dataset.options().experimental_distribute.auto_shard_policy
         distributed = self._distributed(dataset, options)
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
@@ -81,9 +81,15 @@ class Pipelines:
         return distributed
 
     def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
+        is_split = self._size > 1 and any(map(_is_split_by_rows, tf.nest.flatten(dataset.element_spec)))
         distributed = get_distributed_dataset(
-            dataset, self._workers(options), self._strategy, num_replicas_in_sync=self._size,
-            input_context=self._context(), options=self._iteration(options))
+            _sparse_by_rows(dataset) if is_split else dataset, self._workers(options), self._strategy,
+            num_replicas_in_sync=self._size, input_context=self._context(), options=self._iteration(options))
+        if is_split:
+            part, = datasets_of(distributed)
+            distributed = get_distributed_datasets_from_function(
+                lambda _: _sparse_again(part, dataset.element_spec), self._workers(options), [self._context()],
+                self._strategy, self._iteration(options))
         set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
         return distributed
 
@@ -198,14 +204,45 @@ def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
                     else x)
 
 
-def _in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset whose sparse tensors have sorted indices, which TensorFlow needs to split them.
+def _is_split_by_rows(spec: tf.TypeSpec) -> bool:
+    return isinstance(spec, tf.SparseTensorSpec) and bool(spec.shape.rank)
 
-    scipy's matrices may have column order or no order.
+
+def _sparse_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset with ragged indices and values, and a shape for each row, instead of each sparse tensor.
+
+    TensorFlow splits them into the ranks' parts. It cannot make a sparse tensor of a part without rows ("Serialized
+    sparse should have at least 1 serialized tensor"), and splits only tensors whose indices are sorted. scipy's
+    matrices may have column order or no order.
     """
-    if not any(isinstance(spec, tf.SparseTensorSpec) for spec in tf.nest.flatten(dataset.element_spec)):
-        return dataset
-    return _changed(dataset, lambda x: tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x)
+    def by_rows(x: tf.Tensor) -> tf.Tensor | tuple[tf.Tensor, ...]:
+        if not isinstance(x, tf.SparseTensor):
+            return x
+        x = tf.sparse.reorder(x)
+        row, nrows = x.indices[:, 0], x.dense_shape[0]
+        return (tf.RaggedTensor.from_value_rowids(x.indices[:, 1:], row, nrows, validate=False),
+                tf.RaggedTensor.from_value_rowids(x.values, row, nrows, validate=False),
+                tf.broadcast_to(x.dense_shape[1:], [nrows, len(x.shape) - 1]))
+
+    return dataset.map(lambda *element: tuple(by_rows(leaf) for leaf in tf.nest.flatten(element)))
+
+
+def _sparse_again(dataset: tf.data.Dataset, spec: object) -> tf.data.Dataset:
+    """The inverse of _sparse_by_rows, for elements of this spec."""
+    def sparse(of: tf.TypeSpec, indices: tf.RaggedTensor, values: tf.RaggedTensor, shapes: tf.Tensor) -> tf.Tensor:
+        # A part without rows has lost what is not known from the spec, and has no elements there.
+        known = tf.constant([0 if size is None else size for size in of.shape[1:]], tf.int64)
+        rest = tf.reduce_max(tf.concat([shapes, known[tf.newaxis]], 0), 0)
+        # Without rows a ragged tensor loses the shape of its values.
+        columns = tf.reshape(indices.values, [tf.size(values.values), len(of.shape) - 1])
+        whole = tf.concat([values.value_rowids()[:, tf.newaxis], columns], 1)
+        result = tf.SparseTensor(whole, values.values, tf.concat([[values.nrows()], rest], 0))
+        result.set_shape([None, *of.shape[1:]])
+        return result
+
+    leaves = tf.nest.flatten(spec)
+    return dataset.map(lambda *parts: tf.nest.pack_sequence_as(
+        spec, [sparse(of, *part) if _is_split_by_rows(of) else part for part, of in zip(parts, leaves, strict=True)]))
 
 
 def _changed(dataset: tf.data.Dataset, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.data.Dataset:
