@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..core import forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
+from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..engine.parked import ThreadScan, threads_of_libraries
@@ -36,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 _runtime: Runtime | None = None
 _watch: LauncherWatch | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # A signal handler may call shutdown() while this thread waits in it.
 
 
 def _disown_in_child() -> None:
     """In a forked process: make collectives an error. The getters keep working, since they only read fields."""
     global _lock
-    _lock = threading.Lock()  # In the parent, a thread that does not exist here may have held the lock.
+    _lock = threading.RLock()  # In the parent, a thread that does not exist here may have held the lock.
     if _runtime is not None:
         _runtime.disown(forked.error())
 
@@ -140,10 +141,15 @@ def shutdown() -> None:
 
     Python calls it at the end of the script. On other ranks, operations that wait for this rank fail with
     ShutdownError. After it, init() may be called again. In a process that was forked from a rank it does nothing.
+
+    Raises:
+        InvalidRequestError: A signal handler has called it inside of a collective, before the engine had noticed that
+            there are handlers.
     """
     global _runtime
     if forked.is_child():
         return
+    require_no_driver("shutdown()")
     with _lock:
         runtime, _runtime = _runtime, None
         if runtime is not None:

@@ -4,30 +4,37 @@ The engine completes handles in the thread that drives it. Any thread may wait f
 """
 
 import logging
-import os
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from . import forked
+from . import forked, signal_handlers
+from .errors import InvalidRequestError
 from .protocols import Array
 from .request import Request
 
 logger = logging.getLogger(__name__)
 
-# Held briefly while a handle changes. One lock serves all handles, since few threads wait. It is reentrant, because a
-# signal handler or the garbage collector may run code that uses another handle meanwhile.
-_handles_lock = threading.RLock()
+_SIGNALS_S = 0.5  # How long a signal may wait for its handler.
+
+drivers: set[int] = set()  # The threads that run a cycle of an engine now.
 
 
-def _renew_lock() -> None:
-    """Replace the lock in a forked process: a thread that does not exist there may have held it."""
-    global _handles_lock
-    _handles_lock = threading.RLock()
+def require_no_driver(operation: str) -> None:
+    """Raise InvalidRequestError if this thread runs a cycle of an engine, and has been interrupted by its caller.
 
+    The caller is a signal handler or a finalizer. It would wait for the cycle, which goes on only when it returns.
+    """
+    if threading.get_ident() in drivers:
+        raise InvalidRequestError(
+            f"{operation}: called by a signal handler or a finalizer (__del__) that has interrupted a collective of "
+            f"this thread. It would wait for that collective for ever. Let it only set a flag, and call {operation} in "
+            "the training loop when the flag is set. Or install signal handlers at the beginning of the script.")
 
-os.register_at_fork(after_in_child=_renew_lock)
 
 _A = TypeVar("_A", bound=Array)
 _Callback = Callable[[list[Any]], None]
@@ -35,7 +42,12 @@ _Call = tuple[_Callback, object]
 
 
 class Handle:
-    """The pending result of a collective: a future with the collective's name. Any thread may use it."""
+    """The pending result of a collective: a future with the collective's name. Any thread may use it.
+
+    It has no lock: a signal handler may interrupt any statement, and wait for another handle while the lock is held.
+    Operations on lists are atomic, and what waits is added before `_is_done` is read, which is set before what waits is
+    read.
+    """
 
     __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
 
@@ -57,6 +69,7 @@ class Handle:
 
         Raises:
             CollectiveError: The collective failed, on all ranks.
+            InvalidRequestError: Not complete, and this thread drives the engine, see require_no_driver.
             NotInitializedError: In a process that was forked from this rank before the collective was complete.
             TimeoutError: Not complete after `timeout_s`. The collective goes on, and `wait` may be called again.
         """
@@ -71,15 +84,19 @@ class Handle:
         if self.done():
             return True
         forked.require_rank()  # No handle is ever completed in a forked process.
+        require_no_driver(self.name)
         waiter = threading.Lock()
         waiter.acquire()
-        with _handles_lock:
-            if self.done():
-                return True
-            self._waiters.append(waiter)
-        if not waiter.acquire(timeout=timeout_s):
-            with _handles_lock:
-                self._waiters.remove(waiter)
+        self._waiters.append(waiter)
+        until = math.inf if timeout_s < 0 else time.monotonic() + timeout_s
+        while not self.done():
+            rest_s = until - time.monotonic()
+            if rest_s < 0:
+                break
+            # A signal that comes just before `acquire` does not end it. Its handler runs when it has returned.
+            limit_s = min(rest_s, _SIGNALS_S) if signal_handlers.may_interrupt() else rest_s
+            waiter.acquire(timeout=-1 if limit_s == math.inf else limit_s)
+        self._waiters.remove(waiter)
         return self.done()
 
     def when_done(self, callback: _Callback, argument: object = None) -> None:
@@ -88,11 +105,9 @@ class Handle:
         Handles that are completed together and have the same callback share one call, with the arguments of all of
         them. The callback must not block.
         """
-        with _handles_lock:
-            if not self._is_done:
-                self._callbacks.append((callback, argument))
-                return
-        callback([argument])
+        self._callbacks.append((callback, argument))
+        if self._is_done:
+            _call(self._take_callbacks())
 
     def complete(self, arrays: list[_A]) -> None:
         """Deliver the result. Engine only."""
@@ -105,12 +120,18 @@ class Handle:
         _call(self._finish())
 
     def _finish(self) -> list[_Call]:
-        with _handles_lock:
-            self._is_done = True
-            callbacks, self._callbacks = self._callbacks, []
+        self._is_done = True
         for waiter in tuple(self._waiters):
             waiter.release()
-        return callbacks
+        return self._take_callbacks()
+
+    def _take_callbacks(self) -> list[_Call]:
+        """The callbacks that no other thread has taken."""
+        taken: list[_Call] = []
+        with suppress(IndexError):
+            while self._callbacks:
+                taken.append(self._callbacks.pop(0))
+        return taken
 
 
 def complete_all(results: Iterable[tuple[Handle, list[_A]]]) -> None:

@@ -8,6 +8,10 @@ The thread that runs the cycles is called the driver. A background thread drives
 asynchronously is outstanding. A caller that only waits (`run`) drives the engine itself if no other thread does: two
 changes of threads take longer than a small reduction. A lock keeps it at one driver at a time.
 
+Python runs signal handlers in the main thread, between any two instructions. A handler that called a collective inside
+of a cycle would wait for the cycle that it has interrupted. So the main thread does not drive while the script has
+handlers. There it takes no lock for which the driver may wait, since a handler may interrupt it at any place.
+
 Cycles have no fixed period. A submission or a message wakes the driver, which otherwise sleeps in ControlPlane.wait.
 Submissions that arrive during a reduction are fused in the next cycle. While nothing is outstanding on this rank, no
 rank can wait for it, and the background thread checks for messages only now and then.
@@ -19,9 +23,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from ..core import handle as handles
+from ..core import signal_handlers
 from ..core.handle import Entry, Handle
 from ..core.protocols import Array
 from ..core.request import Request
@@ -46,7 +53,7 @@ class Engine:
         self._queue, self._life, self._clock = controller.queue, controller.life, controller.clock
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
-        self._attention = threading.Event()
+        self._calls: SimpleQueue[None] = SimpleQueue()  # of the background thread; re-entrant, unlike an Event
 
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
@@ -64,41 +71,66 @@ class Engine:
                 the order of `request.tensors`. They must stay unchanged until the handle is done.
 
         Raises:
-            DuplicateNameError: The name is in flight.
+            DuplicateNameError: The name is in flight. In the main thread of a script with signal handlers, `wait` of
+                the handle raises it.
             EngineError: The engine has ended.
         """
         handle = Handle(request.name)
-        self._queue.put(Entry(request, arrays, handle))
-        self._call_background()
+        self._put(Entry(request, arrays, handle))
         return handle
 
     def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf) -> Handle:
-        """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does."""
+        """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does.
+
+        Raises:
+            InvalidRequestError: This thread drives already, see handle.require_no_driver.
+        """
+        handles.require_no_driver(request.name)
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True)
         drives: list[bool] = []
+        thread, may_drive = threading.get_ident(), not self._may_be_interrupted()
         try:
+            if may_drive:
+                handles.drivers.add(thread)
             # `extend` takes the lock and notes whether it has, in one call of C code. Ctrl-C comes before or after it,
             # and between `acquire` and an assignment it would leave the lock locked for ever.
-            drives.extend(map(self._driving.acquire, [False]))
-            if drives[0]:
+            drives.extend(map(self._driving.acquire, [False] if may_drive else []))
+            if drives == [True]:
                 is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
                 self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
         finally:
-            if drives == [True]:
-                self._driving.release()
-                if self.controller.has_work or self._life.ended.is_set():
-                    self._attention.set()
-        if not drives[0]:
-            self._queue.put(entry)
-            self._call_background()
+            try:
+                if drives == [True]:
+                    self._driving.release()
+                    if self.controller.has_work or self._life.ended.is_set():
+                        self._call()
+            finally:
+                handles.drivers.discard(thread)
+        if drives != [True]:
+            self._put(entry)
             handle.await_done(-1 if limit_s == math.inf else limit_s)
         return handle
 
+    def _may_be_interrupted(self) -> bool:
+        """Whether a signal handler of the script may interrupt the calling thread, so that it must not drive."""
+        return self._thread is not None and signal_handlers.may_interrupt()
+
+    def _put(self, entry: Entry) -> None:
+        if self._may_be_interrupted():
+            self._queue.put_later(entry)
+        else:
+            self._queue.put(entry)
+        self._call_background()
+
+    def _call(self) -> None:
+        if self._calls.empty():
+            self._calls.put(None)
+
     def _call_background(self) -> None:
-        self._attention.set()
+        self._call()
         if self._driving.locked():
-            # The driver may sleep. If it is about to stop, the background thread takes over: `_attention` is set.
+            # The driver may sleep. If it is about to stop, the background thread takes over: it has been called.
             self.controller.control.wake()
 
     def announce_end(self) -> None:
@@ -132,7 +164,7 @@ class Engine:
 
     def _join(self, thread: threading.Thread) -> None:
         """Wait for the end of the background thread, which may still be in its last cycle when `ended` is set."""
-        self._attention.set()
+        self._call()
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
 
@@ -143,11 +175,20 @@ class Engine:
     # -- the thread that drives ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        thread = threading.get_ident()
+        handles.drivers.add(thread)
+        try:
+            self._drive_when_called()
+        finally:
+            handles.drivers.discard(thread)  # A new thread may have the number.
+
+    def _drive_when_called(self) -> None:
         while not self._life.ended.is_set():
-            is_called = self._attention.wait(ENGINE_IDLE_POLL_S if self.controller.topology.size > 1 else None)
-            if not is_called and self._driving.locked():
-                continue
-            self._attention.clear()
+            try:
+                self._calls.get(timeout=ENGINE_IDLE_POLL_S if self.controller.topology.size > 1 else None)
+            except Empty:
+                if self._driving.locked():
+                    continue
             with self._driving:
                 self._drive(None, math.inf)
 

@@ -21,6 +21,8 @@ One mistake remains possible: a graph waits for an operation that sleeps in a li
 A wrong report follows only if the ranks also call collectives in different orders (see negotiation/blocked.py), and one
 of these collectives depends on the operation that sleeps.
 
+A signal handler of the script may end a wait, or call a collective. So a process that has one is never parked.
+
 CUDA's threads wait for a device, so a process that uses a GPU is never parked. Neither is any process where Linux does
 not give the system calls: on some processors, and in some containers.
 """
@@ -28,7 +30,6 @@ not give the system calls: on some processors, and in some containers.
 import os
 import platform
 import re
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
-from ..core import handle
+from ..core import handle, signal_handlers
 from .queue import TensorQueue
 
 _TASKS = Path("/proc/self/task")
@@ -131,8 +132,8 @@ class ThreadScan:
         """
         me, started, frames = threading.get_native_id(), threading.enumerate(), sys._current_frames()
         callbacks = frames.keys() - {thread.ident for thread in started}
-        if callbacks or signal.getitimer(signal.ITIMER_REAL)[0]:
-            return None  # Python code in a thread of a library, or a signal that may interrupt a wait.
+        if callbacks or signal_handlers.are_installed():
+            return None  # Python code in a thread of a library, or a signal that may end a wait.
         ignored = {thread.native_id for thread in started if thread.name in (ENGINE_THREAD, WATCH_THREAD)} | {me}
         pythons = {thread.native_id for thread in started} - ignored
         if not any(queue.has_in_graph() for queue in self.queues):

@@ -18,6 +18,7 @@ class TensorQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new: deque[Entry] = deque()
+        self._later: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
         self._executing: list[Entry] = []
         self._closed_by: Exception | None = None
@@ -51,8 +52,24 @@ class TensorQueue:
             self._new.append(entry)
             return False
 
+    def put_later(self, entry: Entry) -> None:
+        """As `put`, but the driver does it. The handle gets the errors of `put`, if this does not raise the last one.
+
+        For a thread that a signal handler may interrupt: if that happened in `put`, and the handler then waited for a
+        collective, the driver would wait for the lock. The operations on deques are atomic.
+        """
+        self._later.append(entry)
+        if self._closed_by is not None:
+            raise self._closed_by
+
     def take_new(self) -> list[Entry]:
         """The entries put since the last call, in order. They stay in flight. For the thread that drives."""
+        while self._later:
+            entry = self._later.popleft()
+            try:
+                self.put(entry)
+            except Exception as error:
+                entry.handle.fail(error)
         if not self._new:
             return []  # An entry that is being put at this moment is followed by a wake-up.
         with self._lock:
@@ -106,9 +123,10 @@ class TensorQueue:
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
-            entries = [*self._executing, *self._in_flight.values()]
+            entries = [*self._executing, *self._in_flight.values(), *self._later]
             self._executing.clear()
             self._in_flight.clear()
             self._new.clear()
+            self._later.clear()
         self.outstanding = 0  # Other engines of the process look at it, also after this one has ended.
         return entries

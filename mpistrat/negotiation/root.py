@@ -12,7 +12,7 @@ from .reports import describe_deadlock, describe_ended, describe_mismatch, descr
 from .stall_watch import StallWatch
 from .subtree import Subtree
 
-# Seconds for which all ranks must be blocked before rank 0 reports a deadlock, if all requests in flight are of graphs.
+# Seconds for which all ranks must be blocked before rank 0 reports a deadlock, if a request in flight is of a graph.
 # A graph may submit another collective after an operation that sleeps in a library, which engine/parked.py cannot see.
 _GRAPHS_S = 10.0
 
@@ -116,5 +116,5 @@ class Root:
             return False
         if self._blocked_since is None:
             self._blocked_since = now
-        are_in_graphs = all(request.in_graph for each in pending.values() for request in each.by_request())
-        return now - self._blocked_since >= (_GRAPHS_S if are_in_graphs else 0.0)
+        is_in_graph = any(request.in_graph for each in pending.values() for request in each.by_request())
+        return now - self._blocked_since >= (_GRAPHS_S if is_in_graph else 0.0)

@@ -7,6 +7,8 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -16,6 +18,23 @@ from ..core.memory import FusionBuffer
 from ..core.packing import pack, unpack
 from .shm.agreement import SharedMemoryAgreement
 from .shm.segment import HostMemory
+
+
+class _WakeUp:
+    """An event that `wait` clears. A signal handler that interrupts `set` may call it."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Make the next `wait` return at once, or the present one."""
+        if self._calls.empty():
+            self._calls.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for `set`."""
+        with suppress(Empty):
+            self._calls.get(timeout=timeout_s)
 
 
 class ThreadControl(ControlPlane):
@@ -36,9 +55,7 @@ class ThreadControl(ControlPlane):
         return [messages.popleft() for _ in range(len(messages))]
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
-        event = self._group.wake_events[self._rank]
-        event.wait(timeout_s)
-        event.clear()
+        self._group.wake_events[self._rank].wait(timeout_s)
 
     def wake(self) -> None:
         self._group.wake_events[self._rank].set()
@@ -108,7 +125,7 @@ class ThreadGroup:
     def __init__(self, size: int, timeout_s: float = 60.0):
         self.size = size
         self.messages: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]  # to each rank
-        self.wake_events = [threading.Event() for _ in range(size)]
+        self.wake_events = [_WakeUp() for _ in range(size)]
         self.arrays = [np.empty(0)] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))

@@ -102,12 +102,12 @@ class UnixSocketChannel:
         self._own = sockets.outboxes[rank]
         sender = rank.to_bytes(_HEADER_BYTES - 1, "little")
         self._last, self._more = _LAST + sender, _MORE + sender
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # A signal handler may interrupt `wake`, and call it.
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
         self._outbox: dict[int, deque[bytes]] = {}
         self._partial: dict[int, list[bytes]] = {}
-        self._is_woken = False
+        self._is_woken = self._is_waking = False
         self._has_other_news: Callable[[], bool] = bool
 
     def watch(self, has_news: Callable[[], bool]) -> None:
@@ -194,13 +194,15 @@ class UnixSocketChannel:
     def wake(self) -> None:
         """Make this rank's `wait` return. Any thread may call it."""
         with self._wake_lock:
-            if self._is_woken:
+            if self._is_woken and not self._is_waking:
                 return  # One wake-up in the queue suffices. More would take the room of messages.
-            self._is_woken = True
+            self._is_woken = self._is_waking = True
             try:
                 self._own.send(_WAKE)
             except BlockingIOError:
                 self._is_woken = False  # The queue is full, so `wait` returns anyway. A later `wake` must try again.
+            finally:
+                self._is_waking = False
 
     def wake_rank(self, rank: int) -> None:
         """Make the `wait` of another rank of this host return."""

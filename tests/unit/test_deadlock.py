@@ -154,10 +154,11 @@ def test_a_rank_that_has_ended_while_others_wait_for_each_other() -> None:
     assert job.end()[0] is EndReason.DEADLOCK
 
 
-def test_graphs_on_all_ranks_have_longer() -> None:
+@pytest.mark.parametrize("in_graph", [(True, True), (True, False), (False, True)])
+def test_if_a_graph_waits_the_ranks_have_longer(in_graph: tuple[bool, bool]) -> None:
     job = BlockingJob(2)
     for rank, request in enumerate((A, B)):
-        job.submit(rank, dataclasses.replace(request, in_graph=True))
+        job.submit(rank, dataclasses.replace(request, in_graph=in_graph[rank]))
     job.settle()
     job.block_all()
     for now in (1.0, 5.0, 10.9):

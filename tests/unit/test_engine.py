@@ -5,7 +5,9 @@ import dataclasses
 import dis
 import itertools
 import logging
+import math
 import random
+import signal
 import sys
 import threading
 import time
@@ -17,9 +19,11 @@ from types import CodeType, FrameType
 import numpy as np
 import pytest
 
+import mpistrat
+from mpistrat.core import signal_handlers
 from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import DuplicateNameError, EngineError, MismatchError, ShutdownError, StallError
-from mpistrat.core.handle import Handle
+from mpistrat.core.handle import Handle, drivers
 from mpistrat.core.interfaces import AgreementRound, DataPlane, DeviceExecutor
 from mpistrat.core.request import (
     Average,
@@ -38,6 +42,7 @@ from mpistrat.core.settings import Settings
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
 from mpistrat.engine.parked import ThreadScan
+from mpistrat.engine.queue import TensorQueue
 from mpistrat.transport.local import ThreadControl, ThreadData, ThreadGroup
 
 from ..support.engines import make_engine
@@ -941,21 +946,27 @@ def test_a_request_has_its_own_handle() -> None:
         assert second.name == "a"
 
 
-# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# -- Ctrl-C and signal handlers ---------------------------------------------------------------------------------------
 
 
-def interrupted_after_calls(function: Callable[[], object], code: CodeType) -> Iterator[bool]:
-    """Call `function` again and again, each time interrupted after the next call that `code` makes.
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
 
-    Python raises KeyboardInterrupt after calls. Yields whether there was an interrupt; the last time there is none.
+
+def interrupted_after_calls(function: Callable[[], object], codes: Sequence[CodeType],
+                            handler: Callable[[], object] = ctrl_c) -> Iterator[bool]:
+    """Call `function` again and again, each time interrupted after the next call that one of `codes` makes.
+
+    Python calls signal handlers after calls. Yields whether there was an interrupt; the last time there is none.
     """
-    operations = {operation.offset: operation.opname for operation in dis.get_instructions(code)}
+    operations = {code: {operation.offset: operation.opname for operation in dis.get_instructions(code)}
+                  for code in codes}
     for skipped in itertools.count():
         calls, follows_call, has_interrupted = 0, False, False
 
         def trace(frame: FrameType, event: str, argument: object) -> Callable | None:
             nonlocal calls, follows_call, has_interrupted
-            if frame.f_code is not code or has_interrupted:
+            if frame.f_code not in operations or has_interrupted:
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":
@@ -963,8 +974,9 @@ def interrupted_after_calls(function: Callable[[], object], code: CodeType) -> I
                     calls += 1
                     if calls > skipped:  # noqa: B023 - the function is gone before the next round
                         has_interrupted = True
-                        raise KeyboardInterrupt
-                follows_call = operations[frame.f_lasti].startswith("CALL")
+                        handler()
+                        return None
+                follows_call = operations[frame.f_code][frame.f_lasti].startswith("CALL")
             return trace
 
         previous = sys.gettrace()
@@ -990,9 +1002,48 @@ def test_an_interrupt_at_any_time_leaves_the_engine_to_others() -> None:
         engines.append(make_engine(0, 1, group.control(0), group.data(0), Settings()))
         engines[-1].run(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array])
 
-    interrupts = list(interrupted_after_calls(run, Engine.run.__code__))
+    interrupts = list(interrupted_after_calls(run, [Engine.run.__code__]))
     assert sum(interrupts) > 5
     assert not any(engine._driving.locked() for engine in engines)
+    assert threading.get_ident() not in drivers
+
+
+def test_a_signal_handler_may_call_a_collective_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_handlers, "_next_look_at", -math.inf)
+    results: list[Handle] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with running(1) as (engine,):
+            codes = [function.__code__ for function in (Engine.run, Engine._put, Engine._call, Engine._call_background,
+                                                        TensorQueue.put_later, Handle.await_done)]
+            interrupts = list(interrupted_after_calls(
+                lambda: results.append(run(engine, "in the loop", np.ones(3), limit_s=math.inf)), codes,
+                lambda: results.append(run(engine, "in the handler", np.ones(3), limit_s=math.inf))))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert sum(interrupts) > 15
+    assert len(results) == sum(interrupts) + len(interrupts)
+    assert all(handle.wait(0)[0][0] == 1 for handle in results)
+
+
+@pytest.mark.parametrize("waits", ["run", "wait", "shutdown"])
+def test_a_collective_inside_of_a_cycle_of_its_thread_is_an_error_and_no_hang(waits: str) -> None:
+    """A finalizer may interrupt any thread. The error ends the engine, unless the finalizer catches it."""
+    class Interrupted(ThreadData):
+        def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
+            if waits == "run":
+                run(engine, "in the handler", np.ones(1))
+            elif waits == "wait":
+                submit(engine, "in the handler", np.ones(1)).wait(LONG_S)
+            else:
+                mpistrat.shutdown()
+
+    group = ThreadGroup(1)
+    engine = make_engine(0, 1, group.control(0), Interrupted(group, 0), Settings())
+    name = r"shutdown\(\)" if waits == "shutdown" else "in the handler"
+    with pytest.raises(EngineError, match=f"InvalidRequestError.*{name}: called by a signal handler .* Let it only set "
+                                          f"a flag, and call {name} in the training loop"):
+        run(engine, "in the loop", np.ones(1)).wait(LONG_S)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 17])
