@@ -16,6 +16,7 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
+from ..tensorflow.names import eager
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
@@ -164,7 +165,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         names = sorted(name for name, value in logs.items() if np.isscalar(value) or np.ndim(value) == 0)
         values = [float(logs[name]) for name in names]
-        name = f"metrics/{','.join(names)}"
+        name = eager(f"metrics/{','.join(names)}", self._process_set.process_set_id or 0)
         if self._rows is None:
             means = array_ops.allreduce(np.array(values), name=name, process_set=self._process_set)
         else:

@@ -3,7 +3,6 @@
 For users; wrapping is local, and applying gradients is collective.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ from keras.optimizers import Optimizer
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
+from ..tensorflow import names
 from ..tensorflow.bridge.buckets import reduce_list
-from ..tensorflow.bridge.program_order import numbered
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradient_groups import GradientGroups, Groups
 from ..tensorflow.gradients import GradientReducer
 from ..tensorflow.identity import IdentitySet
@@ -33,7 +31,6 @@ from .optimizer_parts import distributed_in, parts_of, passes_on
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _CLIPS_BEFORE = "it clips gradients before it accumulates them"
-_numbers = itertools.count(1)
 _classes: dict[type, type] = {}
 
 
@@ -145,8 +142,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
     where mpistrat is not installed. Clipping applies to the averaged gradient. All ranks must create their optimizers
-    in the same order. Model.compile takes jit_compile="auto", its default, as False, because XLA cannot compile
-    collectives. Local; `apply` is collective.
+    in the same order; those that are gone before the first of them averages do not count. Model.compile takes
+    jit_compile="auto", its default, as False, because XLA cannot compile collectives. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.
@@ -191,10 +188,9 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
         require_hooks(type(optimizer))
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
-    wire_name = f"optimizer{next(_numbers)}"
     distributed._mpistrat_reducer = GradientReducer(
-        wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
-        FirstSteps(wire_name, process_set), process_set, grouping)
+        names.OptimizerName(process_set.process_set_id or 0), compression, sparse_as_dense, op,
+        gradient_predivide_factor, scale_local_gradients, process_set, grouping)
     distributed._mpistrat_reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
@@ -269,9 +265,10 @@ def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
 
 
 def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
-    process_set = optimizer._mpistrat_reducer.process_set
+    reducer = optimizer._mpistrat_reducer
+    process_set = reducer.process_set
     if not process_set.has_others():
         return finite
-    name = numbered("finite")
+    name = names.of(f"{reducer.name}/finite")
     return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, ScaledOp(Min),
                                process_set=number_of(process_set, name))[0], tf.bool)

@@ -21,5 +21,4 @@ __all__ = ["PATCHES", "apply", "check", "undo"]
 def apply() -> None:
     """Replace the functions, once. Raises as `check`."""
     require_for_strategy()
-    step_state.create_flags()
     patches.apply()

@@ -17,7 +17,7 @@ from ..types import OptionalGradient
 from . import executions
 from ._private import could_possibly_record, record_operation, set_node_attribute
 from .executions import Execution
-from .program_order import current_function, function_of, numbered
+from .program_order import current_function, function_of
 
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
@@ -106,8 +106,3 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
         number = tf.identity(number)  # Now a tensor of this graph.
     with executions.scope(Execution(number, is_past=True)):
         return list(gradient.of(values, dense))
-
-
-def name_of_gradient(name: str) -> str:
-    """The name of the collective in the gradient of a collective of this name; in a graph, a new one each time."""
-    return numbered(f"{name}/gradient")

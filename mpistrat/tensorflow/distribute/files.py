@@ -18,7 +18,7 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import CollectiveError, EngineError, ShutdownError
-from .threads import wire_name
+from .. import names
 
 T = TypeVar("T")
 # An attribute of exceptions that have been raised on all ranks.
@@ -167,7 +167,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
     """
     own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
     try:
-        statuses = array_ops.allgather_object(own, wire_name("files"))
+        statuses = array_ops.allgather_object(own, names.eager("strategy/files"))
     except ShutdownError:
         # Usual at the end of a script: the chief saves the model, and the other ranks have nothing left to do.
         if error is not None:
