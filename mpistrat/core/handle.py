@@ -155,6 +155,19 @@ def _call(calls: list[_Call]) -> None:
             logger.exception("what was to be done on completion failed")
 
 
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The node of a graph that submits requests of one name.
+
+    Attributes:
+        place: Where the user's code makes the node.
+        is_in_order: Whether the nodes of this name run in the order of the program, the same on all ranks.
+    """
+
+    place: str
+    is_in_order: bool
+
+
 @dataclass
 class Entry:
     """A submitted request with this rank's tensors, which stay unchanged until it is complete.
@@ -162,9 +175,11 @@ class Entry:
     Attributes:
         arrays: C-contiguous numpy arrays, or GpuInputs if the request's device is a GPU.
         is_awaited: Whether the submitting thread blocks until the request is complete.
+        origin: The node that has submitted it; None: no graph has.
     """
 
     request: Request
     arrays: Sequence[Array]
     handle: Handle
     is_awaited: bool = False
+    origin: Origin | None = None

@@ -107,7 +107,8 @@ class Controller:
     @property
     def has_work(self) -> bool:
         """Whether anything is to be completed on this rank."""
-        return bool(self.queue.outstanding) or self.executor.device.is_busy or self._fast_path.has_voted
+        return bool(self.queue.outstanding or self.queue.has_new or self.executor.device.is_busy
+                    or self._fast_path.has_voted)
 
     @property
     def needs_driver(self) -> bool:

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..core import handle as handles
 from ..core import signal_handlers
-from ..core.handle import Entry, Handle
+from ..core.handle import Entry, Handle, Origin
 from ..core.protocols import Array
 from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S
@@ -62,24 +62,26 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, arrays: Sequence[Array]) -> Handle:
+    def submit(self, request: Request, arrays: Sequence[Array], origin: Origin | None = None) -> Handle:
         """Submit a request. Returns at once.
 
         Args:
             request: As on all ranks.
             arrays: This rank's tensors as C-contiguous arrays, or as GpuInputs when the request's device is a GPU, in
                 the order of `request.tensors`. They must stay unchanged until the handle is done.
+            origin: The node of a graph that submits it, if one does.
 
         Raises:
-            DuplicateNameError: The name is in flight. In the main thread of a script with signal handlers, `wait` of
-                the handle raises it.
+            DuplicateNameError: The name is in flight, see TensorQueue.put. In the main thread of a script with signal
+                handlers, `wait` of the handle raises it.
             EngineError: The engine has ended.
         """
         handle = Handle(request.name)
-        self._put(Entry(request, arrays, handle))
+        self._put(Entry(request, arrays, handle, origin=origin))
         return handle
 
-    def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf) -> Handle:
+    def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf,
+            origin: Origin | None = None) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does.
 
         Raises:
@@ -87,7 +89,7 @@ class Engine:
         """
         handles.require_no_driver(request.name)
         handle = Handle(request.name)
-        entry = Entry(request, arrays, handle, is_awaited=True)
+        entry = Entry(request, arrays, handle, is_awaited=True, origin=origin)
         drives: list[bool] = []
         thread, may_drive = threading.get_ident(), not self._may_be_interrupted()
         try:

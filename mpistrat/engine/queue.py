@@ -1,10 +1,12 @@
 """The queue between the threads that submit operations and the thread that executes them."""
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import chain
 
 from ..core.errors import DuplicateNameError, EngineError
-from ..core.handle import Entry
+from ..core.handle import Entry, Origin
 
 
 class TensorQueue:
@@ -20,12 +22,18 @@ class TensorQueue:
         self._new: deque[Entry] = deque()
         self._later: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
+        # Entries of graphs that wait until the earlier ones of their names are complete.
+        self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
         self._executing: list[Entry] = []
         self._closed_by: Exception | None = None
         self.outstanding = self.completed = 0
 
     def put(self, entry: Entry, is_driver: bool = False) -> bool:
         """Add an entry.
+
+        If one of its name is in flight, it waits behind that one, provided that they come from different nodes of
+        graphs which run in the order of the program: then each meets that of the same node on the other ranks. One node
+        that has two in flight runs in two executions at the same time, whose order is random.
 
         Args:
             entry: The entry.
@@ -35,17 +43,23 @@ class TensorQueue:
             Whether the caller has taken the entry, and is to count it as outstanding. `take_new` does not return it.
 
         Raises:
-            DuplicateNameError: One of this name is in flight.
+            DuplicateNameError: One of this name is in flight, and this one may not wait behind it.
             Exception: The error that the queue was closed with.
         """
         name = entry.request.name
         with self._lock:
             if self._closed_by is not None:
                 raise self._closed_by
-            if name in self._in_flight:
-                raise DuplicateNameError(
-                    f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one that "
-                    f"is currently being processed. Wait for the first, or give it another name=.")
+            first = self._in_flight.get(name)
+            if first is not None:
+                earlier = [first.origin, *(each.origin for each in self._behind.get(name, ()))]
+                if not _are_in_order([*earlier, entry.origin]):
+                    raise DuplicateNameError(
+                        f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one "
+                        "that is currently being processed. Wait for the first, or give it another name=."
+                        f"{_places(first.origin, entry.origin)}")
+                self._behind[name].append(entry)
+                return False
             self._in_flight[name] = entry
             if is_driver and not self._new:
                 return True
@@ -61,6 +75,10 @@ class TensorQueue:
         self._later.append(entry)
         if self._closed_by is not None:
             raise self._closed_by
+    @property
+    def has_new(self) -> bool:
+        """Whether there are entries that the driver has not taken."""
+        return bool(self._new)
 
     def take_new(self) -> list[Entry]:
         """The entries put since the last call, in order. They stay in flight. For the thread that drives."""
@@ -91,6 +109,8 @@ class TensorQueue:
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 
+        An entry that waits behind it is new then.
+
         `close` returns it until `executed` is called, so that no failure in between loses it. For the thread that
         drives.
 
@@ -102,6 +122,11 @@ class TensorQueue:
             if entry is None:
                 raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
             self._executing.append(entry)
+            if name in self._behind:
+                self._in_flight[name] = following = self._behind[name].popleft()
+                self._new.append(following)
+                if not self._behind[name]:
+                    del self._behind[name]
         self.outstanding -= 1
         self.completed += 1
         return entry
@@ -114,19 +139,28 @@ class TensorQueue:
         """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
         self._closed_by = error
-        self._in_flight.clear()
-        self._executing.clear()
-        self._new.clear()
+        for entries in (self._in_flight, self._behind, self._executing, self._new):
+            entries.clear()
 
     def close(self, error: Exception) -> list[Entry]:
         """Refuse later entries with `error`, and take out all in flight or in execution. For the thread that drives."""
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
-            entries = [*self._executing, *self._in_flight.values(), *self._later]
-            self._executing.clear()
-            self._in_flight.clear()
-            self._new.clear()
-            self._later.clear()
+            entries = [*self._executing, *self._in_flight.values(), *chain.from_iterable(self._behind.values()),
+                       *self._later]
+            for each in (self._in_flight, self._behind, self._executing, self._new, self._later):
+                each.clear()
         self.outstanding = 0  # Other engines of the process look at it, also after this one has ended.
         return entries
+
+
+def _are_in_order(origins: Sequence[Origin | None]) -> bool:
+    """Whether entries of these nodes have the same order on all ranks."""
+    return all(origin is not None and origin.is_in_order for origin in origins) and len(set(origins)) == len(origins)
+
+
+def _places(*origins: Origin | None) -> str:
+    """The sentence that says where both entries of a name come from, as far as that is known."""
+    first, second = (origin.place if origin is not None else "a call outside of graphs" for origin in origins)
+    return f" The first is submitted by {first}, the second by {second}." if any(origins) else ""

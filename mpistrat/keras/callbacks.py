@@ -14,6 +14,7 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
+from ..tensorflow.names import eager
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
@@ -146,7 +147,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
         super().__init__()
         self._process_set, self._weighted = resolved(process_set), weighted
-        self._means = MetricMeans("metrics", self._process_set)
+        self._means = MetricMeans(self._process_set)
         self._rows: RowsOfEpoch | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -176,7 +177,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._process_set.has_others():
-            self._means.replace({} if logs is None else logs, None if self._rows is None else self._rows.weights())
+            self._means.replace(eager("metrics", self._process_set.process_set_id or 0), {} if logs is None else logs,
+                                None if self._rows is None else self._rows.weights())
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

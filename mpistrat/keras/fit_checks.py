@@ -65,7 +65,7 @@ class FitChecks(Callback):
         self._optimizers, self._callbacks, self._rows, self._before_saves = optimizers, callbacks, rows, before_saves
         self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
         self._averages_metrics = self._names_steps = self._compares_rates = False
-        self._means = MetricMeans(f"{self._name}/metrics", self._process_set)
+        self._means = MetricMeans(self._process_set)
         self._weights_to_compare = 0  # in so many steps
         self._differed: set[str] = set()  # what differed in the latest step that was compared
         self._epochs: int | None = None
@@ -127,7 +127,7 @@ class FitChecks(Callback):
             self._require_ended(f"stopped within epoch {self._epochs}")
         self._require_equal_weights()
         if self._averages_metrics:
-            self._means.replace({} if logs is None else logs)
+            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""

@@ -85,7 +85,7 @@ def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
     """The distributed optimizers of a model, if it has any: those of `compile`, then those in its attributes."""
     compiled, attributes = getattr(model, "optimizer", None), list(optimizers_of(model))
     of_all = (distributed for optimizer in attributes for distributed in distributed_in(optimizer))
-    found = _by_name(distributed_in(compiled)) | _by_name(of_all)
+    found = _by_place(distributed_in(compiled)) | _by_place(of_all)
     wholes = attributes if compiled is None else [compiled, *attributes]
     return FitOptimizers(list(found.values()), wholes) if found else None
 
@@ -114,7 +114,7 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
     return slots
 
 
-def _by_name(optimizers: Iterable[Any]) -> dict[str, Any]:
-    """Distributed optimizers by their wire names, in their order: that of attributes may differ among the ranks."""
-    found = {o._mpistrat_reducer.name: o for o in optimizers}
-    return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
+def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
+    """Distributed optimizers in the order in which they were made: that of attributes may differ among the ranks."""
+    found = {o._mpistrat_reducer.optimizer.place: o for o in optimizers}
+    return dict(sorted(found.items()))

@@ -18,34 +18,34 @@ class MetricMeans:
     """Averages the metrics that all ranks have. The first time that some rank lacks one there is a warning.
 
     Args:
-        name: That of the collective.
         process_set: The ranks that take part.
     """
 
-    def __init__(self, name: str, process_set: ProcessSet):
-        self._name, self._process_set, self._has_warned = name, process_set, False
+    def __init__(self, process_set: ProcessSet):
+        self._process_set, self._has_warned = process_set, False
 
-    def replace(self, logs: dict[str, Any], rows: tuple[int, int] | None = None) -> None:
+    def replace(self, name: str, logs: dict[str, Any], rows: tuple[int, int] | None = None) -> None:
         """Replace the metrics in `logs` by their means. Collective. Metrics that some ranks lack stay as they are.
 
         Args:
+            name: That of the collective.
             logs: Those of an epoch; only numbers count.
             rows: This rank's rows of training and of validation, to weight by; None on all ranks: no weights.
 
         Raises:
             ValueError: As weighted_means, on every rank.
         """
-        own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
-        found = array_ops.allgather_object((rows, own), self._name, self._process_set)
+        own = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
+        found = array_ops.allgather_object((rows, own), name, self._process_set)
         names, missing = shared_names([metrics for _, metrics in found])
-        values = np.array([[metrics[name] for name in names] for _, metrics in found])
+        values = np.array([[metrics[key] for key in names] for _, metrics in found])
         means = np.mean(values, axis=0) if rows is None else \
             weighted_means(names, np.hstack([np.array([weights for weights, _ in found], float), values]))
         logs.update(zip(names, means.tolist(), strict=True))
         if missing and not self._has_warned and self._process_set.rank() == 0:
             logger.warning("rank 0: fit cannot average metrics that only some ranks have: %s. Callbacks that read them "
                            "may decide differently on each rank: give validation_data to all ranks.",
-                           "; ".join(f"{name} on ranks {rank_list(ranks)}" for name, ranks in missing.items()))
+                           "; ".join(f"{key} on ranks {rank_list(ranks)}" for key, ranks in missing.items()))
         self._has_warned |= bool(missing)
 
 

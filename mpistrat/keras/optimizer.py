@@ -4,8 +4,6 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
-import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -17,10 +15,9 @@ from keras.optimizers import Optimizer
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
+from ..tensorflow import names
 from ..tensorflow.bridge.buckets import reduce_list
-from ..tensorflow.bridge.program_order import numbered
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradient_groups import GradientGroups, Groups
 from ..tensorflow.gradients import GradientReducer
 from ..tensorflow.identity import IdentitySet
@@ -37,8 +34,6 @@ from .whole_files import wrap_saving
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _CLIPS_BEFORE = "it clips gradients before it accumulates them"
-_numbers = itertools.count(1)
-_copies: dict[str, Any] = defaultdict(lambda: itertools.count(1))
 _classes: dict[type, type] = {}
 
 
@@ -47,12 +42,12 @@ class Arguments:
     """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same.
 
     Attributes:
-        name: Begins the names of collectives.
+        name: Begins the names of collectives; those of copies begin with it too.
         factor: What the mean of accumulated gradients is multiplied by.
         process_set: None: all ranks.
     """
 
-    name: str
+    name: names.OptimizerName
     factor: float
     compression: type[Compressor]
     sparse_as_dense: bool
@@ -211,8 +206,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
     where mpistrat is not installed. Clipping applies to the averaged gradient. All ranks must create their optimizers
-    in the same order. Model.compile takes jit_compile="auto", its default, as False, because XLA cannot compile
-    collectives. Local; `apply` is collective.
+    in the same order; those that are gone before the first of them averages do not count. Model.compile takes
+    jit_compile="auto", its default, as False, because XLA cannot compile collectives. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.
@@ -256,13 +251,14 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
         require_hooks(type(optimizer))
     factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
-    its = Arguments(f"optimizer{next(_numbers)}", factor, compression, sparse_as_dense, gradient_predivide_factor, op,
+    own_name = names.OptimizerName(process_set.process_set_id or 0)
+    its = Arguments(own_name, factor, compression, sparse_as_dense, gradient_predivide_factor, op,
                     num_groups, groups, None if process_set is global_process_set else process_set,
                     scale_local_gradients, average_statistics, uneven)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
 
 
-def _distribute(optimizer: Optimizer, its: Arguments, name: str, changes: Mapping[str, object],
+def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName, changes: Mapping[str, object],
                 passes: int) -> Optimizer:
     """A distributed optimizer with the configuration and the state of `optimizer`.
 
@@ -276,7 +272,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: str, changes: Mappin
     process_set = resolved(its.process_set)
     reducer = GradientReducer(
         name, its.compression, its.sparse_as_dense, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
-        FirstSteps(name, process_set), process_set, GradientGroups(its.groups, its.num_groups))
+        process_set, GradientGroups(its.groups, its.num_groups))
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
@@ -300,7 +296,8 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
     The ranks make the copies that they train in the same order.
     """
     if its is not None:
-        copy = _distribute(optimizer, its, f"{its.name}/copy{next(_copies[its.name])}", {}, 1)
+        process_set = resolved(its.process_set)
+        copy = _distribute(optimizer, its, names.OptimizerName(process_set.process_set_id or 0, its.name), {}, 1)
     else:
         copy = copy_of(optimizer, _distributed_class(type(optimizer)))
         if optimizer.built:
@@ -370,9 +367,10 @@ def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
 
 
 def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
-    process_set = optimizer._mpistrat_reducer.process_set
+    reducer = optimizer._mpistrat_reducer
+    process_set = reducer.process_set
     if not process_set.has_others():
         return finite
-    name = numbered("finite")
+    name = names.of(f"{reducer.name}/finite")
     return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, ScaledOp(Min),
                                process_set=number_of(process_set, name))[0], tf.bool)

@@ -74,7 +74,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     grouping = GradientGroups(groups, num_groups)
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
-    reducer = GradientReducer("tape", compression, sparse_as_dense, op, gradient_predivide_factor,
+    reducer = GradientReducer(None, compression, sparse_as_dense, op, gradient_predivide_factor,
                               scale_local_gradients, process_set=process_set, groups=grouping)
     return _DistributedGradientTape(gradtape, reducer)
 

@@ -1,17 +1,16 @@
 """GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers. Collective."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
-from . import first_steps
+from . import first_steps, names
 from .bridge.cpu import as_tf_error, to_array
 from .bridge.observers import Observer, observed
-from .bridge.program_order import numbered
 from .compression import Compressed, Compressor
 from .first_steps import FirstSteps
 from .gradient_groups import GradientGroups
@@ -24,14 +23,13 @@ class GradientReducer:
     """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
 
     Args:
-        name: Identifies the collectives on all ranks. Gradients are numbered, because names of variables repeat.
+        optimizer: The name of the optimizer whose gradients are reduced; None: those of a tape are.
         compression: One of Compression.
         sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
         op: Average or Sum.
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
-        checks: What checks the first reductions; None: what is kept for the variables, as tapes need it.
         process_set: The ranks that take part. On other ranks gradients do not change.
         groups: Which gradients are reduced together; None: all.
 
@@ -41,10 +39,9 @@ class GradientReducer:
 
     changes_early = False
 
-    def __init__(self, name: str, compression: type[Compressor], sparse_as_dense: bool, op: ReduceOp,
-                 gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
-                 checks: FirstSteps | None = None, process_set: ProcessSet = global_process_set,
-                 groups: GradientGroups | None = None):
+    def __init__(self, optimizer: names.OptimizerName | None, compression: type[Compressor], sparse_as_dense: bool,
+                 op: ReduceOp, gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
+                 process_set: ProcessSet = global_process_set, groups: GradientGroups | None = None):
         op = resolve_op(op, None)
         self._groups = groups or GradientGroups()
         self.process_set = resolved(process_set)
@@ -53,11 +50,21 @@ class GradientReducer:
         if gradient_predivide_factor <= 0:
             raise InvalidRequestError(f"gradient_predivide_factor must be positive. Received: "
                                       f"{gradient_predivide_factor}")
-        self.name, self.checks = name, checks
+        self.optimizer = optimizer
         self._compression, self._sparse_as_dense, self._op = compression, sparse_as_dense, op
         self._predivide = gradient_predivide_factor
         self._scale_local = scale_local_gradients
         self._local: IdentitySet[Variable] = IdentitySet()
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer, or the purpose of a tape's collective."""
+        return "tape" if self.optimizer is None else self.optimizer()
+
+    @cached_property
+    def checks(self) -> FirstSteps | None:
+        """What checks the first reductions; None: what is kept for the variables, as tapes need it."""
+        return None if self.optimizer is None else FirstSteps(self.name, self.process_set)
 
     def register_local(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the reduction."""
@@ -102,16 +109,17 @@ class GradientReducer:
             _observe_eagerly(observer, own)
             observer = None
         divided = self._groups.divide([variables[i] for i in shared])
-        call = numbered(self.name)
+        number = number_of(self.process_set, self.name)
+        call = names.made(self.name, number) if self.optimizer is None else names.of(self.name)
         with observed(observer):
             # The last first: that is the order in which the backward pass computes them.
-            for number, places in reversed(list(enumerate(divided))):
+            for place_of_group, places in reversed(list(enumerate(divided))):
                 members = [shared[place] for place in places]
-                name = call if len(divided) == 1 else f"{call}/group{number}"
+                name = call if len(divided) == 1 else f"{call}/group{place_of_group}"
                 reduced = reduce_mixed([own[place] for place in places], ScaledOp(self._op), name,
                                        partial(self._reduce_dense, name), numbers=members,
                                        labels=[label_of(variables[i]) for i in members],
-                                       process_set=number_of(self.process_set, self.name))
+                                       process_set=number)
                 for i, gradient in zip(members, reduced, strict=True):
                     results[i] = gradient
         return results
@@ -123,7 +131,8 @@ class GradientReducer:
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
         if not variables:
             return None
-        checks = self.checks or first_steps.of_variables(variables, self.name, self.process_set)
+        checks = self.checks or first_steps.of_variables(
+            variables, names.eager(self.name, number_of(self.process_set, self.name)), self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
         # after the callback that reads the variable. What follows on a tape is not known here.
         may_read = tf.executing_eagerly() or (self.checks is not None and not self.changes_early)

@@ -16,7 +16,8 @@ from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_
 from ..core.topology import Topology
 from .bridge import cpu, gpu_graph, observers
 from .bridge.buckets import reduce_list
-from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
+from .bridge.differentiable import Gradient, with_gradient
+from .names import of_gradient
 from .types import Tensor
 
 
@@ -91,7 +92,7 @@ class ReduceGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return reduce_dense(upstream, scaled_op(*self.scaled), name_of_gradient(self.name), self.labels, self.may_wait,
+        return reduce_dense(upstream, scaled_op(*self.scaled), of_gradient(self.name), self.labels, self.may_wait,
                             self.wire_dtype, self.process_set)
 
 
@@ -135,7 +136,7 @@ class GatherGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        name = name_of_gradient(self.name)
+        name = of_gradient(self.name)
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         means = reduce_dense(upstream, ScaledOp(Average), name, process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)

@@ -1,10 +1,9 @@
 """Collectives on TensorFlow tensors: eager, in tf.function, and differentiable. Signatures and semantics are Horovod's.
 
-The calls of different ranks are matched by name. An unnamed eager call has the name of its operation. In a graph the
-default name is made from the tensor's name, as in Horovod.
+The calls of different ranks are matched by name. An unnamed eager call has the name of its operation, and one in a
+graph that of the function and its number in it, see names.py.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,9 +17,10 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
 from .bridge import cpu
-from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
+from .bridge.differentiable import Gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
 from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_mixed, topology_of
+from .names import given, made, of_gradient
 from .types import Tensor, TensorLike, Variable
 
 Reducible: TypeAlias = TensorLike | tf.IndexedSlices
@@ -61,7 +61,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     number = number_of(process_set, "Allreduce")
     scaled = _op_for([tensor], op, average, prescale_factor, postscale_factor)
     tensor = as_tensor(tensor)
-    name = wire_name("allreduce", tensor, name, ignore_name_scope)
+    name = name_of("allreduce", name, number, ignore_name_scope)
     return _reduce([tensor], scaled, compression, name, number, may_wait=False)[0]
 
 
@@ -78,7 +78,7 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
     if not tensors:
         return []
     converted = [as_tensor(tensor) for tensor in tensors]
-    name = wire_name("grouped_allreduce", converted[0], name, ignore_name_scope)
+    name = name_of("grouped_allreduce", name, number, ignore_name_scope)
     return _reduce(converted, scaled, compression, name, number)
 
 
@@ -96,7 +96,7 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     """
     number = number_of(process_set, "Allgather")
     tensor = as_tensor(tensor)
-    return gather(wire_name("allgather", tensor, name, ignore_name_scope), [tensor], number)[0]
+    return gather(name_of("allgather", name, number, ignore_name_scope), [tensor], number)[0]
 
 
 @without_autograph
@@ -107,7 +107,7 @@ def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ign
     converted = [as_tensor(tensor) for tensor in tensors]
     if not converted:
         return []
-    return gather(wire_name("grouped_allgather", converted[0], name, ignore_name_scope), converted, number)
+    return gather(name_of("grouped_allgather", name, number, ignore_name_scope), converted, number)
 
 
 @without_autograph
@@ -123,7 +123,7 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
     """
     number = number_of(process_set, "Broadcast")
     tensor = as_tensor(tensor)
-    name = wire_name("broadcast", tensor, name, ignore_name_scope)
+    name = name_of("broadcast", name, number, ignore_name_scope)
 
     return with_gradient(lambda value: broadcast_list([value], root_rank, name, process_set=number),
                          BroadcastGradient(name, root_rank, number), [tensor])[0]
@@ -138,7 +138,7 @@ class BroadcastGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_dense(upstream, ScaledOp(Average), name_of_gradient(self.name), process_set=self.process_set)
+        mean, = reduce_dense(upstream, ScaledOp(Average), of_gradient(self.name), process_set=self.process_set)
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 
@@ -196,7 +196,7 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
     number = number_of(process_set, "Broadcast")
     if not variables:
         return
-    name = wire_name("broadcast_variables", None, name, False)
+    name = name_of("broadcast_variables", name, number)
     labels = tuple(getattr(v, "path", v.name) for v in variables)
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels, number)
     for variable, value in zip(variables, values, strict=True):
@@ -234,19 +234,10 @@ def as_tensor(value: Reducible) -> Tensor:
     return tf.convert_to_tensor(value)
 
 
-def wire_name(operation: str, tensor: Tensor | None, name: str | None, ignore_name_scope: bool) -> str:
-    """The name by which the ranks match a collective; in a graph a new one for each call."""
-    if tf.executing_eagerly():
-        return name or operation
-    if name is None:
-        if isinstance(tensor, tf.IndexedSlices):
-            tensor = tensor.values
-        name = operation if tensor is None or _is_numbered(tensor) else f"{operation}_{tensor.name}"
-    name = re.sub("[^a-zA-Z0-9_]", "_", name)
-    unique = tf.compat.v1.get_default_graph().unique_name(name)
-    return unique.rsplit("/", 1)[-1] if ignore_name_scope else unique
+def name_of(operation: str, name: str | None, process_set: int, ignore_name_scope: bool = False) -> str:
+    """The name by which the ranks match a collective: the user's, if there is one. In a graph a new one for each call.
 
-
-def _is_numbered(tensor: tf.Tensor) -> bool:
-    """Whether this is a captured eager tensor. Its name is a number, which may differ between processes."""
-    return tensor.op.name.rsplit("/", 1)[-1].isdigit()
+    Raises:
+        InvalidRequestError: As names.made.
+    """
+    return given(name, ignore_name_scope) if name else made(operation, process_set)

@@ -23,10 +23,11 @@ from ..core.request import (
 )
 from ..core.rows import even_splits, no_int32_splits
 from .bridge import cpu
-from .bridge.differentiable import Gradient, name_of_gradient, with_gradient
+from .bridge.differentiable import Gradient, with_gradient
 from .compression import Compressed, Compression, Compressor
 from .lists import gather, number_of, topology_of
-from .ops import Reducible, as_tensor, wire_name, without_autograph
+from .names import of_gradient
+from .ops import Reducible, as_tensor, name_of, without_autograph
 from .types import OptionalGradient, Tensor
 
 
@@ -56,7 +57,7 @@ def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[C
     """
     number = number_of(process_set, "Reducescatter")
     tensor = _dense(tensor, "reducescatter")
-    name = wire_name("reducescatter", tensor, name, ignore_name_scope)
+    name = name_of("reducescatter", name, number, ignore_name_scope)
     return _reducescatter([tensor], compression, scaled_op(op, prescale_factor, postscale_factor), name, number)[0]
 
 
@@ -71,7 +72,7 @@ def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
     dense = [_dense(tensor, "reducescatter") for tensor in tensors]
     if not dense:
         return []
-    name = wire_name("grouped_reducescatter", dense[0], name, ignore_name_scope)
+    name = name_of("grouped_reducescatter", name, number, ignore_name_scope)
     return _reducescatter(dense, compression, scaled_op(op, prescale_factor, postscale_factor), name, number)
 
 
@@ -102,7 +103,7 @@ class ReduceScatterGradient(Gradient):
         factor = prescale * postscale
         if op is Sum:
             factor *= topology_of(self.process_set).size
-        gathered = gather(name_of_gradient(self.name), upstream, self.process_set)
+        gathered = gather(of_gradient(self.name), upstream, self.process_set)
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 
 
@@ -129,7 +130,7 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
     """
     number = number_of(process_set, "Alltoall")
     tensor = _dense(tensor, "alltoall")
-    name = wire_name("alltoall", tensor, name, ignore_name_scope)
+    name = name_of("alltoall", name, number, ignore_name_scope)
     size = topology_of(number).size
     counts = _even(name, tensor, size) if splits is None else _splits(name, splits)
     result, received = _exchange_rows(tensor, counts, name, number)
@@ -187,7 +188,7 @@ class AllToAllGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[OptionalGradient]:
-        name, (tensor, splits) = name_of_gradient(self.name), values
+        name, (tensor, splits) = of_gradient(self.name), values
         received, _ = _exchange(splits, tf.ones_like(splits), f"{name}/splits", self.process_set)
         returned, _ = _exchange_rows(upstream[0], received, name, self.process_set)
         unsent = tf.shape(tensor)[0] - tf.shape(returned)[0]  # Rows that no rank has received.

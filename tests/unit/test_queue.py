@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from mpistrat.core.errors import DuplicateNameError, EngineError, ShutdownError
-from mpistrat.core.handle import Entry, Handle, complete_all
+from mpistrat.core.handle import Entry, Handle, Origin, complete_all
 from mpistrat.core.request import CollectiveType, Request
 from mpistrat.engine.queue import TensorQueue
 
 LONG_S = 30.0  # only a failing test waits for so long
 
 
-def entry(name: str) -> Entry:
+def entry(name: str, origin: Origin | None = None) -> Entry:
     """An entry without tensors."""
-    return Entry(Request(CollectiveType.BARRIER, name), [], Handle(name))
+    return Entry(Request(CollectiveType.BARRIER, name), [], Handle(name), origin=origin)
 
 
 # -- Handle -----------------------------------------------------------------------------------------------------------
@@ -161,6 +161,51 @@ def test_a_name_in_flight_cannot_be_used_again() -> None:
     queue.take_new()
     with pytest.raises(DuplicateNameError):
         queue.put(entry("a"))
+
+
+def test_nodes_of_one_name_in_program_order_wait_for_each_other() -> None:
+    queue = TensorQueue()
+    first, second, third = (entry("a", Origin(place, True)) for place in "bcd")
+    for each in (first, second, third):
+        assert not queue.put(each, is_driver=each is not first)
+    assert queue.take_new() == [first] and not queue.has_new
+    assert queue.finish("a") is first and queue.has_new
+    assert queue.outstanding == 0
+    assert queue.take_new() == [second]
+    assert queue.finish("a") is second
+    assert queue.take_new() == [third]
+    assert queue.finish("a") is third
+    assert not queue.has("a") and not queue.has_new
+
+
+def test_a_node_that_is_in_flight_twice_is_refused() -> None:
+    """Two executions of one node have no order."""
+    queue = TensorQueue()
+    node, other = Origin("a.py:1 in step", True), Origin("b.py:2 in helper", True)
+    queue.put(entry("a", node))
+    queue.put(entry("a", other))
+    for again in (node, other):
+        with pytest.raises(DuplicateNameError):
+            queue.put(entry("a", again))
+
+
+@pytest.mark.parametrize(("first", "second", "said"), [
+    (Origin("a.py:1 in f", False), Origin("b.py:2 in g", False), "a.py:1 in f, the second by b.py:2 in g"),
+    (Origin("a.py:1 in f", True), None, "a.py:1 in f, the second by a call outside of graphs")])
+def test_a_name_of_the_user_in_two_places_is_refused_with_both(first: Origin, second: Origin | None, said: str) -> None:
+    queue = TensorQueue()
+    queue.put(entry("a", first))
+    with pytest.raises(DuplicateNameError, match=rf"another name=\. The first is submitted by {said}\.$"):
+        queue.put(entry("a", second))
+
+
+def test_entries_that_wait_for_their_name_are_closed_too() -> None:
+    queue = TensorQueue()
+    entries = [entry("a", Origin(place, True)) for place in "bcd"]
+    for each in entries:
+        queue.put(each)
+    assert queue.close(EngineError("on purpose")) == entries
+    assert not queue.has_new
 
 
 def test_a_refused_duplicate_leaves_the_first_as_it_was() -> None:

@@ -22,6 +22,5 @@ __all__ = ["PATCHES", "apply", "check", "undo"]
 def apply() -> None:
     """Replace the functions, once. Raises as `check`."""
     require_for_strategy()
-    step_state.create_flags()
     wrap_saving()  # Before the replacements: all ranks must give them the user's path.
     patches.apply()

@@ -26,11 +26,11 @@ from keras.optimizers import Optimizer
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
+from ...tensorflow import names
 from ...tensorflow.distribute import collectives, files
 from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
-from ...tensorflow.distribute.threads import wire_name
 from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
 from .optimizer import slots_of
 from .patches import Function, replaces
@@ -60,7 +60,7 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
         if strategy.num_replicas_in_sync > 1:
             # The ranks may have different callbacks.
             anywhere = array_ops.allreduce([int(wanted), int(any(map(_writes, self.callbacks)))], op=Max,
-                                           name=wire_name("callbacks"))
+                                           name=names.eager("strategy/callbacks"))
             wanted = bool(anywhere[0])
             if anywhere[1] and not hasattr(self, "_mpistrat_assigned"):
                 _assign_to_ranks(self)

@@ -1,11 +1,14 @@
 """State that the replaced functions share: the strategy in use, the rows of a batch, and flags for compiled steps.
 
-A tf.function is traced once and runs many times. So a value that changes between runs is a tf.Variable here: Python
-assigns it with `set_flag`, the compiled step reads it with `flag`.
+A tf.function is traced once and runs many times. So a value that changes between runs is a variable here: Python
+assigns it with `set_flag`, the compiled step reads it with `flag`. Each model has its own, because several threads may
+call fit, each for a model.
 """
 
 import contextlib
+import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -19,55 +22,91 @@ from ...tensorflow.distribute import MPIStrategy, collectives
 T = TypeVar("T")
 
 
+class Flags:
+    """The flags of one model, equal on all ranks: variables, and the values last assigned to them.
+
+    "usual_rows" is the number of rows of a full batch on each rank. "logs_wanted" is whether a callback reads the logs
+    of each batch.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._handles: dict[str, tf.Tensor] = {}
+        self._assigned: dict[str, int | bool] = {}
+        number = next(self._numbers)
+        # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
+        with tf.init_scope(), tf.device("CPU:0"):
+            for name, dtype in _DTYPES.items():
+                self._handles[name] = tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], container="",
+                                                             shared_name=f"mpistrat_{name}_{number}")
+                self.assign(name, 1)
+
+    def assign(self, name: str, value: int | bool) -> None:
+        """Assign a flag. Assigning takes longer than comparing, so an equal value is not assigned again."""
+        if self._assigned.get(name) != value:
+            tf.raw_ops.AssignVariableOp(resource=self._handles[name], value=tf.cast(value, _DTYPES[name]))
+            self._assigned[name] = value
+
+    def read(self, name: str) -> tf.Tensor:
+        """The value of a flag, in a graph the one at the time of execution."""
+        return tf.raw_ops.ReadVariableOp(resource=self._handles[name], dtype=_DTYPES[name])
+
+
+_DTYPES = {"usual_rows": tf.int64, "logs_wanted": tf.bool}
+_flags: "weakref.WeakKeyDictionary[keras.Model, Flags]" = weakref.WeakKeyDictionary()
+
+
 class StepState(threading.local):
     """The state of the step that this thread traces.
 
     Attributes:
+        flags: Those of the model.
         rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps.
         weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
             and for losses that are no mean over rows.
         total: The sum of all ranks' weights, once a collective has told it.
         scaled: Losses that Keras has divided by the number of ranks.
-        logs_may_differ: Whether the ranks may return different logs, which Keras does not use.
+        may_differ: The flags of the model of the latest step, if the ranks may return different logs of the step, which
+            Keras does not use.
     """
 
+    flags: Flags | None = None
     rows: tf.Tensor | None = None
     weight: tf.Tensor | None = None
     total: tf.Tensor | None = None
     scaled: list[tf.Tensor]
-    logs_may_differ: bool = False
+    may_differ: Flags | None = None
 
     def __init__(self) -> None:
         self.scaled = []
 
 
 state = StepState()
-_flags: dict[str, tf.Variable] = {}
-_assigned: dict[str, int | bool] = {}  # the value last assigned to each flag
 
 
-def create_flags() -> None:
-    """Create the flags; call it outside of any strategy's scope. They are equal on all ranks.
+@contextlib.contextmanager
+def flags_of(model: keras.Model) -> Iterator[None]:
+    """A context in which this thread assigns and reads the flags of `model`."""
+    before, state.flags = state.flags, _flags.get(model)
+    if state.flags is None:
+        state.flags = _flags[model] = Flags()
+    try:
+        yield
+    finally:
+        state.flags = before
 
-    "usual_rows" is the number of rows of a full batch on each rank. "logs_wanted" is whether a callback reads the logs
-    of each batch.
-    """
-    for name, initial in (("usual_rows", tf.constant(1, tf.int64)), ("logs_wanted", tf.constant(True))):
-        if name not in _flags:
-            with tf.init_scope(), tf.device("CPU:0"):
-                _flags[name] = tf.Variable(initial, trainable=False, name=f"mpistrat_{name}")
 
-
-def flag(name: str) -> tf.Variable:
-    """The variable that a compiled step reads."""
-    return _flags[name]
+def flag(name: str) -> tf.Tensor:
+    """The value of a flag. A compiled step reads it when it runs."""
+    assert state.flags is not None
+    return state.flags.read(name)
 
 
 def set_flag(name: str, value: int | bool) -> None:
-    """Assign a flag. Assigning takes longer than comparing, so an equal value is not assigned again."""
-    if _assigned.get(name) != value:
-        _flags[name].assign(value)
-        _assigned[name] = value
+    """Assign a flag of the model of `flags_of`."""
+    assert state.flags is not None
+    state.flags.assign(name, value)
 
 
 def strategy_here() -> MPIStrategy | None:
@@ -88,13 +127,14 @@ def strategy_of(model: keras.Model | None) -> MPIStrategy | None:
 def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator[None]:
     """A context for tracing a step of `model` on `data`; it sets the state."""
     before = state.rows, state.weight
-    state.rows = rows_of(data)
-    state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flag("usual_rows"), tf.float32) \
-        if state.rows is not None and _is_mean(model) else None
-    state.total, state.logs_may_differ = None, logs_may_differ
+    state.rows, state.total = rows_of(data), None
     try:
-        with loss_weighted(state.weight):
-            yield
+        with flags_of(model):
+            state.may_differ = state.flags if logs_may_differ else None
+            state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flag("usual_rows"), tf.float32) \
+                if state.rows is not None and _is_mean(model) else None
+            with loss_weighted(state.weight):
+                yield
     finally:
         state.rows, state.weight = before
         state.total = None

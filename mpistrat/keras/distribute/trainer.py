@@ -15,10 +15,10 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
+from ...tensorflow import names
 from ...tensorflow._private import spec_of_replica
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
-from ...tensorflow.distribute.threads import wire_name
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from .._private import GeneratorDataAdapter, all_layers, create_anew, element_spec
@@ -78,7 +78,8 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     def call(iterator: Iterator) -> object:
         # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
         is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
-        step_state.set_flag("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
+        with step_state.flags_of(self):
+            step_state.set_flag("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
         return function(iterator)
 
     return call
@@ -123,10 +124,10 @@ def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
     def reduced() -> Structure:
         return strategy.reduce("MEAN", logs, axis=0)
 
-    may_differ, state.logs_may_differ = state.logs_may_differ, False
-    if not may_differ or not all(log.dtype.is_floating for log in tf.nest.flatten(logs)):
+    flags, state.may_differ = state.may_differ, None
+    if flags is None or not all(log.dtype.is_floating for log in tf.nest.flatten(logs)):
         return reduced()
-    return tf.cond(step_state.flag("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, logs))
+    return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, logs))
 
 
 # -- losses and means that the user's own steps report ----------------------------------------------------------------
@@ -191,8 +192,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
                 break
         rows = step_state.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
                                    for leaf in _without_none(data_batch)])
-    usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=wire_name("usual_rows"))
-    step_state.set_flag("usual_rows", max(1, int(usual)))
+    usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
+    with step_state.flags_of(self):
+        step_state.set_flag("usual_rows", max(1, int(usual)))
     # A model without a call() is built by its train_step, as without a strategy.
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)

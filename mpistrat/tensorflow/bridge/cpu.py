@@ -4,7 +4,7 @@ Eagerly the engine gets the tensor's memory without a copy, and the calling thre
 becomes three nodes, none of which blocks a TensorFlow thread until other ranks are ready:
 
 1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, because
-   TensorFlow prunes stateless nodes. So submits run in program order.
+   TensorFlow prunes stateless nodes. Submits run in program order, see program_order.py.
 2. *await*, the dequeue of a queue that the engine writes to on completion (completion.py). It is an asynchronous
    kernel: even with one inter-op thread, and a different order on every rank, it does not block the nodes that other
    ranks wait for.
@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
+from ...api.error_text import is_users
 from ...core.errors import (
     DuplicateNameError,
     EngineError,
@@ -33,17 +34,19 @@ from ...core.errors import (
     MpistratError,
     NotInitializedError,
 )
+from ...core.handle import Origin
 from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
 from ...gpu.arrays import GpuInput
+from ..names import is_in_order
 from ..types import Arrays
 from . import executions, gpu_eager
 from ._private import is_compiled_by_xla
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .observers import Observer
-from .program_order import calls_in_order
+from .program_order import in_order
 from .python_op import host_call, keep_thread_state
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
@@ -100,7 +103,6 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     execution = executions.current() or Execution()
     site = _CpuCallSite(make_request, dtypes, counter, wait, execution, observer)
     past = [execution.number] if execution.is_past else []
-    calls_in_order()
     COMPLETIONS.prepare()
 
     def shaped(results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -113,10 +115,11 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
 
     with tf.device("CPU:0"):
         if wait is Wait.NEVER or (wait is Wait.IF_LAST and counter.count > SUBMIT_WAIT_BRANCHES):
-            ticket = scalars(host_call(site.submit, [*tensors, *past], TICKET, stateful=True))
+            ticket = scalars(in_order(lambda: host_call(site.submit, [*tensors, *past], TICKET, stateful=True)))
             results = fetched(ticket, queue_of(ticket))
         else:
-            returned = host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes], stateful=True)
+            returned = in_order(lambda: host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes],
+                                                  stateful=True))
             ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
             queue = queue_of(ticket)
             # Switch and Merge nodes instead of tf.cond are no faster, and the nodes ordered after the dequeue would not
@@ -125,7 +128,14 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
                                    lambda: fetched(ticket, queue)))
         if execution.number is None:
             execution.number = execution_of(ticket)
+    site.place = place_of(ticket[0].op)
     return results
+
+
+def place_of(node: tf.Operation) -> str:
+    """Where the user's code makes a node: file, line and function."""
+    frames = [frame for frame in node.traceback if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {node.name}"
 
 
 def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -164,7 +174,12 @@ class _CpuCallSite:
     """The callbacks of one collective in a graph. Several executions may be in flight.
 
     It lives as long as the graph (see host_call), so neither it nor `make_request` may refer to the graph.
+
+    Attributes:
+        place: Where the user's code makes the collective.
     """
+
+    place = ""
 
     def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], counter: _CollectiveCounter, wait: Wait,
                  execution: Execution, observer: Observer | None):
@@ -175,12 +190,14 @@ class _CpuCallSite:
         self._position = counter.count
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: tuple[list[tuple[int, ...]], Request] | None = None
+        self._origin: Origin | None = None
 
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result."""
         keep_thread_state()
         request, arrays, number = self._prepared(inputs)
-        return COMPLETIONS.ticket_for(runtime.current().engine_of(request).submit(request, arrays), number)
+        handle = runtime.current().engine_of(request).submit(request, arrays, self._origin)
+        return COMPLETIONS.ticket_for(handle, number)
 
     def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
         """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
@@ -188,11 +205,11 @@ class _CpuCallSite:
         request, arrays, number = self._prepared(inputs)
         engine = runtime.current().engine_of(request)
         if self._wait is Wait.ALWAYS or self._position == self._counter.count:
-            handle = engine.run(request, arrays, SUBMIT_WAIT_S)
+            handle = engine.run(request, arrays, SUBMIT_WAIT_S, self._origin)
             if handle.done():
                 return [*COMPLETIONS.done_ticket(number), *handle.wait()]
         else:
-            handle = engine.submit(request, arrays)
+            handle = engine.submit(request, arrays, self._origin)
         return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
 
     def fetch(self, ticket: np.int64, _: np.ndarray) -> Arrays:
@@ -210,6 +227,8 @@ class _CpuCallSite:
         if self._latest is None or self._latest[0] != shapes:
             self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)
         request = self._latest[1]
+        if self._origin is None:
+            self._origin = Origin(self.place, is_in_order(request.name))
         if past is not None:
             request = dataclasses.replace(request, name=request.name + executions.suffix(past))
         return request, arrays, executions.next_number(request.name, request.process_set) if self._counts else 0

@@ -19,7 +19,7 @@ from ..types import OptionalGradient
 from . import executions
 from ._private import could_possibly_record, record_operation, set_node_attribute
 from .executions import Execution
-from .program_order import captured_in_function, current_function, function_of, numbered
+from .program_order import captured_in_function, current_function, function_of
 
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
@@ -135,8 +135,3 @@ def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequenc
     # Without rows the weight is 0, and a loss may be anything, also NaN.
     weighted = [tf.math.multiply_no_nan(u, tf.cast(weight, u.dtype)) for u in map(tf.convert_to_tensor, upstream)]
     return [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in gradient.of(values, weighted)]
-
-
-def name_of_gradient(name: str) -> str:
-    """The name of the collective in the gradient of a collective of this name; in a graph, a new one each time."""
-    return numbered(f"{name}/gradient")

@@ -40,9 +40,10 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.own_gpu import go_by_host, gpu_input, why_no_cupy
-from ...core.handle import Handle
+from ...core.handle import Handle, Origin
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ...gpu.arrays import GpuInput
+from ..names import is_in_order
 from ..types import Arrays
 from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
@@ -51,7 +52,7 @@ from .executions import Execution
 from .gpu_memory import Shared, copied, shared, without_elements
 from .observers import Observer
 from .own_executor import SynchronousExecution
-from .program_order import calls_in_order
+from .program_order import in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,6 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     execution = executions.current() or Execution()
     site = _GpuCallSite(name, make_request, len(tensors), execution, process_set, observer)
     past = [execution.number] if execution.is_past else []
-    calls_in_order()
     COMPLETIONS.prepare()
     with tf.device("CPU:0"):
         shapes_of_carriers = [tf.stack([size, 0]) for size in rows]
@@ -137,7 +137,9 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         key, mark = unordered_tensor_call(site.pack, [*tensors, *carriers], [tf.float32, tf.float32], device)
         shape_of_key = tf.shape(key, tf.int64)
     with tf.device("CPU:0"):
-        ticket = cpu.scalars(host_call(site.submit, [shape_of_key, mark, *past], TICKET, stateful=True))
+        ticket = cpu.scalars(in_order(lambda: host_call(site.submit, [shape_of_key, mark, *past], TICKET,
+                                                        stateful=True)))
+        site.origin = Origin(cpu.place_of(ticket[0].op), is_in_order(name))
         number, end = awaited(ticket, queue_of(ticket))
         shape_of_carrier = tf.concat([number[tf.newaxis], end], axis=0)
     with tf.device(device):
@@ -173,7 +175,13 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
 
 
 class _GpuCallSite:
-    """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
+    """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite.
+
+    Attributes:
+        origin: The node that submits.
+    """
+
+    origin: Origin | None = None
 
     def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution,
                  process_set: int, observer: Observer | None):
@@ -223,7 +231,7 @@ class _GpuCallSite:
         arrays = [_input(copy, result) for copy, result in zip(pack.copies, pack.results, strict=True)]
         request = dataclasses.replace(self._make_request(arrays), name=self._name + suffix, device=DEVICE_GPU,
                                       in_graph=True)
-        return runtime.current().engine_of(request).submit(request, arrays)
+        return runtime.current().engine_of(request).submit(request, arrays, self.origin)
 
     def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
         """Return the results, or raise the collective's error.

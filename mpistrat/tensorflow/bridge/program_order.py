@@ -1,9 +1,12 @@
-"""The token: a variable that makes TensorFlow run collectives in program order.
+"""The token: a variable that makes TensorFlow submit collectives in program order.
 
 TensorFlow runs independent nodes in any order, and at the same time. Its automatic control dependencies keep program
-order among nodes that write to the same variable. That includes nodes in functions, branches and loops, because a graph
-that captures the variable has it as an input. TensorFlow keeps callbacks in order too. But it does not order two calls
-of a function that uses variables, and both calls have the same collectives, with the same names.
+order among nodes that write to the same variable. That includes calls of functions, branches and loops, because a graph
+that captures the variable has it as an input. Callbacks are in an order of their own. So each submit is between two
+nodes that count as writes of the token: submits, and calls, branches and loops with submits, are one chain.
+
+A call ends when its collectives are complete, since TensorFlow waits for the stateful nodes of a function, and the
+dequeue that awaits a collective is one of them. A submit does not wait.
 
 The gradient of a function has no token. TensorFlow adds no control dependencies there, and where such a function is
 called, as part of the gradient of a branch or a loop, nothing can be captured. There the names of collectives contain
@@ -13,17 +16,39 @@ The gradient of a branch or a loop inside a function can capture tensors only of
 capture goes from graph to graph.
 """
 
-import weakref
-from collections import Counter
+from collections.abc import Callable
 from functools import cache
 
 import tensorflow as tf
 
-_with_call_order: "weakref.WeakSet[tf.Graph]" = weakref.WeakSet()
-_names: "weakref.WeakKeyDictionary[tf.Graph, Counter[str]]" = weakref.WeakKeyDictionary()
+
+def in_order(submit: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return `submit()`, which makes one node, so that the node has its place in the program order."""
+    handle = _token()
+    if handle is None:
+        return submit()
+    with tf.control_dependencies([_write(handle)]):
+        outputs = submit()
+    with tf.control_dependencies([outputs[0].op]):
+        _write(handle)
+    return outputs
 
 
-def token() -> tf.Tensor | None:
+def complete_in_order(results: list[tf.Tensor]) -> None:
+    """Make all later collectives of the program run after these results are there."""
+    handle = _token()
+    if handle is not None:
+        with tf.control_dependencies(results):
+            _write(handle)
+
+
+def _write(handle: tf.Tensor) -> tf.Operation:
+    with tf.device("CPU:0"):
+        # The cheapest operation that counts as a write.
+        return tf.raw_ops.VarIsInitializedOp(resource=handle).op
+
+
+def _token() -> tf.Tensor | None:
     """The token's handle as a tensor of the current graph; None in the gradient of a function."""
     path = _path_from_function(tf.compat.v1.get_default_graph())
     if _is_gradient(path[0]):
@@ -32,28 +57,6 @@ def token() -> tf.Tensor | None:
     for graph in path:
         seen = graph.capture(seen)
     return seen
-
-
-def calls_in_order() -> None:
-    """Make the calls of the function that is being traced run one after the other, in program order."""
-    function = current_function()
-    if function in _with_call_order or _is_gradient(function):
-        return
-    _with_call_order.add(function)
-    with function.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
-        tf.raw_ops.VarIsInitializedOp(resource=token())  # The cheapest operation that counts as a write.
-
-
-def numbered(name: str) -> str:
-    """The name of a collective: eagerly `name`, in a graph with a number from its second use in the function on.
-
-    A function does not wait for a collective before it submits the next one, so all of them need names of their own.
-    """
-    if tf.executing_eagerly():
-        return name
-    counter = _names.setdefault(current_function(), Counter())
-    counter[name] += 1
-    return name if counter[name] == 1 else f"{name}_{counter[name] - 1}"
 
 
 def current_function() -> tf.Graph:

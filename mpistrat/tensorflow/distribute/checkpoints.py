@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from ...core.errors import ShutdownError
+from .. import names
 from .._private import saved_models, set_state_of_manager, state_of_manager
-from . import files, threads
+from . import files
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 Options: TypeAlias = tf.train.CheckpointOptions | None
@@ -76,7 +77,7 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
         return original(self, file_prefix, options)
     name_space = getattr(self, _NAME_SPACE, None)
     if name_space is not None:
-        with threads.name_space(name_space):
+        with names.name_space(name_space):
             return _write_copies(self, file_prefix, options)
     # A rank may still be looking for the newest checkpoint, and must not find this one.
     files.exchange_status()
@@ -121,7 +122,7 @@ def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
     helper = _originals["_async_checkpointer"](self)
     writer = helper.checkpointer()
     if not hasattr(writer, _NAME_SPACE) and _is_of_strategy(self):
-        thread = threads.prefix()
+        thread = names.prefix()
         setattr(writer, _NAME_SPACE, f"{thread}checkpoint{next(_numbers[thread])}")
     return helper
 

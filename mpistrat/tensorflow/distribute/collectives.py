@@ -1,14 +1,9 @@
 """The collectives of strategies. In a graph they run one after the other, in program order.
 
-TensorFlow runs independent nodes in any order, and at the same time. If a function were called twice, two collectives
-of one name would be in flight. So each collective in a graph reads a variable, the token, before it starts and assigns
-it when it is complete. TensorFlow's automatic control dependencies then keep all collectives in program order, also
-through nested functions, branches and loops (see bridge.program_order). The tensors of one call are reduced together.
+Each collective is submitted in program order, as all are (see bridge.program_order), and here the next one is submitted
+when it is complete. The tensors of one call are reduced together.
 """
 
-import itertools
-import re
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -19,14 +14,13 @@ from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
 from ..bridge.buckets import reduce_list
-from ..bridge.program_order import token
+from ..bridge.program_order import complete_in_order
 from ..lists import broadcast_list, gather_list, reduce_mixed
+from ..names import made
 from ..types import Tensor, TensorLike
-from . import files, threads
+from . import files
 
 T = TypeVar("T")
-
-_counters: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
 
 
 def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp,
@@ -106,28 +100,11 @@ def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labe
 
 def _in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
     """Call `collective(name)` so that it runs after all earlier collectives of the program."""
-    if tf.executing_eagerly():
-        if files.in_alone():
-            raise InvalidRequestError(
-                f"{operation}: this rank writes a file without the other ranks, so none of them takes part in this "
-                "collective. Compute the value on all ranks before the model is saved.")
-        return collective(threads.wire_name(operation))
-    name, order = _name_in_graph(operation), token()
-    if order is None:
-        return collective(name)
-    with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=order, dtype=tf.int32)]):
-        results = collective(name)
-    with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-        tf.raw_ops.AssignVariableOp(resource=order, value=tf.constant(0))
+    if tf.executing_eagerly() and files.in_alone():
+        raise InvalidRequestError(
+            f"{operation}: this rank writes a file without the other ranks, so none of them takes part in this "
+            "collective. Compute the value on all ranks before the model is saved.")
+    results = collective(made(f"strategy/{operation}"))
+    if not tf.executing_eagerly():
+        complete_in_order(tf.nest.flatten(results, expand_composites=True))
     return results
-
-
-def _name_in_graph(operation: str) -> str:
-    """A name made of the place in the program. It does not depend on how often this rank has traced its functions."""
-    graph = tf.compat.v1.get_default_graph()
-    number = next(_counters.setdefault(graph, itertools.count()))
-    places = [f"{operation}_{number}"]
-    while graph.building_function:
-        places.append(re.sub(r"_\d+(?=_|$)", "", graph.name))  # Without the numbers, which the whole process counts.
-        graph = graph.outer_graph
-    return threads.wire_name("/".join(reversed(places)))

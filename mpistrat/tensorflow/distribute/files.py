@@ -19,7 +19,7 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set
 from ...core.errors import CollectiveError, EngineError, ShutdownError
-from .threads import wire_name
+from .. import names
 
 T = TypeVar("T")
 # An attribute of exceptions that have been raised on all ranks.
@@ -193,7 +193,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
     """
     own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
     try:
-        statuses = array_ops.allgather_object(own, name or wire_name("files"), process_set)
+        statuses = array_ops.allgather_object(own, name or names.eager("strategy/files"), process_set)
     except ShutdownError:
         # Usual at the end of a script: the chief saves the model, and the other ranks have nothing left to do.
         if error is not None:

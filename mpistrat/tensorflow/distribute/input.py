@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError
+from .. import names
 from .._private import (
     InputWorkers,
     datasets_of,
@@ -23,7 +24,6 @@ from .._private import (
     inputs_of,
     set_datasets,
 )
-from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Pipelines:
             if "FILE based sharding" not in str(error):
                 raise
             own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
-        everybody = array_ops.allgather_object(own, wire_name("files_of_input"))
+        everybody = array_ops.allgather_object(own, names.eager("strategy/files_of_input"))
         return next((problem for problem in everybody if problem), "")
 
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
@@ -157,7 +157,7 @@ class Pipelines:
             return tf.data.UNKNOWN_CARDINALITY, False
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
-        everybody = array_ops.allgather_object((batches, kind), wire_name("input"))
+        everybody = array_ops.allgather_object((batches, kind), names.eager("strategy/input"))
         kinds: dict[str, list[int]] = {}
         for rank, (_, other) in enumerate(everybody):
             kinds.setdefault(other, []).append(rank)

@@ -15,7 +15,7 @@ from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError
 from ...core.tuning import BUCKET_BYTES
-from .threads import wire_name
+from .. import names
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def agreed(options: CommunicationOptions | None) -> CommunicationOptions:
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
                          f"Received: {options!r}")
     options = options or CommunicationOptions()
-    everybody = array_ops.allgather_object(_fields(options), wire_name("options"))
+    everybody = array_ops.allgather_object(_fields(options), names.eager("strategy/options"))
     if any(other != everybody[0] for other in everybody):
         raise InvalidRequestError("communication_options differ among the ranks: "
                                   + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...api import runtime
+from .. import names
 from .._private import global_seed, operation_seeds
-from .threads import wire_name
 
 
 def seed_alike() -> None:
@@ -22,7 +22,7 @@ def seed_alike() -> None:
     seed = global_seed()
     if seed is None:
         seed = _drawn()
-    tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name=wire_name("seed"))))
+    tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name=names.eager("strategy/seed"))))
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def state_of_first_rank() -> Iterator[None]:
     own = _state()
     if own[0] is None:
         tf.random.set_seed(_drawn())
-    seed, numbers, python = array_ops.broadcast_object(_state(), 0, wire_name("random"))
+    seed, numbers, python = array_ops.broadcast_object(_state(), 0, names.eager("strategy/random"))
     _set(seed, numbers)
     random.setstate(python)
     try:

@@ -15,11 +15,11 @@ from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...api.launch_env import launched_rank
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
+from .. import names
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
 from .docstrings import documented
 from .options import CommunicationOptions, agreed
-from .threads import wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         keras_integration = _keras_integration()
         runtime.init()
         options = agreed(communication_options)
-        kinds = array_ops.allgather_object(variables, wire_name("variables"))
+        kinds = array_ops.allgather_object(variables, names.eager("strategy/variables"))
         if len(set(kinds)) > 1:
             raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
         extended = RankExtended(self, _full_name(device or _default_device()), options, _resolver(), random_per_rank,
