@@ -1,6 +1,6 @@
 """The long tests in three parts of about the same length: `.ci/run` runs one of them, `.ci/run --all` all.
 
-A unit is a file of tests/jobs, a session of test_parallel.py, or "scripts": all tests that share the jobs of the
+A unit is a file of tests, a session of test_parallel.py, or "scripts": all tests that share the jobs of the
 fixture `ran`. Beside its part, a run has the long tests whose own file, or whose script, has changed lately.
 """
 
@@ -18,7 +18,8 @@ from .support.scripts import lines_of
 # "Lately": in the commits of so many hours before the newest one.
 HOURS = 12
 PARTS: tuple[frozenset[str], ...] = (
-    frozenset({"rest on 3", "two_hosts", "failures", "launcher", "supervisor", "jobs", "strangers"}),
+    frozenset({"rest on 3", "two_hosts", "failures", "launcher", "supervisor", "jobs", "strangers",
+               "graphs_are_freed"}),
     frozenset({"strategy on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory", "fork", "join",
                "process_sets", "gpu_figures", "examples"}),
     frozenset({"scripts", "checks on 2", "features on 2", "order", "transcript", "random_programs", "real_scripts",
@@ -35,7 +36,7 @@ def place(item: pytest.Item) -> int:
 
 
 def unit_of(item: pytest.Item) -> str:
-    """The unit of a test; of one outside of tests/jobs its file."""
+    """The unit of a test."""
     if any(lines_of(item)):
         return "scripts"
     if item.path.name == "test_parallel.py":
