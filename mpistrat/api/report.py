@@ -23,10 +23,13 @@ TRACEBACK = "traceback"  # the whole traceback as well
 
 _MOST_CHARACTERS = 100_000  # of a message
 _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
+# A rank on another host prints this before its command begins.
+STARTS = "[mpistrat] rank {rank} starts"
 _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
+_STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
@@ -61,9 +64,14 @@ class Report:
 
 
 class ReportReader:
-    """Collects the reports of all ranks from the lines of a stream."""
+    """Collects the reports of all ranks from the lines of a stream.
+
+    Attributes:
+        started: The ranks that have said that they start.
+    """
 
     def __init__(self) -> None:
+        self.started: set[int] = set()
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
     @property
@@ -81,6 +89,10 @@ class ReportReader:
         """
         if b"[mpistrat] rank " not in line:
             return None
+        starts = _STARTS_PATTERN.search(line)
+        if starts:
+            self.started.add(int(starts[1]))
+            return line[:starts.start()]
         begin = _BEGIN_PATTERN.search(line)
         if begin:
             self._begun.append((int(begin[1]), begin[2].decode(errors="replace"), int(begin[3]),

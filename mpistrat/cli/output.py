@@ -53,6 +53,11 @@ class Output:
         """The reports so far."""
         return self._reader.reports
 
+    @property
+    def started(self) -> int:
+        """How many ranks have said that they start."""
+        return len(self._reader.started)
+
     def feed(self, data: bytes, now: float) -> bytes:
         """Take what mpirun has printed, and return what is to be shown."""
         *lines, partial = (self._partial + data).split(b"\n")
