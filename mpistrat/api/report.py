@@ -23,11 +23,14 @@ TRACEBACK = "traceback"  # the whole traceback as well
 
 _MOST_CHARACTERS = 100_000  # of a message
 _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
+# A rank on another host prints this before its command begins.
+STARTS = "[mpistrat] rank {rank} starts"
 _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
 _WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
+_STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
@@ -65,10 +68,12 @@ class ReportReader:
     """Collects the reports of all ranks from the lines of a stream.
 
     Attributes:
+        started: The ranks that have said that they start.
         without_init: The ranks that say that they have ended without init().
     """
 
     def __init__(self) -> None:
+        self.started: set[int] = set()
         self.without_init: set[int] = set()
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
@@ -87,10 +92,11 @@ class ReportReader:
         """
         if b"[mpistrat] rank " not in line:
             return None
-        alone = _WITHOUT_INIT_PATTERN.search(line)
-        if alone:
-            self.without_init.add(int(alone[1]))
-            return line[:alone.start()]
+        for pattern, ranks in ((_STARTS_PATTERN, self.started), (_WITHOUT_INIT_PATTERN, self.without_init)):
+            found = pattern.search(line)
+            if found:
+                ranks.add(int(found[1]))
+                return line[:found.start()]
         begin = _BEGIN_PATTERN.search(line)
         if begin:
             self._begun.append((int(begin[1]), begin[2].decode(errors="replace"), int(begin[3]),

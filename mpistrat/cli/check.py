@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 
+from ..api.launch_env import RUN_NAME
 from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts
 from .inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from .mpirun import Job, LaunchCommand, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
+from .ssh import hosts_by_ssh, why_unreachable
+from .supervisor import kill, new_name, processes_of_run
 from .text import counted
 
 DEFAULT_TIMEOUT_S = 120.0
-_TERMINATE_S = 5.0  # from SIGTERM, on which mpirun ends its ranks, to SIGKILL
+_TERMINATE_S = 3.0  # from SIGTERM, on which mpirun ends its ranks, to SIGKILL
 
 _EPILOG = """\
 The exit code is 0 if this machine can train, alone or over MPI (and the all-reduce of -np gave the right result);
@@ -42,10 +45,11 @@ def main(argv: list[str]) -> int:
         raise LaunchError("hosts are for the all-reduce: say how many ranks, for example: mpistrat check -np 2")
     hosts = read_hosts(options)
     mpirun, mpirun_error = _find_mpirun(options.mpirun)
-    command = None
+    command, machine = None, this_machine(os.environ)
+    others = hosts_by_ssh(hosts, machine, (), os.environ)
     if options.np is not None and mpirun is not None:
         job = Job(options.np, _selftest(options.np), hosts, options.oversubscribe)
-        command = compose(job, mpirun, this_machine(os.environ), os.environ)
+        command = compose(job, mpirun, machine, os.environ)
     found, has_driver = probe(), has_nvidia_driver()
     rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
     backends = backend_rows(found, has_driver)
@@ -60,7 +64,8 @@ def main(argv: list[str]) -> int:
     failure = ""
     if options.np is not None:
         print(f"All-reduce over {counted(options.np, 'rank')}")
-        failure = mpirun_error if command is None else _run(command, options.timeout)
+        failure = (mpirun_error if command is None else (why_unreachable(others, os.environ) if others else "")
+                   or _run(command, options.timeout))
         if failure:
             print(f"  failed: {failure}")
     return 1 if missing or failure else 0
@@ -95,7 +100,9 @@ def _find_mpirun(wanted: str | None) -> tuple[Mpirun | None, str]:
 def _run(command: LaunchCommand, timeout_s: float) -> str:
     """Run the command. Returns "" if its exit code is 0, else what went wrong. All its processes have ended then."""
     sys.stdout.flush()
-    environment = {**os.environ, **command.environment}
+    name = new_name()
+    environment = {**os.environ, **command.environment, RUN_NAME: name}
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with subprocess.Popen(command.argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             code = process.wait(timeout_s)
@@ -103,6 +110,8 @@ def _run(command: LaunchCommand, timeout_s: float) -> str:
             return f"it has not ended after {timeout_s:g} s. The line was: {command}"
         finally:
             _end(process)
+            kill(processes_of_run(name))
+            signal.signal(signal.SIGTERM, before)
     return f"exit code {code}. The line was: {command}" if code else ""
 
 
@@ -113,5 +122,4 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_TERMINATE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()

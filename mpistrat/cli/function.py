@@ -29,7 +29,7 @@ from .arguments import mpirun_options
 from .hostfile import parse_list, read_hostfile
 from .mpirun import Job, LaunchCommand, compose, find_mpirun, identify, this_machine
 from .parent_end import parent_guard
-from .rank_files import into_files
+from .rank_shell import in_shell
 from .supervisor import supervise
 
 CALL, STARTED = "call", "started"  # files in the directory
@@ -104,9 +104,7 @@ def run_function(call: Call, ranks: int, where: Where) -> list[Any]:
 def _composed(directory: str, ranks: int, where: Where, environ: Mapping[str, str]) -> LaunchCommand:
     hosts = parse_list(where.hosts) if where.hosts is not None else \
         read_hostfile(where.hostfile) if where.hostfile is not None else None
-    command: tuple[str, ...] = where.executable, "-m", _RANK_MODULE, directory
-    if where.output_directory:
-        command = into_files(command, where.output_directory, ranks)
+    command = in_shell((where.executable, "-m", _RANK_MODULE, directory), ranks, where.output_directory or None)
     job = Job(ranks, command, hosts, options=mpirun_options(where.mpi_args))
     mpirun = identify(find_mpirun(None, environ))
     variables = horovodrun.network_variables(mpirun.dialect, where.interface, where.ssh_port, where.ssh_identity_file)

@@ -61,7 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssh-port", metavar="PORT", help="the port of ssh on the other hosts (Open MPI)")
     group.add_argument("--ssh-identity-file", metavar="FILE", help="the key for ssh (Open MPI)")
     group.add_argument("--mpi-args", default="", metavar="'OPTIONS'", help="more options for mpirun, in one argument")
-    group.add_argument("--start-timeout", metavar="S", help="ignored: mpirun has limits of its own")
+    group.add_argument("--start-timeout", type=float, metavar="S", help="seconds within which all ranks start, "
+                       "where mpirun starts some by ssh (default 30)")
     for option in _IGNORED:
         group.add_argument(option, action="store_true", help=argparse.SUPPRESS)
 

@@ -55,6 +55,11 @@ class Output:
         return self._reader.reports
 
     @property
+    def started(self) -> int:
+        """How many ranks have said that they start."""
+        return len(self._reader.started)
+
+    @property
     def without_init(self) -> int:
         """How many ranks have ended without init()."""
         return len(self._reader.without_init)

@@ -15,11 +15,13 @@ from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, s
 from .capacity import check_count
 from .inventory import has_nvidia_driver
 from .mpirun import INTEL_MPI, Job, Mpirun, compose, find_mpirun, identify, is_local, sets_binding, this_machine
-from .rank_files import into_files
+from .rank_shell import in_shell
+from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
-from .supervisor import supervise
+from .supervisor import Start, supervise
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
+_START_TIMEOUT_S = 30.0
 # Options of mpirun with which the output of ranks goes to files.
 _FILE_OPTIONS = ("outfile-pattern", "errfile-pattern")
 
@@ -65,11 +67,15 @@ def main(argv: list[str]) -> int:
     if asks_for_help(command) and not options.dry_run:
         return _run_once(command)
     hosts = read_hosts(options)
+    if options.start_timeout is not None and options.start_timeout <= 0:
+        raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
     mpirun, machine = identify(find_mpirun(options.mpirun, os.environ)), this_machine(os.environ)
     chosen = horovodrun.variables(options, mpirun.dialect)
-    started = into_files(command, options.output_filename, options.np) if options.output_filename else command
-    job = Job(options.np, started, hosts, options.oversubscribe,
-              (*arguments.mpirun, *mpirun_options(options.mpi_args)))
+    passed = (*arguments.mpirun, *mpirun_options(options.mpi_args))
+    # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
+    others = [] if options.dry_run or _goes_elsewhere(passed) else hosts_by_ssh(hosts, machine, passed, os.environ)
+    job = Job(options.np, in_shell(command, options.np, options.output_filename or None, bool(others)), hosts,
+              options.oversubscribe, passed)
     warning = check_count(job, machine, options.force)
     if options.dry_run:
         print(compose(job, mpirun, machine, os.environ, chosen))
@@ -78,8 +84,11 @@ def main(argv: list[str]) -> int:
         print(f"mpistrat run: {warning}", file=sys.stderr)
     environ = {**os.environ, **_added(options, job, command, is_local(job, machine), os.environ),
                **_binding(job, mpirun)}
+    start = Start(options.np, options.start_timeout or _START_TIMEOUT_S,
+                  lambda: why_unreachable(others, {**environ, **chosen})) if others else None
     return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
-                     is_all_output=options.all_output, has_driver=not is_local(job, machine) or has_nvidia_driver())
+                     is_all_output=options.all_output, has_driver=not is_local(job, machine) or has_nvidia_driver(),
+                     start=start)
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -103,10 +112,14 @@ def _added(options: argparse.Namespace, job: Job, command: Sequence[str], is_her
            environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
     added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "1"}
-    # What a rank says why it fails would go to the file, and not to the summary.
-    is_to_files = any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=")) for part in
-                      option.split(",")) for option in job.options)
-    return added if is_to_files else added | variables(command, is_here, environ, options.traceback)
+    # What a rank says why it fails would not reach the summary.
+    return added if _goes_elsewhere(job.options) else added | variables(command, is_here, environ, options.traceback)
+
+
+def _goes_elsewhere(options: Sequence[str]) -> bool:
+    """Return whether mpirun writes what ranks print to stderr to files, or to its stdout."""
+    return any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=", "merge")) for part in
+               option.lstrip("-").split(",")) for option in options)
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:

@@ -26,7 +26,7 @@ _SIGNAL_HINTS = {
 
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
               died_of: int | None = None, dialect: str = "", can_show_more: bool = True,
-              without_init: int = 0) -> tuple[bytes, list[str]]:
+              without_init: int = 0, why_not_started: str = "") -> tuple[bytes, list[str]]:
     """Return what to print after the job: words of mpirun as they are, and lines.
 
     Args:
@@ -38,6 +38,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         dialect: Of mpirun's options.
         can_show_more: Whether --traceback would show more.
         without_init: How many ranks have ended without init().
+        why_not_started: Why some ranks have not started, or "".
     """
     if code == 0:
         # The reports are those of another job, which a rank has started, and whose failure it has handled.
@@ -53,7 +54,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
     endings = [each.ending for each in words if each.ending is not None]
     is_said = bool(endings) and all(ending.signal is None for ending in endings)
     kept = b"".join(each.text for each in words if each.is_error or not is_said)
-    reason = _reason(code, endings, interrupted_by, died_of, dialect)
+    reason = f": {why_not_started}" if why_not_started else _reason(code, endings, interrupted_by, died_of, dialect)
     return kept, [f"{end}{reason}"]
 
 

@@ -7,6 +7,8 @@ from each other, and it may be killed before it can end its ranks. So `supervise
   that does not help. A second signal kills it at once.
 - After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
   not touched.
+- mpirun waits without a limit for hosts that do not answer, and then ignores signals. So where ranks start on other
+  hosts it is killed if they have not started in time, and soon after a signal before that.
 - What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
   stdout and stdin are those of this process.
 
@@ -21,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..api import processes
@@ -37,6 +39,9 @@ from .parent_end import parent_guard
 from .summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+# Why ranks have not started on hosts that ssh reaches.
+_NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
+              "firewall?), and have the same MPI under the same path")
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 
 
@@ -47,6 +52,7 @@ class TimeLimits:
     Attributes:
         abort_s: From the end of the job by a rank to SIGTERM for mpirun.
         signal_s: From the first signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
+        unstarted_s: The same, as long as not all ranks have started.
         second_s: A signal that arrives earlier than this after the first counts as the same signal, because some
             senders signal both a process and its process group.
         kill_s: From SIGTERM to SIGKILL.
@@ -55,9 +61,25 @@ class TimeLimits:
 
     abort_s: float = 15.0
     signal_s: float = 30.0
+    unstarted_s: float = 2.0
     second_s: float = 0.3
     kill_s: float = 5.0
     left_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a job whose ranks say that they start (`rank_shell`).
+
+    Attributes:
+        ranks: How many there are.
+        timeout_s: Seconds from the start of mpirun within which all of them start.
+        why_not: Called if they have not: why, or "". It takes some seconds.
+    """
+
+    ranks: int
+    timeout_s: float
+    why_not: Callable[[], str]
 
 
 class Termination:
@@ -65,6 +87,7 @@ class Termination:
 
     Attributes:
         reason: Why mpirun is terminated or killed, for the user.
+        is_late: Whether not all ranks have started in time.
         is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
     """
 
@@ -73,7 +96,7 @@ class Termination:
         self._terminate_at = self._kill_at = math.inf
         self._signalled_at: float | None = None
         self.reason = ""
-        self.is_urgent = False
+        self.is_late = self.is_urgent = False
 
     def note_abort(self, now: float) -> None:
         """Record that a rank has ended the job."""
@@ -81,12 +104,19 @@ class Termination:
             self._terminate_at = now + self._limits.abort_s
             self.reason = f"a rank ended the job, and mpirun has not ended within {self._limits.abort_s:g} s"
 
-    def note_signal(self, now: float) -> None:
+    def note_no_start(self, now: float, timeout_s: float) -> None:
+        """Record that not all ranks have started in time."""
+        self._kill_at = now
+        self.is_late = True
+        self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
+
+    def note_signal(self, now: float, has_started: bool = True) -> None:
         """Record that a signal that ends programs has arrived. mpirun has received it too."""
         if self._signalled_at is None:
             self._signalled_at = now
-            self._kill_at = min(self._kill_at, now + self._limits.signal_s)
-            self.reason = f"mpirun has not ended within {self._limits.signal_s:g} s after a signal"
+            limit_s = self._limits.signal_s if has_started else self._limits.unstarted_s
+            self._kill_at = min(self._kill_at, now + limit_s)
+            self.reason = f"mpirun has not ended within {limit_s:g} s after a signal"
         elif now - self._signalled_at >= self._limits.second_s:
             self._kill_at = now
             self.reason = "this is the second signal"
@@ -109,7 +139,7 @@ class Termination:
 
 
 def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(), dialect: str = "",
-              is_all_output: bool = False, has_driver: bool = True) -> int:
+              is_all_output: bool = False, has_driver: bool = True, start: Start | None = None) -> int:
     """Run mpirun until the job has ended. Returns mpirun's exit code, or 128 + the number of the signal that ended it.
 
     Call it on the main thread, because it changes the handling of signals.
@@ -121,11 +151,12 @@ def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLi
         dialect: Of mpirun's options.
         is_all_output: Show the log lines of TensorFlow of all ranks, and all that mpirun says.
         has_driver: Whether a rank may find a driver for GPUs.
+        start: How the ranks start; None: they do not say that they start.
 
     Raises:
         LaunchError: mpirun cannot be started.
     """
-    name = f"{os.getpid()}-{secrets.token_hex(8)}"
+    name = new_name()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # If SIGCHLD is ignored, the kernel discards exit codes.
     # Signals that are ignored stay ignored: nohup does this, and a shell for background processes.
     caught = {number for number in _ENDING | _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
@@ -133,12 +164,18 @@ def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLi
     try:
         level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
         output = Output(is_all_output, int(level) if level.isdecimal() else 0, has_driver)
-        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits, output)
+        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits, output,
+                   start)
         code = run.wait()
         run.say_why(code, dialect)
         return code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def new_name() -> str:
+    """Return the value of RUN_NAME for a new run, by which its processes are found."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class _Run:
@@ -149,10 +186,11 @@ class _Run:
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
-                 mask: Collection[int], limits: TimeLimits, output: Output):
+                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None):
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits)
-        self._output = output
+        self._output, self._start = output, start
+        self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
         self._last_signal: int | None = None  # of those that end programs
         self._is_killed = False
         self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY
@@ -172,7 +210,12 @@ class _Run:
     def wait(self) -> int:
         """Wait until the job has ended, and enforce the time limits. Returns the exit code."""
         while self._mpirun.poll() is None:
-            self._next_signal(self._termination.wait_s(time.monotonic()))
+            now = time.monotonic()
+            if now >= self._start_until:
+                self._start_until = math.inf
+                if self._start is not None and not self._has_started:
+                    self._termination.note_no_start(now, self._start.timeout_s)
+            self._next_signal(min(self._termination.wait_s(now), self._start_until - now))
             due = self._termination.due(time.monotonic())
             if due is not None:
                 self._is_killed = True
@@ -185,6 +228,10 @@ class _Run:
             return 128 + self._last_signal if self._last_signal is not None else 1
         return code if code >= 0 else 128 - code
 
+    @property
+    def _has_started(self) -> bool:
+        return self._start is None or self._output.started >= self._start.ranks
+
     def say_why(self, code: int, dialect: str) -> None:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
         self._forwarder.end(lambda: self._summary(code, dialect))
@@ -193,10 +240,13 @@ class _Run:
             self._next_signal(0.0)
 
     def _summary(self, code: int, dialect: str) -> bytes:
+        why = ""
+        if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
+            why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
                                 died_of=died_of, dialect=dialect, can_show_more=self._can_show_more,
-                                without_init=self._output.without_init)
+                                without_init=self._output.without_init, why_not_started=why)
         # A terminal has printed ^C, and no end of the line.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
         return start + text + "".join(f"mpistrat run: {line}\n" for line in lines).encode(errors="backslashreplace")
@@ -213,18 +263,16 @@ class _Run:
         if info.si_code <= 0:
             self._mpirun.send_signal(info.si_signo)
         if info.si_signo in _ENDING:
-            self._termination.note_signal(time.monotonic())
+            self._termination.note_signal(time.monotonic(), self._has_started)
             self._last_signal = info.si_signo
 
     def _kill_remaining(self) -> None:
         """Give the remaining processes of the job on this host `left_s` to end, and kill them after that."""
         until = time.monotonic() + self._limits.left_s
         while left := processes_of_run(self._name):
-            if self._termination.is_urgent or time.monotonic() >= until:
+            if self._termination.is_urgent or not self._has_started or time.monotonic() >= until:
                 self._say(f"what is left of the job is killed: processes {', '.join(str(each.pid) for each in left)}")
-                for process in left:
-                    with contextlib.suppress(OSError):  # It has just ended.
-                        os.kill(process.pid, signal.SIGKILL)
+                kill(left)
                 return
             self._next_signal(SUPERVISOR_POLL_S)
 
@@ -238,6 +286,13 @@ def processes_of_run(name: str) -> list[processes.Process]:
         environ = processes.environment_of(process.pid)
         return environ is not None and environ.get(RUN_NAME) == name
     return [process for process in processes.running() if belongs(process)]
+
+
+def kill(left: Iterable[processes.Process]) -> None:
+    """Send SIGKILL to processes."""
+    for process in left:
+        with contextlib.suppress(OSError):  # It has just ended.
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

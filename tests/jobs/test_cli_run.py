@@ -1,5 +1,6 @@
 """`mpistrat run` and `mpistrat check` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
 
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from ..support.jobs import (
 # The launcher has to work where nobody has prepared the environment for Open MPI.
 BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",
         "OMPI_MCA_mpi_yield_when_idle", sys.executable, "-m", "mpistrat"]
+NO_ANSWER = ("node9 cannot be reached by ssh (connect to host node9 port 22: Connection timed out). Is it on, and does "
+             "a firewall let ssh through?")
 RANK = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
 
 
@@ -210,6 +213,50 @@ def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signal
     finally:
         process.kill()
         kill_processes_of(name)
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> dict[str, str]:
+    """An environment where ssh says that a host does not answer, and mpirun's ssh waits."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\ncase "$*" in *" true") ;; *) exec sleep 300;; esac\n'
+                   'echo "ssh: connect to host node9 port 22: Connection timed out" >&2; exit 255\n')
+    ssh.chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.mark.quick
+@needs_mpirun
+def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str]) -> None:
+    job = mpistrat("run", "-np", "2", "--start-timeout", "1", "-H", "node9:2", "--", "true", env=silent)
+    assert (job.code, job.left) == (1, ()), job.output
+    assert "mpirun has not started all ranks within 1 s (--start-timeout); it is sent SIGKILL" in job.output, job.output
+    assert job.output.splitlines()[-1] == f"mpistrat run: the job has ended with exit code 1: {NO_ANSWER}", job.output
+
+
+@pytest.mark.quick
+@needs_mpirun
+def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, str]) -> None:
+    name = uuid.uuid4().hex
+    process = subprocess.Popen([*BARE, "run", "-np", "2", "-H", "node9:2", "--", "true"], cwd=ROOT,
+                               env=job_environment(name, silent), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until(lambda: any(p.name() == "sleep" for p in processes_of(name)), 30)
+        process.terminate()
+        output, _ = process.communicate(timeout=20)  # mpirun itself does not end.
+        assert process.returncode == 143, output
+        assert not processes_of(name), output
+    finally:
+        process.kill()
+        kill_processes_of(name)
+
+
+@needs_mpirun
+def test_check_names_a_host_that_does_not_answer(silent: dict[str, str]) -> None:
+    job = mpistrat("check", "-np", "2", "-H", "node9:2", env=silent)
+    assert (job.code, job.left) == (1, ()), job.output
+    assert f"  failed: {NO_ANSWER}" in job.output, job.output
 
 
 @pytest.mark.quick

@@ -139,7 +139,7 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
     assert environ["PYTHONPATH"] == startup.HERE
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
-    assert options == {"dialect": "Open MPI", "is_all_output": False, "has_driver": True}
+    assert options == {"dialect": "Open MPI", "is_all_output": False, "has_driver": True, "start": None}
     assert supervised("sh", mpirun=MPICH_VERSION)[2]["dialect"] == "MPICH"
 
 
@@ -165,9 +165,21 @@ def test_options_ask_for_more(supervised, monkeypatch) -> None:
     assert supervised("python", "train.py")[1]["TF_CPP_MIN_LOG_LEVEL"] == "0"
 
 
-@pytest.mark.parametrize("options", ["--output tag,file=out", "--output=dir=out", "-errfile-pattern e"])
-def test_ranks_whose_output_goes_to_files_print_tracebacks_there(supervised, options) -> None:
-    assert "_MPISTRAT_REPORTS" not in supervised(*options.split(), "--", "python", "train.py")[1]
+@pytest.mark.parametrize("options", ["--output tag,file=out", "--output=dir=out", "-errfile-pattern e",
+                                     "--merge-stderr-to-stdout"])
+def test_ranks_whose_output_goes_elsewhere_print_tracebacks_there(supervised, options) -> None:
+    launch, environ, run = supervised("-H", "a:1,b:1", *options.split(), "--", "python", "train.py")
+    assert "_MPISTRAT_REPORTS" not in environ and run["start"] is None and "sh" not in launch.argv
+
+
+@pytest.mark.parametrize("words, timeout_s", [
+    ("", None), ("-H localhost:2", None), ("-H localhost:1,other:1", 30.0), ("-H a:2 --start-timeout 5", 5.0),
+    ("-H a:2 --prtemca plm_ssh_agent rsh", None), ("-H a:2 -launcher-exec mine", None)])
+def test_ranks_that_ssh_starts_say_that_they_start(supervised, words, timeout_s) -> None:
+    launch, _, options = supervised(*words.split(), "--", "python", "train.py")
+    assert any("rank $rank starts" in word for word in launch.argv) == (timeout_s is not None)
+    assert (options["start"] and (options["start"].ranks, options["start"].timeout_s)) == (
+        timeout_s and (2, timeout_s))
 
 
 def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
@@ -182,6 +194,7 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np -2 true", "-np: -2 is not a number of ranks"),
     ("-np two true", "-np: two is not a number of ranks"),
     ("-np", "-np needs a value"),
+    ("-np 2 --start-timeout 0 true", "--start-timeout 0 is not a number of seconds above 0"),
     ("-np 2", "what is to be run? Write the command last"),
     ("-np 2 --", "what is to be run?"),
     ("-np 2 no-such-command", "no-such-command: no such command"),

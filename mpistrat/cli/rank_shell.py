@@ -1,0 +1,39 @@
+"""What a shell does on each rank before it becomes the command. So every command can be run. Pure.
+
+- It has the rank print into files of its own, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. It keeps mpirun's
+  stderr open for the report of a rank that fails (api/report.py), which is for the summary.
+- It prints a line that the rank starts, so that `mpistrat run` knows when all hosts have answered.
+
+Called by `mpistrat run` and mpistrat.run.
+"""
+
+import os
+
+from ..api.launch_env import RUN_REPORTS
+from ..api.report import STARTS
+
+_REPORTS = 9  # the descriptor of mpirun's stderr; shells know descriptors of one digit
+# Open MPI's variable, MPICH's and Intel MPI's, and PMIx'.
+_RANK = "rank=${OMPI_COMM_WORLD_RANK-${PMI_RANK-$PMIX_RANK}}"
+_ANNOUNCE = f'echo "{STARTS.format(rank="$rank")}" >&2'
+_FILES = "; ".join((
+    'directory=$1/rank.$(printf %0$2d "$rank")', 'shift 2', 'mkdir -p "$directory" || exit 2',
+    f'[ -z "${RUN_REPORTS}" ] || export {RUN_REPORTS}="${RUN_REPORTS} {_REPORTS}"',
+    f'exec "$@" {_REPORTS}>&2 >"$directory/stdout" 2>"$directory/stderr"'))
+
+
+def in_shell(command: tuple[str, ...], ranks: int, directory: str | None = None, is_announced: bool = False
+             ) -> tuple[str, ...]:
+    """Return a command that runs `command` on a rank.
+
+    Args:
+        command: The command of the ranks.
+        ranks: How many there are. The numbers in the names of files have as many digits as the largest.
+        directory: The directory, on each host; None: no files.
+        is_announced: Whether the rank prints that it starts.
+    """
+    if directory is None and not is_announced:
+        return command
+    parts = [_RANK, *([_ANNOUNCE] if is_announced else []), 'exec "$@"' if directory is None else _FILES]
+    places = () if directory is None else (os.path.abspath(directory), str(len(str(ranks - 1))))
+    return "sh", "-c", "; ".join(parts), "sh", *places, *command

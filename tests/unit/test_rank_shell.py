@@ -1,0 +1,36 @@
+"""What a shell does on a rank before the command begins."""
+
+import subprocess
+from pathlib import Path
+
+from mpistrat.api.report import ReportReader
+from mpistrat.cli.rank_shell import in_shell
+
+ENVIRON = {"PATH": "/usr/bin:/bin", "PMI_RANK": "7"}
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, env={**ENVIRON, **variables}, capture_output=True, check=False)
+
+
+def test_a_command_without_wishes_is_left_alone() -> None:
+    assert in_shell(("python", "train.py"), 2) == ("python", "train.py")
+
+
+def test_a_rank_says_that_it_starts_and_becomes_the_command() -> None:
+    done = run(*in_shell(("sh", "-c", 'echo "$1"; exit 3', "sh", "a  b'"), 2, is_announced=True))
+    assert (done.returncode, done.stdout) == (3, b"a  b'\n")
+    reader = ReportReader()
+    assert reader.take(done.stderr) == b"" and reader.started == {7}
+    assert reader.take(b"a line of another rank[mpistrat] rank 11 starts\n") == b"a line of another rank"
+    assert reader.started == {7, 11}
+
+
+def test_a_rank_prints_into_files_and_its_report_to_mpirun(tmp_path: Path) -> None:
+    command = in_shell(("sh", "-c", "echo out; echo error >&2; echo \"$_MPISTRAT_REPORTS\" >&9"), 100,
+                       str(tmp_path / "a b"))
+    done = run(*command, _MPISTRAT_REPORTS="summary")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"summary 9\n")
+    files = tmp_path / "a b" / "rank.07"
+    assert ((files / "stdout").read_text(), (files / "stderr").read_text()) == ("out\n", "error\n")
+    assert run(*in_shell(("true",), 2, "/proc/none")).returncode == 2

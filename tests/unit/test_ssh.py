@@ -1,0 +1,61 @@
+"""What is said of hosts that ssh does not reach; a script is in the place of ssh."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpistrat.cli import ssh
+
+# It reaches the host a.
+FAIL = 'for last; do host=$previous; previous=$last; done; [ "$host" = a ] || {{ echo "{said}" >&2; exit 255; }}'
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """An environment with a PATH of one directory, for `put`."""
+    return {"PATH": str(tmp_path)}
+
+
+def put(environ: dict[str, str], script: str) -> None:
+    path = Path(environ["PATH"], "ssh")
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(("said", "remedy"), [
+    ("ssh: Could not resolve hostname b: Name or service not known",
+     "Correct the name in -H or in the hostfile; `getent hosts b` must find it."),
+    ("root@b: Permission denied (publickey).",
+     "Your key is not accepted there: `ssh-copy-id b`, or --ssh-identity-file."),
+    ("@@@@@\nHost key verification failed.", "Connect once by hand to accept its key: `ssh b`."),
+    ("ssh: connect to host b port 22: Connection refused", "No ssh server listens there; --ssh-port is the port."),
+    ("ssh: connect to host b port 22: Connection timed out", "Is it on, and does a firewall let ssh through?")])
+def test_the_host_and_the_remedy_are_named(environ: dict[str, str], said: str, remedy: str) -> None:
+    put(environ, FAIL.format(said=said))
+    last = said.splitlines()[-1].removeprefix("ssh: ")
+    assert ssh.why_unreachable(["a", "b"], environ) == f"b cannot be reached by ssh ({last}). {remedy}"
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for(environ: dict[str, str],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "_LIMIT_S", 0.2)
+    put(environ, "exec /bin/sleep 60")
+    assert ssh.why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Is it on, ")
+
+
+def test_what_runs_on_the_host_may_fail(environ: dict[str, str]) -> None:
+    put(environ, "exit 127")
+    assert ssh.why_unreachable(["a", "b"], environ) == ""
+
+
+def test_the_arguments_for_ssh_are_those_of_mpirun(environ: dict[str, str], tmp_path: Path) -> None:
+    put(environ, f'echo "$*" > {tmp_path}/said')
+    assert ssh.why_unreachable(["a"], {**environ, "PRTE_MCA_plm_ssh_args": "-p 2222 -i 'a key'"}) == ""
+    assert (tmp_path / "said").read_text().endswith("-p 2222 -i a key a true\n")
+
+
+def test_without_ssh_it_is_to_be_installed(environ: dict[str, str]) -> None:
+    assert ssh.why_unreachable(["node7"], environ).startswith("there is no ssh on this host, with which mpirun starts "
+                                                              "ranks on node7. Install it: ")
+    assert not os.path.exists(Path(environ["PATH"], "ssh"))
