@@ -1,6 +1,6 @@
 """Keras' functions that save a model leave a whole file, or the one that was there before.
 
-They write to another name in the same directory, and rename it at the end. So a process that dies while it saves
+They write to a directory of their own beside the file, and rename it at the end. So a process that dies while it saves
 destroys nothing, and ranks that save to one path at the same time leave a whole file too. Called when the first
 optimizer is wrapped and when the first strategy is made; the wrapped functions run on the rank that saves, local.
 """
@@ -8,6 +8,7 @@ optimizer is wrapped and when the first strategy is made; the wrapped functions 
 import functools
 import inspect
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +39,15 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
         is_one_file = name.endswith(_ENDINGS) and call.arguments.get("max_shard_size") is None
         if not is_one_file or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
             return original(model, filepath, *args, **kwargs)
-        # The name is the same in the next job, so that it leaves no more than one part of a file.
-        part = os.path.join(directory, f".saving-{launched_rank(os.environ)}.{name}")
+        # Not a file beside the others: programs look for the newest file with this ending. The name is the same in the
+        # next job, so that a process that dies leaves no more than one of them.
+        own = os.path.join(directory, f".{name}.saving-{launched_rank(os.environ)}")
+        os.makedirs(own, exist_ok=True)
         try:
-            result = original(model, part, *args, **kwargs)
-            os.replace(part, path)
+            result = original(model, os.path.join(own, name), *args, **kwargs)
+            os.replace(os.path.join(own, name), path)
         finally:
-            if os.path.exists(part):
-                os.remove(part)
+            shutil.rmtree(own)
         return result
 
     return save
