@@ -43,7 +43,7 @@ class Alone:
             and all(type(part).__module__.startswith("keras.") for part in parts_of(optimizer))
         if is_known:
             name = type(optimizer).__name__
-            self._warn(f"the optimizer of compile() is a {name}, which does not average gradients. Write "
+            self._warn(f"the optimizer of compile() is {name}, which does not average gradients. Write "
                        f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...), also after "
                        "another compile(); hvd.load_model(path) in place of keras.models.load_model(path) does it too.")
         else:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
 from ..api import runtime
+from .adapted import layers_of_inputs
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
 from .input_rows import digest_of_rows
@@ -70,7 +71,7 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
         statistics = AverageStatistics(optimizers)
         before_saves = AverageBeforeSaves(statistics, callbacks)
     if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
-        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves))
+        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs)))
     return own + [callback for callback in (before_saves, statistics) if callback is not None]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau
 
 from ..core.topology import describe_by_rank, rank_list
+from .adapted import Adapted
 from .callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from .rates import are_equal
 from .save_schedules import SaveSchedule
@@ -33,6 +34,7 @@ class Begin:
         compares_weights: Whether fit compares the weights in its first steps, since the reductions do not.
         rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
         saves: When callbacks save the model within an epoch.
+        adapted: What the layers of the model and of tf.data pipelines have learned.
     """
 
     steps: int | None
@@ -46,6 +48,7 @@ class Begin:
     compares_weights: bool = False
     rows: bytes = b""
     saves: tuple[SaveSchedule, ...] = ()
+    adapted: tuple[Adapted, ...] = ()
 
     def __str__(self) -> str:
         return "begin to train"

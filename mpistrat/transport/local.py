@@ -28,8 +28,12 @@ class _WakeUp:
 
     def set(self) -> None:
         """Make the next `wait` return at once, or the present one."""
-        if self._calls.empty():
+        if not self.is_set():
             self._calls.put(None)
+
+    def is_set(self) -> bool:
+        """Whether the next `wait` returns at once."""
+        return not self._calls.empty()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for `set`."""

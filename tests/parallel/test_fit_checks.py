@@ -293,6 +293,55 @@ def test_a_weight_that_is_not_a_number_on_one_rank_is_no_rounding(rank: int) -> 
         fit(new_model(), rank, [] if rank else [Change("gamma", float("nan"))])
 
 
+def vocabulary_of(layer: Any, rank: int) -> None:
+    layer.adapt(np.array(["a", "b", "ab"[rank > 0]]))
+
+
+def root_only(layer: Any, rank: int) -> None:
+    if rank == 0:
+        vocabulary_of(layer, rank)
+    layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))  # as the error advises
+
+
+@pytest.mark.parametrize("place", ["model", "pipeline"])
+@pytest.mark.parametrize("adapt", [vocabulary_of, root_only])
+def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(adapt: Callable, place: str, rank: int,
+                                                                    size: int) -> None:
+    words = keras.layers.StringLookup(output_mode="one_hot", name="words")
+    adapt(words, rank)
+    here = place == "model"
+    inputs = [keras.Input((1,), dtype="string"), words] if here else [keras.Input((3,))]
+    model = keras.Sequential([*inputs, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices(([["a"], ["b"]] * 4, np.arange(8.0) + rank)).batch(4)
+    data = data if here else data.map(lambda x, y: (words(x), y))
+    if adapt is root_only:
+        model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+        return
+    with pytest.raises(mpistrat.MismatchError) as caught:
+        model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+    where = f"[0]; {list(range(1, size))}. Call its adapt on all rows, before hvd.shard"
+    assert f"the layer words (StringLookup) has another vocabulary on each of these ranks: {where}" in str(caught.value)
+
+
+@pytest.mark.parametrize("callbacks", [[], [BroadcastCallback]], ids=["no broadcast", "broadcast"])
+def test_statistics_of_each_ranks_rows_are_an_error_or_a_warning(callbacks: list, rank: int,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Normalization(name="n"), keras.layers.Dense(1)])
+    model.layers[0].adapt(data_of(rank)[0])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    text = "the layer n (Normalization) has another mean and variance on each of these ranks"
+    if callbacks:
+        fit(model, rank, [BroadcastCallback(0)])
+        fit(model, rank, [BroadcastCallback(0)])  # Now they are equal.
+        assert len([r for r in caplog.records if text in r.getMessage()]) == (0 if rank else 1)
+    else:
+        with pytest.raises(mpistrat.MismatchError) as caught:
+            fit(model, rank)
+        assert text in str(caught.value)
+
+
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -630,9 +679,9 @@ def sgd() -> Any:
 
 # What fit trains, and what the warning says if each rank trains alone.
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
-    "forgotten": (lambda: sgd(), "the optimizer of compile() is a SGD, which does not average gradients. Write"),
-    "loss scale": (lambda: keras.optimizers.LossScaleOptimizer(sgd()), "the optimizer of compile() is a LossScaleOpt"),
-    "serialized": (lambda: keras.optimizers.deserialize({"class_name": "SGD", "config": {}}), "is a SGD"),
+    "forgotten": (lambda: sgd(), "the optimizer of compile() is SGD, which does not average gradients. Write"),
+    "loss scale": (lambda: keras.optimizers.LossScaleOptimizer(sgd()), "the optimizer of compile() is LossScaleOptim"),
+    "serialized": (lambda: keras.optimizers.deserialize({"class_name": "SGD", "config": {}}), "is SGD"),
     "distributed": (lambda: hvd.DistributedOptimizer(sgd()), ""),
     "own step": (lambda: OwnStep("none"), "no step has communicated. Give compile() an hvd.DistributedOptimizer, or"),
     "tape": (lambda: OwnStep("tape"), ""),
