@@ -27,6 +27,7 @@ class _Dataset(Protocol):
     """The methods of a tf.data.Dataset that this module calls."""
 
     element_spec: object
+    _mpistrat_part: str
 
     def cardinality(self) -> SupportsInt: ...
 
@@ -94,7 +95,9 @@ def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object
     if isinstance(data, Mapping):
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
     if _is_dataset(data):
-        return _elements(data, rank, size, uneven)
+        own = _elements(data, rank, size, uneven)
+        own._mpistrat_part = f"shard(): part {rank} of {size}"  # MPIStrategy, which shards too, warns of it.
+        return own
     return _rows(cast("_Rows", data), rank, size, uneven, title)
 
 

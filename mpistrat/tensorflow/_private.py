@@ -160,6 +160,21 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(_required(dataset, "_inputs")())
 
 
+# What some datasets were made with: shard, take and skip, repeat, shuffle.
+_NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
+
+
+def numbers_of(dataset: tf.data.Dataset) -> list[str]:
+    """The numbers that a dataset was made with, with their names; [] if it has none, or TensorFlow hides them."""
+    return [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
+            if hasattr(getattr(dataset, name, None), "numpy")]
+
+
+def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+    """The arrays that a dataset was made of; [] if it was made of something else, or TensorFlow hides them."""
+    return [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]
+
+
 def spec_of_replica(spec: Any) -> tf.TypeSpec:
     """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
     if isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec):
@@ -183,9 +198,10 @@ def set_state_of_manager(manager: tf.train.CheckpointManager, state: Iterable[An
 
 __all__ = [
     "Call", "DistributedVariable", "InputWorkers", "MirroredVariable", "SyncOnReadVariable", "UpdateContext",
-    "create_mirrored_variable", "datasets_of", "ends_on_all_ranks_together", "functions_of", "get_distributed_dataset",
-    "get_distributed_datasets_from_function", "global_seed", "inputs_of", "is_mirrored", "is_sync_on_read",
-    "operation_seeds", "regroup", "rejected", "require_for_strategy", "saved_models", "select_replica", "set_datasets",
-    "set_state_of_manager", "spec_of_replica", "state_of_manager", "strategy_unsupported", "unsupported",
-    "update_regroup", "validate_colocate_distributed_variable", "value_container",
+    "arrays_of", "create_mirrored_variable", "datasets_of", "ends_on_all_ranks_together", "functions_of",
+    "get_distributed_dataset", "get_distributed_datasets_from_function", "global_seed", "inputs_of", "is_mirrored",
+    "is_sync_on_read", "numbers_of", "operation_seeds", "regroup", "rejected", "require_for_strategy", "saved_models",
+    "select_replica", "set_datasets", "set_state_of_manager", "spec_of_replica", "state_of_manager",
+    "strategy_unsupported", "unsupported", "update_regroup", "validate_colocate_distributed_variable",
+    "value_container",
 ]

@@ -1,6 +1,8 @@
 """Datasets of MPIStrategy: no row is lost or seen twice, whatever does not divide evenly."""
 
+import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,41 @@ def test_a_loop_in_a_function(strategy: MPIStrategy, size: int) -> None:
             total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
         return total
     assert int(program()) == 45
+
+
+def _own_lines(rank: int, size: int) -> Any:
+    return tf.data.Dataset.from_tensor_slices([f"{n}.txt" for n in range(8)][rank::size]).batch(2)
+
+
+# What each rank passes, and what rank 0 says; "" for data that are the same, or are meant to differ.
+DATA: dict[str, tuple[Callable[[int, int], Any], str]] = {
+    "arrays": (lambda rank, size: tf.data.Dataset.from_tensor_slices(np.arange(6.0) + rank).batch(2),
+               r"arrays of shape \(6,\), rows \w+ on ranks \[0\]; arrays of shape \(6,\), rows"),
+    "names": (_own_lines, r"arrays of shape"),
+    "dataset.shard": (lambda rank, size: tf.data.Dataset.range(12).shard(size, rank).batch(2),
+                      r"ShardDataset\(num_shards=\d, index=0\) on ranks \[0\]; ShardDataset\(num_shards=\d, index=1\)"),
+    "skip": (lambda rank, size: tf.data.Dataset.range(12).skip(4 * rank).take(4).batch(2), r"SkipDataset\(count=0\)"),
+    "shard": (lambda rank, size: mpistrat.shard(tf.data.Dataset.range(12).filter(lambda n: n < 9)).batch(2),
+              r"shard\(\): part 0 of \d on ranks \[0\]; shard\(\): part 1 of \d"),
+    "order": (lambda rank, size: tf.data.Dataset.range(12).shuffle(12, seed=rank).batch(2), r"ShuffleDataset\(.*seed"),
+    "one more": (lambda rank, size: tf.data.Dataset.range(12).batch(2) if rank else
+                 tf.data.Dataset.range(12).take(12).batch(2), r"TakeDataset\(count=12\) on ranks \[0\]; nothing more"),
+    "same": (lambda rank, size: tf.data.Dataset.from_tensor_slices((np.arange(12.0), list("abcdefghijkl"))).shuffle(
+        12).take(9).batch(2).repeat(2), ""),
+    "policy OFF": (lambda rank, size: with_policy(tf.data.Dataset.range(12).shard(size, rank).batch(2), Policy.OFF),
+                   ""),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_different_data_are_warned_of(strategy: MPIStrategy, case: str, rank: int, size: int,
+                                      caplog: pytest.LogCaptureFixture) -> None:
+    make, text = DATA[case]
+    strategy.experimental_distribute_dataset(make(rank, size))
+    said = [record.getMessage() for record in caplog.records if "different data" in record.getMessage()]
+    assert len(said) == (rank == 0 and text != "")
+    if said:
+        assert re.search(text, said[0]) and "MPIStrategy shards a dataset itself" in said[0], said
 
 
 def test_an_endless_dataset(strategy: MPIStrategy) -> None:

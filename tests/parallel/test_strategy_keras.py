@@ -233,6 +233,34 @@ def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrateg
     fit_both(strategy, model, reference, rows=27, batch_size=13)
 
 
+@pytest.mark.parametrize(("change", "place", "what"), [
+    (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "", "weights, so they no longer train one"),
+    (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "on_train_batch_end", "weights"),
+    (lambda model: setattr(model.optimizer, "learning_rate", 0.5), "", "values of the learning_rate of SGD: 0.5 on "),
+    (lambda model: setattr(model.optimizer, "learning_rate", 0.5), "on_epoch_begin", "values of the learning_rate of"),
+], ids=["weights", "weights within an epoch", "rate", "rate by a callback"])
+def test_what_one_rank_changes_is_an_error_on_every_rank(strategy: MPIStrategy, change: Callable, place: str, what: str,
+                                                         rank: int) -> None:
+    with strategy.scope():
+        model = compiled()
+    if rank == 0 and not place:
+        change(model)
+    own = {place: lambda *_, **__: change(model)} if rank == 0 and place else {}
+    when = "at the end of epoch 1" if place == "on_train_batch_end" else "at the beginning of epoch 1"
+    with pytest.raises(mpistrat.MismatchError, match=f"fit: {when} the ranks have different {what}"):
+        model.fit(*global_data(24), batch_size=BATCH, verbose=0, callbacks=[keras.callbacks.LambdaCallback(**own)])
+
+
+def test_a_loop_compares_the_weights_in_the_first_step(strategy: MPIStrategy, rank: int) -> None:
+    with strategy.scope():
+        optimizer, variable = sgd(name="own"), keras.Variable(np.ones(3, np.float32), name="parameter")
+    if rank == 0:
+        variable.assign(np.zeros(3, np.float32))
+    step = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+    with pytest.raises(mpistrat.MismatchError, match=r"in the first step of own .* the values of parameter differ"):
+        strategy.run(step, args=(tf.ones(3),))
+
+
 def test_a_callback_of_one_rank_sees_the_logs_of_all(strategy: MPIStrategy, rank: int) -> None:
     seen: list[float] = []
     callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))]

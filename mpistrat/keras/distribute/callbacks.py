@@ -32,6 +32,8 @@ from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
 from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
+from ..fit_optimizers import optimizers_of
+from .checks import require_same_training
 from .optimizer import slots_of
 from .patches import Function, replaces
 from .saving import writes_together
@@ -71,10 +73,17 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
         original(self, logs)
 
 
+@replaces(CallbackList, "on_epoch_begin", "a rank that has loaded weights, or set a rate, would train apart")
+def on_epoch_begin(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
+    original(self, epoch, logs)
+    _require_same_training(self, f"at the beginning of epoch {epoch + 1}")
+
+
 @replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only")
 def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
     if getattr(self, "model", None) is not None:
         average_statistics(self.model)
+        _require_same_training(self, f"at the end of epoch {epoch + 1}")
     with _errors_shared(self):
         original(self, epoch, logs)
 
@@ -83,6 +92,12 @@ def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs 
 def on_train_end(original: Function, self: CallbackList, logs: Logs = None) -> None:
     with _errors_shared(self):
         original(self, logs)
+
+
+def _require_same_training(callbacks: CallbackList, place: str) -> None:
+    model = getattr(callbacks, "model", None)
+    if model is not None and strategy_of(model) is not None:
+        require_same_training(model.trainable_variables, [model.optimizer, *optimizers_of(model)], f"fit: {place}")
 
 
 def _errors_shared(callbacks: CallbackList) -> AbstractContextManager[None]:

@@ -21,12 +21,14 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
+from ...core.errors import MismatchError
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.gradients import label_of
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
 from . import step_state
+from .checks import require_same_training
 from .patches import Function, replaces
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
@@ -143,6 +145,19 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
 
 
+def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
+    object.__setattr__(optimizer, "_mpistrat_compared", True)
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        try:
+            require_same_training(variables, [optimizer], f"in the first step of {optimizer.name}")
+        except MismatchError as error:
+            error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise a StagingError instead.
+            raise
+
+
 # -- central slots ----------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +197,8 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     strategy = step_state.strategy_here()
     if strategy is not None:
         _belongs_to(self, strategy)
+        if step_state.state.rows is None and not hasattr(self, "_mpistrat_compared"):
+            _compare_in_loop(self, trained_by(self) if variables is None else variables)
         # The sum of several steps' gradients has no single number of rows.
         if self.gradient_accumulation_steps and step_state.state.weight is not None:
             factor = step_state.share()

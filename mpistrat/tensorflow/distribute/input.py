@@ -5,6 +5,7 @@ finds out whether any rank has data left. It is switched off where all ranks are
 batches.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -12,6 +13,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from ...api import ops as array_ops
+from ...api import runtime
 from ...core.errors import InvalidRequestError
 from .. import names
 from .._private import (
@@ -24,6 +26,7 @@ from .._private import (
     inputs_of,
     set_datasets,
 )
+from .same_data import ADVICE, difference, sources_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,13 @@ class Pipelines:
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
                                       "`distribute_datasets_from_function`.")
-        batches, same = self._agree(dataset)
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        compares = policy != _Policy.OFF and not runtime.current().settings.consistency_check_disable
+        batches, same = self._agree(dataset, sources_of(dataset) if compares and self._size > 1 else [])
         if self._size > 1:
             dataset = _with_own_memory(dataset)
-        policy = dataset.options().experimental_distribute.auto_shard_policy
+            if policy == _Policy.OFF and self._rank == 0:
+                _warn_of_policy_off(self._size)
         distributed = self._distributed(dataset, options)
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
             problem = self._problem_with_files(distributed)
@@ -118,7 +124,7 @@ class Pipelines:
         distributed = get_distributed_datasets_from_function(
             dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
         set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
-        batches, same = self._agree(datasets_of(distributed)[0])
+        batches, same = self._agree(datasets_of(distributed)[0], [])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
             ends_on_all_ranks_together(distributed)
         return distributed
@@ -151,20 +157,33 @@ class Pipelines:
         size = 1 if options is None else options.experimental_per_replica_buffer_size
         return [dataset.prefetch(size) if size else dataset for dataset in datasets]
 
-    def _agree(self, dataset: tf.data.Dataset) -> tuple[int, bool]:
-        """The number of batches on this rank, and whether it is the same on all ranks. Collective."""
+    def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, bool]:
+        """The number of batches on this rank, and whether it is the same on all ranks. Collective.
+
+        Rank 0 logs a warning if the ranks have different sources.
+        """
         if not tf.executing_eagerly():
             return tf.data.UNKNOWN_CARDINALITY, False
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
-        everybody = array_ops.allgather_object((batches, kind), names.eager("strategy/input"))
+        everybody = array_ops.allgather_object((batches, kind, sources), names.eager("strategy/input"))
         kinds: dict[str, list[int]] = {}
-        for rank, (_, other) in enumerate(everybody):
+        for rank, (_, other, _) in enumerate(everybody):
             kinds.setdefault(other, []).append(rank)
         if len(kinds) > 1:
             raise ValueError("the ranks' datasets have different elements: "
                              + "; ".join(f"{text} on ranks {ranks}" for text, ranks in kinds.items()))
-        return batches, all(other == batches for other, _ in everybody)
+        differs = difference([sources for *_, sources in everybody])
+        if differs and self._rank == 0:
+            logger.warning("mpistrat: the ranks have different data: %s. %s", differs, ADVICE)
+        return batches, all(other == batches for other, *_ in everybody)
+
+
+@functools.cache
+def _warn_of_policy_off(size: int) -> None:
+    logger.warning("AutoShardPolicy.OFF: each rank reads the whole dataset that it has, and a batch of B rows becomes "
+                   "%d steps with B / %d rows on each rank. So batch(...) is the size of the global batch here too.",
+                   size, size)
 
 
 def _kind(spec: tf.TypeSpec) -> str:

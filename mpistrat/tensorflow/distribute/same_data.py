@@ -1,0 +1,66 @@
+"""Whether the ranks' datasets are made of the same data. MPIStrategy shards a dataset, so all ranks must have the same.
+
+A dataset is compared by what its parts were made with: arrays, shards, counts and seeds. No element is read. What a
+generator yields, or a function of Python, is not seen. Local, except for what the caller exchanges.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from ...core.topology import rank_list
+from .._private import arrays_of, inputs_of, numbers_of
+
+# At most so many rows of an array, and of large rows no more than have this size, but at least a few.
+_ROWS, _BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
+
+ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
+          "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
+          "slices by rank; batch(...) is the size of the global batch. If each rank shall read data of its own, use "
+          "strategy.distribute_datasets_from_function.")
+
+
+def sources_of(dataset: tf.data.Dataset) -> list[str]:
+    """What a dataset was made with, in an order that the program determines."""
+    numbers, arrays = numbers_of(dataset), arrays_of(dataset)
+    own = [getattr(dataset, "_mpistrat_part", ""),  # Set by shard().
+           f"{type(dataset).__name__.strip('_')}({', '.join(numbers)})" if numbers else "",
+           f"arrays of {_described(arrays)}" if arrays else ""]
+    return [each for each in own if each] + [each for other in inputs_of(dataset) for each in sources_of(other)]
+
+
+def difference(of_ranks: Sequence[Sequence[str]]) -> str:
+    """The first difference between the sources of the ranks; "" if there is none."""
+    longest = max(map(len, of_ranks))
+    for place in range(longest):
+        ranks: dict[str, list[int]] = {}
+        for rank, sources in enumerate(of_ranks):
+            ranks.setdefault(sources[place] if place < len(sources) else "nothing more", []).append(rank)
+        if len(ranks) > 1:
+            return "; ".join(f"{text} on ranks {rank_list(where)}" for text, where in ranks.items())
+    return ""
+
+
+def _described(arrays: Iterable[tf.Tensor]) -> str:
+    """The shapes of arrays, and a digest of rows at equal distances."""
+    digest = hashlib.blake2b(digest_size=4)
+    for array in arrays:
+        for part in _some_rows(array):
+            digest.update(part)
+    return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, rows {digest.hexdigest()}"
+
+
+def _some_rows(array: tf.Tensor) -> Iterator[bytes]:
+    if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
+        return
+    if array.shape.rank and array.shape[0]:
+        size = int(np.prod(array.shape[1:])) * max(array.dtype.size, 1)
+        count = min(array.shape[0], _ROWS, max(_FEWEST_ROWS, _BYTES // max(size, 1)))
+        array = tf.gather(array, np.linspace(0, array.shape[0] - 1, count).astype(np.int64))
+    rows = array.numpy()
+    if array.dtype == tf.string:
+        yield from np.ravel(np.asarray(rows, dtype=object)).tolist()
+    else:
+        yield np.ascontiguousarray(rows).tobytes()
