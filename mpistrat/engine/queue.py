@@ -88,6 +88,11 @@ class TensorQueue:
         with self._lock:
             return any(entry.request.in_graph for entry in self._in_flight.values())
 
+    def in_flight(self) -> tuple[Entry, ...]:
+        """The entries that are in flight."""
+        with self._lock:
+            return tuple(self._in_flight.values())
+
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 
