@@ -17,6 +17,10 @@ from .handle import Entry
 from .protocols import Array
 
 
+class RankLeftError(EngineError):
+    """Another rank has called DataPlane.abandon. Its message, which names the cause, follows."""
+
+
 class Prepared:
     """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce.
 

@@ -29,10 +29,12 @@ import numpy as np
 
 from ..core import handle as handles
 from ..core import signal_handlers
+from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry, Handle, Origin
 from ..core.protocols import Array
 from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S
+from .broken_off import of_duplicate
 from .controller import Controller
 from .parked import ENGINE_THREAD
 
@@ -99,7 +101,7 @@ class Engine:
             # and between `acquire` and an assignment it would leave the lock locked for ever.
             drives.extend(map(self._driving.acquire, [False] if may_drive else []))
             if drives == [True]:
-                is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
+                is_taken = self._put_now(entry, is_driver=self.controller.may_propose)
                 self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
         finally:
             try:
@@ -122,8 +124,20 @@ class Engine:
         if self._may_be_interrupted():
             self._queue.put_later(entry)
         else:
-            self._queue.put(entry)
+            self._put_now(entry)
         self._call_background()
+
+    def _put_now(self, entry: Entry, is_driver: bool = False) -> bool:
+        """TensorQueue.put. If the collective of a graph cannot be submitted, the engine ends, see broken_off."""
+        try:
+            return self._queue.put(entry, is_driver)
+        except DuplicateNameError as error:
+            if not entry.request.in_graph:
+                raise
+            cause = of_duplicate(error, self._queue.in_flight(), self.controller.topology.job_rank)
+            self._life.break_off(cause)
+            self._call_background()
+            raise EngineError(str(self._life.error or cause)) from error
 
     def _call(self) -> None:
         if self._calls.empty():

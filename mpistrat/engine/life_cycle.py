@@ -1,7 +1,8 @@
 """The end of an engine: by a shutdown on all ranks, by a failure, or without the other ranks.
 
 However an engine ends, each operation that is in flight fails with an error that names the cause, and the other ranks
-receive that cause. Called by the controller, in the thread that drives; `request_end` and `abandon` by any thread.
+receive that cause. Called by the controller, in the thread that drives; `request_end`, `abandon` and `break_off` by any
+thread.
 """
 
 import logging
@@ -10,10 +11,11 @@ import traceback
 from collections.abc import Callable
 
 from ..core.errors import DeadlockError, EngineError, ShutdownError, StallError
-from ..core.interfaces import ControlPlane
+from ..core.interfaces import ControlPlane, RankLeftError
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
-from ..negotiation.messages import Decision, EndReason
+from ..negotiation.messages import Announcement, Decision, EndReason
+from .broken_off import BrokenOffError
 from .executor import Executor
 from .queue import TensorQueue
 
@@ -26,6 +28,7 @@ SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception 
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
 _LAST_MESSAGE_S = 2.0  # A rank that has failed waits at most so long until other ranks have taken its last message.
+_LAST_MESSAGE_LOOKS = 40  # How often another rank looks for it in this time.
 # The same after a stall, when some rank takes no messages. This rank must raise its error before another one, which has
 # received the message, ends the job.
 _LAST_MESSAGE_AFTER_STALL_S = 0.2
@@ -55,6 +58,7 @@ class LifeCycle:
         self._rank, self._control, self._coordinator, self._fast_path = rank, control, coordinator, fast_path
         self._executor, self._queue, self._clock = executor, queue, clock
         self._abandoned: EngineError | None = None
+        self._broken_off: BrokenOffError | None = None
         self.ended = threading.Event()
         self.error: Exception | None = None
         self.is_end_requested = self.is_end_announced = False
@@ -69,6 +73,10 @@ class LifeCycle:
         """End in the next cycle, without the other ranks."""
         self._abandoned = EngineError(reason)
 
+    def break_off(self, error: BrokenOffError) -> None:
+        """End in the next cycle, on all ranks."""
+        self._broken_off = error
+
     # -- from the thread that drives ----------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
@@ -78,8 +86,12 @@ class LifeCycle:
             self._coordinator.end(self._queue.completed)
 
     def end_if_abandoned(self) -> bool:
-        """End if `abandon` was called. Returns whether it has ended now."""
-        if self._abandoned is None or self.ended.is_set():
+        """End if `abandon` was called. Returns whether it has ended now. Raises what `break_off` was called with."""
+        if self.ended.is_set():
+            return False
+        if self._broken_off is not None:
+            raise self._broken_off
+        if self._abandoned is None:
             return False
         self._end(self._abandoned, is_shutdown=False)
         return True
@@ -91,12 +103,26 @@ class LifeCycle:
 
     def fail(self, error: BaseException) -> None:
         """End because of an error of any kind. The other ranks receive it, and do not wait for this one."""
-        if not isinstance(error, StallError):
+        cause = self._cause_elsewhere() if isinstance(error, RankLeftError) else ""
+        if cause or isinstance(error, BrokenOffError):
+            error = EngineError(cause or str(error))
+        elif not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
             error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
         self._executor.abandon_collectives(isinstance(error, StallError))
         self._send_failure(error)
         self._end(error, is_shutdown=False)
+
+    def _cause_elsewhere(self) -> str:
+        """What the rank says that has left a collective; "" if it says nothing for a moment."""
+        for _ in range(_LAST_MESSAGE_LOOKS):
+            for source, message in self._control.poll():
+                text = Decision.from_bytes(message).end_text if source == self._coordinator.parent else \
+                    Announcement.from_bytes(message).failure
+                if text:
+                    return text
+            self._control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
+        return ""
 
     def _send_failure(self, error: EngineError) -> None:
         try:

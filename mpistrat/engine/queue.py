@@ -106,6 +106,11 @@ class TensorQueue:
         with self._lock:
             return any(entry.request.in_graph for entry in self._in_flight.values())
 
+    def in_flight(self) -> tuple[Entry, ...]:
+        """The entries that are in flight, and those that wait behind one of their name."""
+        with self._lock:
+            return (*self._in_flight.values(), *chain.from_iterable(self._behind.values()))
+
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 

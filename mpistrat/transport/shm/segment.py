@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ...core.errors import EngineError, StallError
+from ...core.interfaces import RankLeftError
 from ...core.memory import rounded_up
 from ...core.stalls import describe_wait, likely_causes
 from ...core.topology import Topology
@@ -146,7 +147,7 @@ class HostMemory:
         """The error for waits for a rank that has abandoned the memory."""
         left = f"rank {self._topology.job_ranks[self.ranks[other]]} has left in the middle of a collective"
         if self._words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
-            return EngineError(f"{left}.")
+            return RankLeftError(f"{left}.")
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:

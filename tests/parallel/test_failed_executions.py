@@ -1,0 +1,87 @@
+"""A tf.function ends in an error that the script catches: no collective of it meets one of a later step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+hvd = pytest.importorskip("mpistrat.tensorflow")
+
+WAY_OUT = "To go on in the same process, call shutdown\\(\\) and init\\(\\) on every rank"
+
+
+def total(value: Any, name: str) -> Any:
+    return hvd.allreduce(value, op=hvd.Sum, name=name)
+
+
+def late(x: Any) -> Any:
+    """Zero, after a while."""
+    return 0.0 * tf.while_loop(lambda i, h: i < 100, lambda i, h: (i + 1, tf.tanh(h @ h)),
+                               (tf.constant(0), tf.fill([300, 300], x)))[1][0, 0]
+
+
+@pytest.mark.parametrize("where", ["function", "nested", "branch"])
+def test_a_collective_that_one_rank_has_left_behind_ends_the_engines(where: str, rank: int, size: int,
+                                                                    restart: Callable[[], None]) -> None:
+    """The last rank submits the second collective before the error comes, and the others do not."""
+    is_last = rank == size - 1
+
+    def inner(x: Any) -> Any:
+        return total(x, "second")
+
+    def second(x: Any) -> Any:
+        if where == "branch":
+            return tf.cond(x > -1.0, lambda: inner(x), lambda: x)
+        return tf.function(inner, autograph=False)(x) if where == "nested" else inner(x)
+
+    @tf.function(autograph=False)
+    def step(x: Any, diagonal: Any) -> Any:
+        first = total(x, "first")
+        inverse = tf.linalg.inv(tf.eye(3) * diagonal + (late(first) if is_last else 0.0) + 0.0 * first)[0, 0]
+        return second(x) + 0.0 * inverse if is_last else second(x + 0.0 * inverse)
+
+    assert step(tf.constant(1.0), tf.constant(1.0)) == size
+    # Before it reaches the second collective, or while it waits for that.
+    with pytest.raises(tf.errors.OpError, match="not invertible"):
+        step(tf.constant(2.0), tf.constant(0.0))
+    with pytest.raises(tf.errors.OpError, match=f"second: on rank {size - 1} the tf.function that has submitted it "
+                                                rf"ended in an error before it was complete\. .*{WAY_OUT}"):
+        for number in range(3, 6):
+            assert step(tf.constant(float(number)), tf.constant(1.0)) == number * size
+    restart()
+    assert step(tf.constant(7.0), tf.constant(1.0)) == 7 * size
+
+
+@pytest.mark.parametrize("kind", ["assert", "end of data", "inverse"])
+def test_after_an_error_without_a_collective_in_flight_training_goes_on(kind: str, rank: int, size: int) -> None:
+    data = iter(tf.data.Dataset.range(100 if kind != "end of data" else 3))
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        first = total(x + 0.0 * tf.cast(next(data), tf.float32), "first")
+        if kind == "assert":
+            tf.debugging.assert_none_equal(first, 3.0 * size)
+        inverse = tf.linalg.inv(tf.eye(2) * (first - 3.0 * size)) if kind == "inverse" else tf.zeros([2, 2])
+        return total(first / size + inverse[0, 1], "second")
+
+    for number in range(6):
+        fails = number == 3 or (kind == "end of data" and number > 3)
+        try:
+            assert step(tf.constant(float(number))) == number * size
+            assert not fails
+        except tf.errors.OpError:
+            assert fails
+    assert mpistrat.allreduce(1.0, op=mpistrat.Sum) == size
+
+
+def test_a_graph_that_cannot_submit_ends_the_engines(rank: int, size: int, restart: Callable[[], None]) -> None:
+    if rank == 0:
+        mpistrat.allreduce_async(np.ones(1), name="twice")
+    with pytest.raises(tf.errors.OpError, match=f"twice: requested to reduce.* in a tf.function on rank 0.*{WAY_OUT}"):
+        tf.function(lambda: total(tf.ones([1]), "another" if rank else "twice"), autograph=False)()
+    restart()
+    assert mpistrat.allreduce(1.0, op=mpistrat.Sum) == size
