@@ -371,6 +371,6 @@ def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
     process_set = reducer.process_set
     if not process_set.has_others():
         return finite
-    name = names.of(f"{reducer.name}/finite")
-    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], name, ScaledOp(Min),
-                               process_set=number_of(process_set, name))[0], tf.bool)
+    number = number_of(process_set, reducer.name)
+    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], names.of(f"{reducer.name}/finite", number), ScaledOp(Min),
+                               process_set=number)[0], tf.bool)

@@ -110,7 +110,7 @@ class GradientReducer:
             observer = None
         divided = self._groups.divide([variables[i] for i in shared])
         number = number_of(self.process_set, self.name)
-        call = names.made(self.name, number) if self.optimizer is None else names.of(self.name)
+        call = names.made(self.name, number) if self.optimizer is None else names.of(self.name, number)
         with observed(observer):
             # The last first: that is the order in which the backward pass computes them.
             for place_of_group, places in reversed(list(enumerate(divided))):

@@ -92,8 +92,8 @@ class ReduceGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return reduce_dense(upstream, scaled_op(*self.scaled), of_gradient(self.name), self.labels, self.may_wait,
-                            self.wire_dtype, self.process_set)
+        return reduce_dense(upstream, scaled_op(*self.scaled), of_gradient(self.name, self.process_set), self.labels,
+                            self.may_wait, self.wire_dtype, self.process_set)
 
 
 def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0) -> tf.IndexedSlices:
@@ -136,7 +136,7 @@ class GatherGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        name = of_gradient(self.name)
+        name = of_gradient(self.name, self.process_set)
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         means = reduce_dense(upstream, ScaledOp(Average), name, process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)

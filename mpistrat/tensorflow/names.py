@@ -5,7 +5,7 @@ The ranks match collectives by name. A name that is made here has only parts tha
 - the thread, if it is not the main thread: the name that the user gave it, or the function that it runs;
 - in a graph the Python function whose trace contains the collective, as `step()`. It is the innermost one, because
   TensorFlow uses one trace of an inner function in several outer ones;
-- the operation, and in a graph its number in that function, branches and loops included.
+- the operation, and in a graph its number among those of the process set in that function, with branches and loops.
 
 So a name does not depend on what else a process has built or traced: it has no name or number of a tensor, a layer or a
 model, and no number of a trace. An optimizer has a name of its own, so that several threads may train. Names that users
@@ -38,7 +38,7 @@ _FOREIGN = "Dummy"
 # TensorFlow numbers the gradients of functions in the order in which the process traces them.
 _GRADIENT = re.compile(r"__backward_(.*)_\d+")
 
-_counters: "weakref.WeakKeyDictionary[tf.Graph, Counter[str]]" = weakref.WeakKeyDictionary()
+_counters: "weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]]" = weakref.WeakKeyDictionary()
 
 
 def eager(operation: str, process_set: int = 0) -> str:
@@ -57,25 +57,27 @@ def eager(operation: str, process_set: int = 0) -> str:
 
 def made(operation: str, process_set: int = 0) -> str:
     """As `eager`, and in a graph the name of a collective of the function that is being traced."""
-    return eager(operation if tf.executing_eagerly() else f"{_title()}()/{of(operation)}", process_set)
+    return eager(operation if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}", process_set)
 
 
-def of(owner: str) -> str:
+def of(owner: str, process_set: int = 0) -> str:
     """The name of a collective of something with a name of its own: an optimizer, or a collective with a gradient.
 
     It is `owner` itself. In a graph it has a number from the second collective of the function on, because a function
-    does not wait for one before it submits the next.
+    does not wait for one before it submits the next. The collectives of each process set are counted, since ranks that
+    are not in it do not trace them.
     """
     if tf.executing_eagerly():
         return owner
     counter = _counters.setdefault(current_function(), Counter())
-    counter[owner] += 1
-    return owner if counter[owner] == 1 else f"{owner}_{counter[owner] - 1}"
+    counter[owner, process_set] += 1
+    number = counter[owner, process_set]
+    return owner if number == 1 else f"{owner}_{number - 1}"
 
 
-def of_gradient(name: str) -> str:
+def of_gradient(name: str, process_set: int) -> str:
     """The name of the collective in the gradient of a collective of this name; in a graph, a new one each time."""
-    return of(f"{name}/gradient")
+    return of(f"{name}/gradient", process_set)
 
 
 def given(name: str, ignore_name_scope: bool) -> str:
@@ -87,14 +89,18 @@ def given(name: str, ignore_name_scope: bool) -> str:
 
 
 def is_in_order(name: str) -> bool:
-    """Whether all collectives of this name in graphs are submitted in the order of the program, on every rank."""
+    """Whether all collectives of this name in graphs are submitted in the order of the program, on every rank.
+
+    Those of the gradient of a function are not. Their names differ by the number of the execution.
+    """
     return "()/" in name
 
 
 def _title() -> str:
-    """The name of the Python function that is being traced, without the numbers that TensorFlow adds."""
+    """What names say of the function that is being traced: `step()`, or `gradient of step`."""
     name = getattr(current_function(), "name", "")  # A graph of a session has none.
-    return _GRADIENT.sub(r"gradient of \1", name)
+    gradient = _GRADIENT.fullmatch(name)
+    return f"gradient of {gradient[1]}" if gradient else f"{name}()"
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -138,7 +138,8 @@ class BroadcastGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_dense(upstream, ScaledOp(Average), of_gradient(self.name), process_set=self.process_set)
+        mean, = reduce_dense(upstream, ScaledOp(Average), of_gradient(self.name, self.process_set),
+                             process_set=self.process_set)
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 

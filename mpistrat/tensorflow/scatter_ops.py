@@ -103,7 +103,7 @@ class ReduceScatterGradient(Gradient):
         factor = prescale * postscale
         if op is Sum:
             factor *= topology_of(self.process_set).size
-        gathered = gather(of_gradient(self.name), upstream, self.process_set)
+        gathered = gather(of_gradient(self.name, self.process_set), upstream, self.process_set)
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 
 
@@ -188,7 +188,7 @@ class AllToAllGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[OptionalGradient]:
-        name, (tensor, splits) = of_gradient(self.name), values
+        name, (tensor, splits) = of_gradient(self.name, self.process_set), values
         received, _ = _exchange(splits, tf.ones_like(splits), f"{name}/splits", self.process_set)
         returned, _ = _exchange_rows(upstream[0], received, name, self.process_set)
         unsent = tf.shape(tensor)[0] - tf.shape(returned)[0]  # Rows that no rank has received.

@@ -21,10 +21,11 @@ def test_programs_of_arrays(ranks: int, options: list[str]) -> None:
 
 @needs_mpirun
 def test_programs_of_all_collectives_that_hypothesis_draws() -> None:
-    job = run_job(3, ["python", "tests/scripts/hypothesis_programs.py", "60"], limit_s=600)
+    job = run_job(3, ["python", "tests/scripts/hypothesis_programs.py", "60", "0", "12", "1"], limit_s=600)
     assert job.code == 0, job.output
     for rank in range(3):
-        assert f"rank {rank}: 60 programs are right" in job.output, job.output
+        for programs in ("60 programs", "12 nested programs"):
+            assert f"rank {rank}: {programs} are right" in job.output, job.output
 
 
 @needs_mpirun

@@ -4,22 +4,31 @@ A program is the same on all ranks, but for the order of calls where any order i
 and calls in a graph. Calls are for all ranks or for a process set; the sets overlap. In some programs each rank makes
 another number of steps and then joins, and in some a rank disagrees with the others.
 
-usage: hypothesis_programs.py PROGRAMS [SEED]
+In nested programs, the collectives are in functions, branches and loops inside of each other, most of them without
+names, and behind nodes that take another time on each rank. One rank may have traced the inner functions before, trace
+the outer one in each step, and have built another model. In some programs two threads run a program each, and in some
+a step ends in an error on all ranks, which the script catches.
+
+usage: hypothesis_programs.py PROGRAMS [SEED [NESTED_PROGRAMS [INTER_OP_THREADS]]]
 """
 
 import os
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import mpistrat
+import mpistrat.keras
 import mpistrat.tensorflow as hvd
 from tests.support.adasum import adasum_of
 from tests.support.dtypes import dtype_of
@@ -219,13 +228,11 @@ def listed(call: Call, results: Any) -> list[Any]:
 class Runner:
     """Runs programs on one rank."""
 
-    def __init__(self, sets: Sequence[tuple[int, ...]]):
+    def __init__(self, sets: Sequence[Any]):
         self.rank, self.size = hvd.rank(), hvd.size()
-        self._sets = [hvd.global_process_set, *map(mpistrat.add_process_set, sets[1:])]
-        self.count = 0
+        self._sets = sets
 
     def run(self, program: Program) -> None:
-        assert len(set(mpistrat.allgather_object(repr(program)))) == 1, "the ranks have drawn different programs"
         own = [call for i in program.orders[self.rank] if self.rank in (call := program.calls[i]).members]
         step_function = self._graph(own) if program.how == "graph" else None
         for step in range(program.steps[self.rank]):
@@ -239,7 +246,6 @@ class Runner:
         if len(set(program.steps)) > 1:
             last = int(hvd.join()) if program.how != "arrays" else mpistrat.join()
             assert len(set(mpistrat.allgather_object(last))) == 1, program
-        self.count += 1
 
     def _brought(self, call: Call, step: int) -> list[np.ndarray]:
         arrays = values_of(call, step, self.rank)
@@ -289,30 +295,281 @@ class Runner:
         return [(call, listed(call, got)) for call, got in zip(own, results, strict=True)]
 
 
-def main() -> None:
-    """Run the programs."""
-    count, first = int(sys.argv[1]), int((sys.argv[2:] or ["0"])[0])
-    os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "20")
-    os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
-    hvd.init()
-    size = hvd.size()
-    sets = [tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]
-    runner = Runner(sets := list(dict.fromkeys(sets)))
+# -- nested programs --------------------------------------------------------------------------------------------------
+
+WIDTH = 3
+WHOLE = 6.0  # The mean of so many times a whole number is whole on up to three ranks.
+ALWAYS = ("sum", "mean", "tape", "named", "gather", "several", "unused")
+NOT_WITH_JOIN = ("set", "optimizer")
+NESTS = ("call", "call twice", "branch", "loop")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a nested program: what it does with this rank's tensor of small whole numbers."""
+
+    kind: str
+    number: int
+    inner: tuple["Piece", ...] = ()
+    other: tuple["Piece", ...] = ()  # of the other branch
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Programs for one thread, or two threads, that each rank runs `steps[rank]` times.
+
+    `alone` is the rank that has traced and built more, or -1; in step `fails` there is an error, or -1.
+    """
+
+    threads: tuple[tuple[Piece, ...], ...]
+    have_names: bool
+    steps: tuple[int, ...]
+    alone: int
+    fails: int
+
+
+@st.composite
+def pieces(draw: st.DrawFn, joins: bool, depth: int) -> tuple[Piece, ...]:
+    kinds = [*ALWAYS, *(() if joins else NOT_WITH_JOIN), *NESTS * (2 * (depth > 0))]
+    found = []
+    for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)):
+        inner = draw(pieces(joins, depth - 1)) if kind in NESTS else ()
+        other = draw(pieces(joins, depth - 1)) if kind == "branch" else ()
+        found.append(Piece(kind, draw(st.integers(0, 10**9)), inner, other))
+    return tuple(found)
+
+
+@st.composite
+def nested_programs(draw: st.DrawFn, size: int) -> Nested:
+    threads = draw(st.sampled_from([1, 1, 1, 2]))
+    joins = threads == 1 and draw(st.integers(0, 4)) == 0
+    steps = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))) if joins else (3,) * size
+    return Nested(tuple(draw(pieces(joins, 2)) for _ in range(threads)), threads == 1 or draw(st.integers(0, 3)) > 0,
+                  steps, draw(st.integers(-1, size - 1)), -1 if joins else draw(st.integers(-1, 1)))
+
+
+def every(whole: Sequence[Piece]) -> Iterator[Piece]:
+    """All pieces in a program."""
+    for piece in whole:
+        yield piece
+        yield from every(piece.inner + piece.other)
+
+
+def small(x: Any) -> Any:
+    return x % 17.0
+
+
+class NestedRunner:
+    """Runs nested programs on one rank."""
+
+    def __init__(self, members: Sequence[tuple[int, ...]], sets: Sequence[Any]):
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self._members, self._sets = members, sets
+
+    def run(self, program: Nested) -> None:
+        if program.alone == self.rank:
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(mpistrat.keras.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+            del model
+        if len(program.threads) == 1:
+            self._steps(program, program.threads[0])
+        else:
+            self._in_threads(program)
+        if len(set(program.steps)) > 1:
+            last = int(tf.function(hvd.join)()) if program.alone < 0 else int(hvd.join())
+            assert len(set(mpistrat.allgather_object(last))) == 1, program
+
+    def _in_threads(self, program: Nested) -> None:
+        together, errors = threading.Barrier(2), {}
+
+        def run(number: int) -> None:
+            together.wait(120)
+            try:
+                self._steps(program, program.threads[number])
+            except Exception as error:
+                errors[number] = error
+            together.wait(120)
+
+        threads = [threading.Thread(target=run, args=(number,), name=f"member {number}" if program.have_names else None)
+                   for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(240)
+        if program.have_names:
+            assert not errors, (program, errors)
+        else:
+            assert len(errors) == 2 and all("cannot tell the two apart" in str(e) for e in errors.values()), errors
+
+    def _steps(self, program: Nested, whole: tuple[Piece, ...]) -> None:
+        # Optimizers are made in the same order on all ranks, also on one that traces inner functions first.
+        made = {piece: self._optimizer() for piece in every(whole) if piece.kind == "optimizer"}
+
+        @tf.function(autograph=False)
+        def step(x: tf.Tensor, limit: tf.Tensor, salt: int) -> tf.Tensor:
+            y = self._graph(whole, x, made)
+            total = hvd.allreduce(y, op=hvd.Sum)
+            with tf.control_dependencies([tf.debugging.assert_less(total[0], limit)]):
+                return tf.identity(y)
+
+        if program.alone == self.rank:
+            for piece in whole:
+                if piece.kind.startswith("call"):
+                    self._function(piece, made).get_concrete_function(tf.TensorSpec([WIDTH]))
+        state: dict[int, np.ndarray] = {}
+        for number in range(program.steps[self.rank]):
+            ranks = [r for r in range(self.size) if program.steps[r] > number]
+            rows = np.array([[(7 * r + 5 * c + number) % 17 for c in range(WIDTH)] for r in ranks], np.float32)
+            wanted = self._rows(whole, rows, ranks, state)[ranks.index(self.rank)]
+            limit = tf.constant(-1.0 if number == program.fails else 1e9)
+            try:
+                got = step(tf.constant(rows[ranks.index(self.rank)]), limit,
+                           number if program.alone == self.rank else 0)
+            except tf.errors.InvalidArgumentError:
+                assert number == program.fails, traceback.format_exc()
+                continue
+            assert number != program.fails, program
+            np.testing.assert_array_equal(got, wanted, err_msg=f"step {number} of {program}")
+
+    def _late(self, x: tf.Tensor, number: int) -> tf.Tensor:
+        """`x`, after a time that is another one on each rank."""
+        seconds = (number * (self.rank + 2)) % 5 * 0.002
+
+        def wait(value: np.ndarray) -> np.ndarray:
+            time.sleep(seconds)
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype, stateful=False), x.shape)
+
+    def _graph(self, whole: tuple[Piece, ...], x: tf.Tensor, made: dict) -> tf.Tensor:
+        for piece in whole:
+            x = self._graph_of(piece, self._late(x, piece.number), made)
+        return x
+
+    def _graph_of(self, piece: Piece, x: tf.Tensor, made: dict) -> tf.Tensor:
+        if piece.kind == "tape":
+            weights = tf.ones_like(x)
+            with tf.GradientTape() as tape:
+                tape.watch(weights)
+                loss = tf.reduce_sum(weights * x * WHOLE)
+            return small(x + hvd.DistributedGradientTape(tape).gradient(loss, weights))
+        if piece.kind == "optimizer":
+            optimizer, variable = made[piece]
+            optimizer.apply([x * WHOLE], [variable])
+            return small(x + variable.value)
+        if piece.kind == "several":
+            order = range(3) if self.rank % 2 else reversed(range(3))
+            parts = {number: x + float(number) for number in order}
+            return small(x + tf.add_n([(number + 1.0) * hvd.allreduce(parts[number], op=hvd.Sum)
+                                       for number in range(3)]))
+        if piece.kind == "set":
+            place = piece.number % len(self._sets)
+            return x if self.rank not in self._members[place] else small(
+                x + hvd.allreduce(x, op=hvd.Sum, process_set=self._sets[place]))
+        if piece.kind.startswith("call"):
+            function = self._function(piece, made)
+            return function(function(x)) if piece.kind == "call twice" else function(x)
+        if piece.kind == "gather":
+            return small(x + tf.reduce_max(hvd.allgather(x[tf.newaxis]), 0))
+        if piece.kind == "unused":
+            hvd.allreduce(2.0 * x)
+            return x
+        if piece.kind == "mean":
+            return small(x + hvd.allreduce(x * WHOLE))
+        total = hvd.allreduce(x, op=hvd.Sum, name=f"named{piece.number}" if piece.kind == "named" else None)
+        if piece.kind == "branch":
+            return tf.cond(small(total)[0] < 8, lambda: self._graph(piece.inner, x, made),
+                           lambda: self._graph(piece.other, x, made))
+        if piece.kind == "loop":
+            times = tf.cast(total[1] % 3.0, tf.int32)
+            return tf.while_loop(lambda i, _: i < times, lambda i, v: (i + 1, self._graph(piece.inner, v, made)),
+                                 (0, x))[1]
+        return small(x + total)
+
+    def _optimizer(self) -> tuple[Any, Any]:
+        variable = keras.Variable(np.zeros(WIDTH, np.float32))
+        optimizer = mpistrat.keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build([variable])
+        return optimizer, variable
+
+    def _function(self, piece: Piece, made: dict) -> Any:
+        if piece not in made:
+            def call(x: tf.Tensor) -> tf.Tensor:  # All of them have one name.
+                return self._graph(piece.inner, x, made)
+            made[piece] = tf.function(call, autograph=False)
+        return made[piece]
+
+    def _rows(self, whole: tuple[Piece, ...], x: np.ndarray, ranks: Sequence[int], state: dict) -> np.ndarray:
+        """The tensors of all ranks, one below the other."""
+        for piece in whole:
+            x = self._rows_of(piece, x, ranks, state)
+        return x
+
+    def _rows_of(self, piece: Piece, x: np.ndarray, ranks: Sequence[int], state: dict) -> np.ndarray:
+        total = x.sum(0)
+        if piece.kind in ("mean", "tape"):
+            return small(x + WHOLE * total / len(ranks))
+        if piece.kind == "optimizer":
+            state[piece.number] = state.get(piece.number, 0) - WHOLE * total / len(ranks)
+            return small(x + state[piece.number])
+        if piece.kind == "several":
+            return small(x + sum((number + 1) * (x + number).sum(0) for number in range(3)))
+        if piece.kind == "set":
+            members = list(self._members[piece.number % len(self._members)])
+            return np.array([small(row + x[members].sum(0)) if rank in members else row
+                             for rank, row in zip(ranks, x, strict=True)])
+        if piece.kind == "gather":
+            return small(x + x.max(0))
+        if piece.kind == "unused":
+            return x
+        if piece.kind == "branch":
+            return self._rows(piece.inner if small(total)[0] < 8 else piece.other, x, ranks, state)
+        if piece.kind in NESTS:
+            times = int(total[1] % 3) if piece.kind == "loop" else 2 if piece.kind == "call twice" else 1
+            for _ in range(times):
+                x = self._rows(piece.inner, x, ranks, state)
+            return x
+        return small(x + total)
+
+
+def run_all(title: str, drawn: st.SearchStrategy, count: int, first: int, run: Callable[[Any], None]) -> None:
+    """Run `count` programs on this rank."""
+    done = 0
 
     @seed(first)
     @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
-    @given(programs(size, sets))
-    def run(program: Program) -> None:
+    @given(drawn)
+    def one(program: Any) -> None:
+        nonlocal done
         try:
-            runner.run(program)
+            assert len(set(mpistrat.allgather_object(repr(program)))) == 1, "the ranks have drawn different programs"
+            run(program)
         except BaseException:  # At once: hypothesis would run the program again, on this rank alone.
             print(f"rank {hvd.rank()}: {program}\n{traceback.format_exc()}", flush=True)
             from mpi4py import MPI  # after init, which knows the threads that MPI starts
             MPI.COMM_WORLD.Abort(1)
+        done += 1
 
-    run()
-    print(f"rank {hvd.rank()}: {runner.count} programs are right", flush=True)
+    one()
+    print(f"rank {hvd.rank()}: {done} {title} are right", flush=True)
+
+
+def main() -> None:
+    """Run the programs."""
+    count, first, nested, threads = [int(word) for word in sys.argv[1:]] + [0] * (5 - len(sys.argv))
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    tf.get_logger().setLevel("ERROR")  # It warns of functions that are traced often, which is the purpose.
+    os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "20")
+    os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
+    hvd.init()
+    size = hvd.size()
+    ranks = list(dict.fromkeys([tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]))
+    sets = [hvd.global_process_set, *map(mpistrat.add_process_set, ranks[1:])]
+    if count:
+        run_all("programs", programs(size, ranks), count, first, Runner(sets).run)
+    if nested:
+        run_all("nested programs", nested_programs(size), nested, first, NestedRunner(ranks, sets).run)
 
 
 if __name__ == "__main__":

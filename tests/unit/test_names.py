@@ -53,7 +53,7 @@ def test_a_gradient_has_the_name_of_its_collective_and_a_number_in_its_function(
         name = names.made("allreduce")
 
         def gradient(upstream: Any) -> Any:
-            found.extend([names.of_gradient(name), names.of_gradient(name), names.made("allreduce")])
+            found.extend([names.of_gradient(name, 0), names.of_gradient(name, 0), names.made("allreduce")])
             return upstream
         return x, gradient
 
@@ -65,8 +65,27 @@ def test_a_gradient_has_the_name_of_its_collective_and_a_number_in_its_function(
             y = step(x)
         tape.gradient(y, x)
         assert found == ["<lambda>()/allreduce/gradient", "<lambda>()/allreduce/gradient_1",
-                         "gradient of <lambda>()/allreduce"]
+                         "gradient of <lambda>/allreduce"]
+        assert [names.is_in_order(name) for name in found] == [True, True, False]
         found.clear()
+
+
+def test_ranks_of_a_process_set_count_its_collectives_apart() -> None:
+    found: list[str] = []
+
+    @tf.function(autograph=False)
+    def step(x: Any, member: bool) -> Any:
+        sets = [0, 5, 5, 0] if member else [0, 0]
+        found.extend(names.made("tape", process_set) for process_set in sets)
+        found.extend(names.of_gradient("loss", process_set) for process_set in sets)
+        return x
+
+    step(1, True)
+    assert found[:4] == ["step()/tape", "step()/tape", "step()/tape_1", "step()/tape_1"]
+    assert found[4:] == ["loss/gradient", "loss/gradient", "loss/gradient_1", "loss/gradient_1"]
+    found.clear()
+    step(1, False)
+    assert found == ["step()/tape", "step()/tape_1", "loss/gradient", "loss/gradient_1"]
 
 
 def test_names_of_users_stay_as_they_are() -> None:
