@@ -75,10 +75,11 @@ class TensorQueue:
         self._later.append(entry)
         if self._closed_by is not None:
             raise self._closed_by
+
     @property
     def has_new(self) -> bool:
         """Whether there are entries that the driver has not taken."""
-        return bool(self._new)
+        return bool(self._new or self._later)
 
     def take_new(self) -> list[Entry]:
         """The entries put since the last call, in order. They stay in flight. For the thread that drives."""
@@ -144,7 +145,7 @@ class TensorQueue:
         """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
         self._closed_by = error
-        for entries in (self._in_flight, self._behind, self._executing, self._new):
+        for entries in (self._in_flight, self._behind, self._executing, self._new, self._later):
             entries.clear()
 
     def close(self, error: Exception) -> list[Entry]:
