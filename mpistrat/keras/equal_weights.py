@@ -85,12 +85,12 @@ def _explain(labels: Sequence[str], arrays: Sequence[np.ndarray], own: Sequence[
     if not have_same_shapes or not all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
                                        for number in differing(digests)):
         raise MismatchError(
-            f"{place} the ranks have different weights, so they no longer train one model: {where} Usual causes: a "
-            "callback, or a learning rate, on some ranks only; an optimizer of the model that is no "
-            "hvd.DistributedOptimizer; code that loads or assigns weights on some ranks only, without "
-            "hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each rank has for itself is "
-            "exempt with register_local_var of the optimizer. MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this "
-            "check.")
+            f"{place} the ranks have different weights, so they no longer train one model: {where} Usual causes: "
+            "weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
+            "optimizer of the model that is no hvd.DistributedOptimizer; code that loads or assigns weights on some "
+            "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each "
+            "rank has for itself is exempt with register_local_var of the optimizer. "
+            "MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
     if not _has_warned and process_set.rank() == 0:
         logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs round "
                        "differently. Training goes on; larger differences are an error.", place, where)
