@@ -31,13 +31,12 @@ _ROW_BYTES = 8 * _WORDS
 # this part of the largest absolute value are taken for that; in half precision it is 13 units of bfloat16.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
 
+CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
+          "optimizer of the model that is no hvd.DistributedOptimizer; code that loads or assigns weights on some "
+          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each "
+          "rank has for itself is exempt with register_local_var of the optimizer.")
+
 _has_warned = False
-
-
-CAUSES = ("a callback, or a learning rate, on some ranks only; an optimizer of the model that is no "
-          "hvd.DistributedOptimizer; code that loads or assigns weights on some ranks only, without "
-          "hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each rank has for itself is "
-          "exempt with register_local_var of the optimizer.")
 
 
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,

@@ -132,6 +132,8 @@ class FitChecks(Callback):
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
         elif self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
             self._require_ended(f"stopped within epoch {self._epochs}")
+        for first_steps in self._optimizers.first_steps:
+            first_steps.conclude()  # It says more of weights that were never equal.
         self._require_equal_weights()
         if self._averages_metrics:
             self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
@@ -139,8 +141,6 @@ class FitChecks(Callback):
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""
         self._require_together(Progress(self._epochs or 0, True, self._cause()))
-        for first_steps in self._optimizers.first_steps:
-            first_steps.conclude()
 
     def _adapted(self) -> tuple[Adapted, ...]:
         """What layers have learned by adapt()."""
