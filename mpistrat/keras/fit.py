@@ -19,7 +19,7 @@ from keras.callbacks import Callback, CallbackList
 from ..api import runtime
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
-from .input_rows import digest_of_rows
+from .input_rows import digest_of_rows, warn_of_own_order
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
 from .uneven import JoinEpochs
@@ -67,6 +67,8 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
         statistics = AverageStatistics(optimizers)
         before_saves = AverageBeforeSaves(statistics, callbacks)
     if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
+        if optimizers.process_set.rank() == 0:
+            warn_of_own_order(inputs)
         own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves))
     return own + [callback for callback in (before_saves, statistics) if callback is not None]
 
