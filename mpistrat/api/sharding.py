@@ -4,7 +4,7 @@ The libraries of the arrays are not imported here: a caller that passes an array
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Protocol, SupportsInt, TypeGuard, cast
 
 import numpy as np
@@ -54,7 +54,8 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
         x, y = hvd.shard(x, y)
 
     Rank r of s gets the rows r, r + s, r + 2 s and so on. Local: nothing is sent, so all ranks must pass the same data
-    in the same order. Shuffle after it, not before.
+    in the same order. Shuffle after it, not before. `tf.data.Dataset.list_files` shuffles, unless it is told
+    `shuffle=False`.
 
     Args:
         *data: Arrays with the same number of rows: numpy arrays, tensors, lists, pandas objects, and others that have
@@ -73,7 +74,7 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
 
     Raises:
         InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument has
-            no rows, or this rank is not in the process set.
+            no rows, a dataset shuffles in an order of each rank's own, or this rank is not in the process set.
         NotInitializedError: Before init().
     """
     if uneven not in UNEVEN:
@@ -95,6 +96,9 @@ def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object
     if isinstance(data, Mapping):
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
     if _is_dataset(data):
+        if size > 1 and _is_in_own_order(data):
+            raise InvalidRequestError(f"{title} is a dataset that each rank shuffles in an order of its own, so that "
+                                      f"rows would be read by several ranks or by none. {OWN_ORDER}")
         own = _elements(data, rank, size, uneven)
         own._mpistrat_part = f"shard(): part {rank} of {size}"  # MPIStrategy, which shards too, warns of it.
         return own
@@ -174,6 +178,31 @@ def _take(array: _Rows, part: object, rows: list[int]) -> object:
         # A dataset in a file of HDF5 takes rows in ascending order only.
         return np.concatenate([part, array[rows[-1]:rows[-1] + 1]])
     return array[np.array(rows)]
+
+
+# -- the order of datasets --------------------------------------------------------------------------------------------
+
+OWN_ORDER = ("Shuffle after it is sharded; tf.data.Dataset.list_files(pattern, shuffle=False) does not shuffle. Or "
+             "give a seed that is the same on all ranks.")
+
+
+def is_sharded_in_own_order(data: object) -> bool:
+    """Whether data are a dataset with a shard() of tf.data after a shuffle that has no seed. Local."""
+    return _is_dataset(data) and any("ShardDataset" in type(each).__name__ and _is_in_own_order(each)
+                                     for each in _datasets_in(data))
+
+
+def _is_in_own_order(dataset: object) -> bool:
+    """Whether a dataset is shuffled without a seed. TensorFlow keeps a pair of zeros for that."""
+    shuffles = [each for each in _datasets_in(dataset) if "ShuffleDataset" in type(each).__name__]
+    return any(all(int(getattr(each, name, 1)) == 0 for name in ("_seed", "_seed2")) for each in shuffles)
+
+
+def _datasets_in(dataset: object) -> Iterator[object]:
+    """A dataset and those that it reads; without TensorFlow's private method only the dataset."""
+    yield dataset
+    for other in getattr(dataset, "_inputs", list)():
+        yield from _datasets_in(other)
 
 
 # -- datasets of TensorFlow -------------------------------------------------------------------------------------------

@@ -205,9 +205,15 @@ def create_anew(variable: keras.Variable) -> None:
     _required(variable, "_initialize")(tf.convert_to_tensor(variable))
 
 
-def element_spec(iterator: object) -> Any:
-    """The element_spec of the distributed dataset that Keras' iterator of an epoch reads."""
-    return _required(iterator, "_distributed_dataset").element_spec
+def distributed_dataset(iterator: object) -> Any:
+    """The distributed dataset that Keras' iterator of an epoch reads."""
+    return _required(iterator, "_distributed_dataset")
+
+
+def set_number_of_batches(iterator: object, number: int | None) -> None:
+    """Set how many batches an epoch has; None: as many as there are. Keras takes the number from the user's dataset."""
+    _required(iterator, "_num_batches")
+    setattr(iterator, "_num_batches", number)  # noqa: B010
 
 
 def goes_on_after_backup(model: keras.Model) -> bool:
@@ -271,8 +277,8 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
 
 
 __all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
-           "config_without", "create_anew", "decay_exclusions_of", "element_spec", "epoch_after_backup", "functions_of",
-           "goes_on_after_backup", "is_older_than", "legacy_h5_format", "non_trainable_variables", "objects_given_to",
-           "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_functions", "saving_lib",
-           "serialise_as", "set_epoch_after_backup", "set_strategy_of_optimizer", "strategy_of_optimizer",
-           "strategy_unsupported", "trained_by", "trainer"]
+           "config_without", "create_anew", "decay_exclusions_of", "distributed_dataset", "epoch_after_backup",
+           "functions_of", "goes_on_after_backup", "is_older_than", "legacy_h5_format", "non_trainable_variables",
+           "objects_given_to", "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_functions",
+           "saving_lib", "serialise_as", "set_epoch_after_backup", "set_number_of_batches",
+           "set_strategy_of_optimizer", "strategy_of_optimizer", "strategy_unsupported", "trained_by", "trainer"]

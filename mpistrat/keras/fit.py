@@ -22,7 +22,7 @@ from ..api import runtime
 from .adapted import layers_of_inputs
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
-from .input_rows import digest_of_rows
+from .input_rows import digest_of_rows, warn_of_own_order
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
 from .uneven import JoinEpochs
@@ -71,6 +71,8 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
         statistics = AverageStatistics(optimizers)
         before_saves = AverageBeforeSaves(statistics, callbacks)
     if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
+        if optimizers.process_set.rank() == 0:
+            warn_of_own_order(inputs)
         own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs)))
     return own + [callback for callback in (before_saves, statistics) if callback is not None]
 

@@ -1,10 +1,18 @@
-"""A digest of the rows that fit gets, to find ranks that train on the same arrays. Called by fit.py; local."""
+"""What fit gets: a digest of rows, to find ranks that train on the same arrays, and the order of a dataset.
+
+Called by fit.py; local.
+"""
 
 import hashlib
+import logging
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from ..api.sharding import OWN_ORDER, is_sharded_in_own_order
+
+logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 8
 # At most so many rows of an array, and of large rows no more than have this size, but at least a few.
@@ -29,6 +37,17 @@ def digest_of_rows(inputs: Any) -> bytes:
         # By way of bytes: hashlib does not take bfloat16.
         digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return digest.digest() if arrays else b""
+
+
+def warn_of_own_order(inputs: object) -> None:
+    """Warn of a dataset that is sharded after a shuffle without a seed.
+
+    Args:
+        inputs: As in digest_of_rows.
+    """
+    if any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
+        logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes its "
+                       "shard, so rows are read by several ranks or by none. %s", OWN_ORDER)
 
 
 def _some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:

@@ -233,6 +233,20 @@ def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrateg
     fit_both(strategy, model, reference, rows=27, batch_size=13)
 
 
+def test_policy_off_trains_on_all_rows_of_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
+    """A rank that has more rows goes on until it has read them, and the others with it."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    x, y = global_data(36)
+    own = slice(0, 24 if rank else 36)
+    with strategy.scope():
+        model = compiled(metrics=(CountOfRows("int32"),))
+    history = model.fit(tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(BATCH).with_options(options),
+                        epochs=2, verbose=0)
+    assert history.history["rows"] == [36 + 24 * (size - 1)] * 2
+    assert int(model.optimizer.iterations.numpy()) == 2 * 3 * size
+
+
 @pytest.mark.parametrize(("change", "place", "what"), [
     (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "", "weights, so they no longer train one"),
     (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "on_train_batch_end", "weights"),

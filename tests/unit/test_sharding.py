@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.api import process_sets
+from mpistrat.api import process_sets, sharding
 from mpistrat.core.topology import Topology
 
 
@@ -258,6 +258,27 @@ def test_elements_of_every_kind_can_be_grouped(kind: str, uneven: str, tf: Any, 
 def test_an_endless_dataset_stays_endless(tf: Any, on_each_rank: Any) -> None:
     parts = on_each_rank(2, tf.data.Dataset.range(3).repeat())
     assert [in_order(part.take(4)) for part in parts] == [[0, 2, 1, 0], [1, 0, 2, 1]]
+
+
+def test_an_order_of_each_ranks_own_is_an_error(tf: Any, place: Any, tmp_path: Any) -> None:
+    tf.random.set_seed(None)  # Another test may have set it.
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "b.txt").touch()
+    pattern, rows = str(tmp_path / "*.txt"), tf.data.Dataset.range(6)
+    place(0, 2)
+    shuffled = [tf.data.Dataset.list_files(pattern), rows.shuffle(6).map(lambda row: row + 1)]
+    for dataset in shuffled:
+        with pytest.raises(mpistrat.InvalidRequestError, match=r"argument 1 .* order of its own.*shuffle=False"):
+            mpistrat.shard(dataset)
+    ordered = [tf.data.Dataset.list_files(pattern, shuffle=False), rows.shuffle(6, seed=0), rows]
+    for dataset in ordered:
+        mpistrat.shard(dataset)
+    assert [sharding.is_sharded_in_own_order(dataset.shard(2, 0).batch(1)) for dataset in shuffled + ordered] == [
+        True, True, False, False, False]
+    assert not sharding.is_sharded_in_own_order(rows.shard(2, 0).shuffle(3))
+    assert not sharding.is_sharded_in_own_order(np.ones(3))
+    place(0, 1)
+    mpistrat.shard(shuffled[0])
 
 
 def test_datasets_are_compared_with_arrays(tf: Any, place: Any) -> None:

@@ -21,7 +21,13 @@ from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
-from .._private import GeneratorDataAdapter, all_layers, create_anew, element_spec
+from .._private import (
+    GeneratorDataAdapter,
+    all_layers,
+    create_anew,
+    distributed_dataset,
+    set_number_of_batches,
+)
 from .._private import trainer as keras_trainer
 from ..optimizer_parts import distributed_in
 from ..running_statistics import average, running_statistics
@@ -184,7 +190,8 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     rows = None
     if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
         # A batch that is taken from a generator cannot be put back.
-        data_batch = tf.nest.map_structure(lambda spec: _symbolic(spec_of_replica(spec)), element_spec(iterator))
+        data_batch = tf.nest.map_structure(lambda spec: _symbolic(spec_of_replica(spec)),
+                                           distributed_dataset(iterator).element_spec)
     else:
         if iterator is not None:
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
@@ -218,6 +225,19 @@ def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
     is_shared = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
     with state_of_first_rank() if is_shared else contextlib.nullcontext():
         original(self, distribute_strategy, *args, **kwargs)
+    _set_steps(self)
+
+
+@replaces(keras_trainer.TFEpochIterator, "reset", "fit would stop after the number of batches before they are split")
+def reset_epoch(original: Function, self: keras_trainer.TFEpochIterator) -> None:
+    original(self)
+    _set_steps(self)
+
+
+def _set_steps(iterator: keras_trainer.TFEpochIterator) -> None:
+    dataset = distributed_dataset(iterator)
+    if hasattr(dataset, "mpistrat_steps"):
+        set_number_of_batches(iterator, dataset.mpistrat_steps)
 
 
 @replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units")

@@ -64,7 +64,7 @@ class Pipelines:
                                       "`distribute_datasets_from_function`.")
         policy = dataset.options().experimental_distribute.auto_shard_policy
         compares = policy != _Policy.OFF and not runtime.current().settings.consistency_check_disable
-        batches, same = self._agree(dataset, sources_of(dataset) if compares and self._size > 1 else [])
+        batches, most, same = self._agree(dataset, sources_of(dataset) if compares and self._size > 1 else [])
         if self._size > 1:
             dataset = _with_own_memory(dataset)
             if policy == _Policy.OFF and self._rank == 0:
@@ -73,7 +73,7 @@ class Pipelines:
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
             problem = self._problem_with_files(distributed)
             if not problem:
-                return distributed
+                return _with_steps(distributed, None)
             if policy == _Policy.FILE:
                 raise InvalidRequestError(f"{problem} Write options.experimental_distribute.auto_shard_policy = "
                                           "tf.data.experimental.AutoShardPolicy.DATA, or make more files.")
@@ -84,6 +84,9 @@ class Pipelines:
             distributed = self._distributed(dataset.with_options(chosen), options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             ends_on_all_ranks_together(distributed)
+        if self._size > 1 and policy == _Policy.OFF:
+            # Each rank reads all parts of its batches, and goes on until the last rank has finished.
+            return _with_steps(distributed, most * self._size if most >= 0 else None)
         return distributed
 
     def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
@@ -124,7 +127,7 @@ class Pipelines:
         distributed = get_distributed_datasets_from_function(
             dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
         set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
-        batches, same = self._agree(datasets_of(distributed)[0], [])
+        batches, _, same = self._agree(datasets_of(distributed)[0], [])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
             ends_on_all_ranks_together(distributed)
         return distributed
@@ -157,13 +160,15 @@ class Pipelines:
         size = 1 if options is None else options.experimental_per_replica_buffer_size
         return [dataset.prefetch(size) if size else dataset for dataset in datasets]
 
-    def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, bool]:
-        """The number of batches on this rank, and whether it is the same on all ranks. Collective.
+    def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
+        """The number of batches on this rank, the largest one, and whether all ranks have the same. Collective.
+
+        The largest one is UNKNOWN_CARDINALITY if a rank does not know its own.
 
         Rank 0 logs a warning if the ranks have different sources.
         """
         if not tf.executing_eagerly():
-            return tf.data.UNKNOWN_CARDINALITY, False
+            return tf.data.UNKNOWN_CARDINALITY, tf.data.UNKNOWN_CARDINALITY, False
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
         everybody = array_ops.allgather_object((batches, kind, sources), names.eager("strategy/input"))
@@ -176,7 +181,15 @@ class Pipelines:
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
             logger.warning("mpistrat: the ranks have different data: %s. %s", differs, ADVICE)
-        return batches, all(other == batches for other, *_ in everybody)
+        counts = [other for other, *_ in everybody]
+        return batches, max(counts) if min(counts) >= 0 else tf.data.UNKNOWN_CARDINALITY, len(set(counts)) == 1
+
+
+def _with_steps(distributed: tf.distribute.DistributedDataset, steps: int | None
+                ) -> tf.distribute.DistributedDataset:
+    """A distributed dataset that says how many steps an epoch has, where that is not the number of global batches."""
+    distributed.mpistrat_steps = steps
+    return distributed
 
 
 @functools.cache
