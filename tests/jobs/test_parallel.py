@@ -17,7 +17,7 @@ PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
 PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
 # What a third rank would only repeat. What a rank does with graphs and files does not depend on the number of ranks.
 ONCE = ("test_first_steps", "test_fit_checks", "test_features", "test_nested_gradients", "test_freed_graphs",
-        "test_strategy_files", "test_strategy_threads", "test_gpu_tensorflow", "test_written_once")
+        "test_strategy_files", "test_strategy_threads", "test_gpu_tensorflow", "test_written_once", "test_scale_page")
 
 
 def files_of(part: str, ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The files of docs/deploy: a Dockerfile, manifests of Kubernetes and batch scripts of Slurm. None of them is run."""
+"""The files of docs/deploy: a Dockerfile, manifests of Kubernetes and batch scripts of Slurm. None is run here."""
 
 import configparser
 import copy
@@ -15,13 +15,13 @@ from mpistrat.cli.arguments import split_arguments
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = ROOT / "docs" / "deploy"
-PAGE = (ROOT / "docs" / "deploy.md").read_text()
+PAGE = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("deploy", "cluster"))
 MANIFESTS = sorted(FILES.glob("*.yaml"))
 SCRIPTS = sorted(FILES.glob("*.sh"))
 needs_extra = "pip install 'mpistrat[test]'"
 
 
-def test_the_page_shows_each_file_and_links_it_and_says_what_was_not_run() -> None:
+def test_the_pages_show_each_file_and_link_it_and_say_what_was_not_run() -> None:
     for file in FILES.iterdir():
         assert f"{{literalinclude}} deploy/{file.name}\n" in PAGE
         assert f"](deploy/{file.name})" in PAGE

@@ -3,7 +3,9 @@
 import ast
 import configparser
 import importlib
+import importlib.util
 import re
+import runpy
 import subprocess
 import textwrap
 import xml.etree.ElementTree
@@ -19,8 +21,10 @@ from mpistrat.core.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
+MADE = ROOT / "docs" / "examples"  # by docs/conf.py
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "tests" / "features" / "README.md",
-                *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+                *(ROOT / ".github").rglob("*.md"), *(ROOT / "examples").rglob("*.md"),
+                *(page for page in (ROOT / "docs").rglob("*.md") if MADE not in page.parents)])
 MOST_LINES = 150  # of the README
 # A code block, in a list too.
 FENCED = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -91,10 +95,31 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 
 
 # The changelog may name what is no longer there.
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=titled)
+each_page_of_today = pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"],
+                                             ids=titled)
+
+
+@each_page_of_today
 def test_files_that_are_named_exist(page: Path) -> None:
     for path in re.findall(r"(?<![\w/.~-])((?:examples|hostfiles|tests|mpistrat|docs)/[\w./-]*\w)", text_of(page)):
         assert (ROOT / path).exists(), path
+
+
+@each_page_of_today
+def test_modules_in_commands_exist(page: Path) -> None:
+    for module in re.findall(r"python -m ((?:tests|mpistrat)[\w.]*\w)", text_of(page)):
+        assert importlib.util.find_spec(module), module
+
+
+def test_each_example_has_a_row_in_the_table_of_examples() -> None:
+    table = text_of(ROOT / "docs" / "tutorials.md").partition("## Examples")[2].partition("\n## ")[0]
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f"](../examples/{example.name})" in table
+
+
+def test_the_picture_of_the_first_page_is_that_of_the_table_of_results() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    assert module["PICTURE"].read_text() == module["draw"](), "python docs/pictures.py"
 
 
 def test_each_picture_is_well_formed_and_shown() -> None:
@@ -230,8 +255,8 @@ def messages() -> str:
 
 
 def quoted(page: Path) -> list[tuple[str, str]]:
-    """The messages in a page's table of errors, each with the word in brackets that may stand behind it."""
-    return re.findall(r"^\| `([^`]+)`(?: \((\w+)\))? \|", section(page, "errors"), re.MULTILINE)
+    """The messages in a page's table or headings of errors, each with the word in brackets that may stand behind it."""
+    return re.findall(r"^(?:\||###) `([^`]+)`(?: \((\w+)\))?(?: \||$)", section(page, "errors"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "troubleshooting.md"], ids=titled)
