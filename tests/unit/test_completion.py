@@ -28,8 +28,7 @@ LONG_S = 60
 
 def _after(ticket: list[Any]) -> Any:
     """In a graph: the first part of the ticket, as a tensor of its own, when the collective is complete."""
-    number, end = awaited(ticket, queue_of(ticket))
-    return number + end[0]
+    return ticket[0] + awaited(ticket, queue_of(ticket))[0]
 
 
 class _Waiting:
@@ -134,7 +133,7 @@ def test_a_wait_that_was_given_up_leaves_no_wake_up_to_the_next() -> None:
 
 def test_a_result_is_kept_while_a_tensor_of_its_execution_is_there() -> None:
     completions = CompletionQueues()
-    program = _Program(completions, lambda ticket: awaited(ticket, queue_of(ticket))[0])
+    program = _Program(completions, lambda ticket: (awaited(ticket, queue_of(ticket)), ticket[0])[1])
     tickets = [program.run() for _ in range(100)]
     assert [completions.redeem(int(ticket)) for ticket in tickets] == program.handles
     assert len(completions._slots) >= 100

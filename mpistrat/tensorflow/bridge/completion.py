@@ -246,19 +246,16 @@ def queue_of(ticket: list[tf.Tensor]) -> tf.Tensor:
     return tf.io.parse_tensor(ticket[2], tf.resource)
 
 
-def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> list[tf.Tensor]:
-    """In a graph: the inputs of a fetch, which begins when the collective is complete.
+def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> tf.Tensor:
+    """In a graph: what the queue has when the collective is complete: [0], int64.
 
-    The fetch needs both as inputs. The second orders it: TensorFlow's optimizer may remove an identity with a control
-    dependency, but no input of a callback. The first keeps the ticket's memory until then.
+    The fetch depends on it directly, by an input or a control dependency. Between the two TensorFlow's optimizer could
+    remove a node. And the fetch needs the first part of the ticket as an input, which keeps the ticket's memory.
 
     Args:
         ticket: The scalars that a callback returned. The dequeue's count comes from the ticket and not from a constant,
             because an input lives as long as the node: if the result is never fetched, nothing else keeps the ticket's
             memory alive.
         queue: Its queue.
-
-    Returns:
-        The first part of the ticket, and what the queue had: [0], int64.
     """
-    return [ticket[0], tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]]
+    return tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]

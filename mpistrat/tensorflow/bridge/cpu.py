@@ -111,7 +111,8 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return list(results)
 
     def fetched(ticket: list[tf.Tensor], queue: tf.Tensor) -> list[tf.Tensor]:
-        return shaped(host_call(site.fetch, awaited(ticket, queue), dtypes, stateful=False))
+        with tf.control_dependencies([awaited(ticket, queue)]):
+            return shaped(host_call(site.fetch, ticket[:1], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
         if wait is Wait.NEVER or (wait is Wait.IF_LAST and counter.count > SUBMIT_WAIT_BRANCHES):
@@ -212,7 +213,7 @@ class _CpuCallSite:
             handle = engine.submit(request, arrays, self._origin)
         return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
 
-    def fetch(self, ticket: np.int64, _: np.ndarray) -> Arrays:
+    def fetch(self, ticket: np.int64) -> Arrays:
         """Return the results, or raise the collective's error."""
         keep_thread_state()
         return COMPLETIONS.redeem(int(ticket)).wait()

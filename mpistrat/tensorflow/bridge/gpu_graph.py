@@ -140,8 +140,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         ticket = cpu.scalars(in_order(lambda: host_call(site.submit, [shape_of_key, mark, *past], TICKET,
                                                         stateful=True)))
         site.origin = Origin(cpu.place_of(ticket[0].op), is_in_order(name))
-        number, end = awaited(ticket, queue_of(ticket))
-        shape_of_carrier = tf.concat([number[tf.newaxis], end], axis=0)
+        shape_of_carrier = tf.concat([ticket[0][tf.newaxis], awaited(ticket, queue_of(ticket))], axis=0)
     with tf.device(device):
         carrier = tf.reshape(tf.zeros([0]), shape_of_carrier)
         results = unordered_tensor_call(site.fetch, [key, carrier], [t.dtype for t in tensors], device)
