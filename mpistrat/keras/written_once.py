@@ -36,7 +36,7 @@ class Entry:
     """What the other ranks get to know of a callback.
 
     Attributes:
-        kind: Its class.
+        kind: Its class; "" for one of Keras' that does not write files, since its order does not matter.
         path: Where it writes; "" for a class that is not in `_PATHS`.
         place: The directory of the path as this rank's host sees it. Hosts with equal values share the directory. ()
             for callbacks of which one rank runs for all hosts.
@@ -78,7 +78,8 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
         MismatchError: All ranks have a BackupAndRestore with one directory, and not the same order of callbacks.
     """
     keys = [[other.key for other in of_rank] for of_rank in entries]
-    common = set(keys[0]).intersection(*keys)
+    # What a rank has once more than others does not communicate.
+    common = {key for key in keys[0] if key[0] and len({of_rank.count(key) for of_rank in keys}) == 1}
     is_in_order = len({tuple(key for key in of_rank if key in common) for of_rank in keys}) == 1
     is_backup = entry.kind == BackupAndRestore.__name__
     # Ranks that restore a backup must all begin where it ends.
@@ -114,7 +115,7 @@ def written_once(callbacks: Sequence[Callback], model: keras.Model, optimizers: 
 def _entry(callback: Callback) -> Entry:
     cls = type(callback)
     if cls not in _PATHS:
-        return Entry(f"{cls.__module__}.{cls.__qualname__}")
+        return Entry("" if cls.__module__.startswith("keras.") else f"{cls.__module__}.{cls.__qualname__}")
     path = str(getattr(callback, _PATHS[cls]))
     if "://" in path:
         return Entry(cls.__name__, path)

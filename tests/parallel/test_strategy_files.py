@@ -270,8 +270,8 @@ def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, appen
     assert float(rows[-1]["loss"]) == pytest.approx(history["loss"][-1])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"update_freq": 2, "histogram_freq": 1, "write_steps_per_second": True}],
-                         ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"update_freq": 2, "histogram_freq": 1, "embeddings_freq": 1,
+                                            "write_steps_per_second": True}], ids=str)
 def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, arguments: dict) -> None:
     x, y = global_data(24)
     pytest.importorskip("tensorboard")

@@ -14,8 +14,8 @@ from mpistrat.keras import DistributedOptimizer  # noqa: E402
 from mpistrat.keras.written_once import Entry, Role, role_of  # noqa: E402
 
 ALONE, LEADS, FOLLOWS, IDLE = Role(True, False), Role(True, True), Role(False, True), Role(False, False)
-LOG, OWN_LOG, OTHER = Entry("CSVLogger", "/log.csv"), Entry("CSVLogger", "/1.csv"), Entry("EarlyStopping")
-BACKUP = Entry("BackupAndRestore", "/backup")
+LOG, OWN_LOG, OTHER = Entry("CSVLogger", "/log.csv"), Entry("CSVLogger", "/1.csv"), Entry("script.Own")
+BACKUP, KERAS = Entry("BackupAndRestore", "/backup"), Entry("")
 HERE, THERE = Entry("ModelCheckpoint", "/m.keras", ("/", 1)), Entry("ModelCheckpoint", "/m.keras", ("/", 2))
 
 
@@ -26,13 +26,16 @@ HERE, THERE = Entry("ModelCheckpoint", "/m.keras", ("/", 1)), Entry("ModelCheckp
     ([[LOG], [OWN_LOG]], "aa", [ALONE, ALONE]),
     ([[OTHER, LOG], [LOG], [LOG, OTHER]], "aaa", [ALONE, LEADS, FOLLOWS, FOLLOWS, ALONE]),
     ([[OTHER, LOG], [LOG, OTHER]], "aa", [ALONE, ALONE, IDLE, ALONE]),
+    ([[KERAS, LOG], [LOG, KERAS]], "aa", [ALONE, LEADS, FOLLOWS, ALONE]),
+    ([[OTHER, LOG, OTHER], [LOG, OTHER]], "aa", [ALONE, LEADS, ALONE, FOLLOWS, ALONE]),
     ([[HERE], [HERE], [HERE]], "abb", [LEADS, FOLLOWS, FOLLOWS]),
     ([[HERE], [THERE], [THERE]], "abb", [LEADS, LEADS, FOLLOWS]),
     ([[HERE], [THERE]], "aa", [LEADS, FOLLOWS]),  # The directory has changed in between.
     ([[BACKUP], [BACKUP]], "ab", [LEADS, FOLLOWS]),
     ([[BACKUP], [BACKUP], [OTHER]], "aaa", [ALONE, ALONE, ALONE]),
-], ids=["all", "the chief's", "two ranks'", "paths of their own", "another beside it", "other orders", "hosts share",
-        "hosts do not share", "one host", "a backup", "a backup of some"])
+], ids=["all", "the chief's", "two ranks'", "paths of their own", "another beside it", "other orders",
+        "orders of Keras'", "one more", "hosts share", "hosts do not share", "one host", "a backup",
+        "a backup of some"])
 def test_one_rank_runs_what_ranks_share(entries: list, hosts: str, expected: list[Role]) -> None:
     assert [role_of(entry, rank, entries, hosts)
             for rank, of_rank in enumerate(entries) for entry in of_rank] == expected

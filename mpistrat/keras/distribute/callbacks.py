@@ -231,6 +231,13 @@ def defer(original: Function, self: TensorBoard) -> None:
     return None
 
 
+@replaces(TensorBoard, "on_epoch_end", "with embeddings_freq it saves the model, which the other ranks do not")
+def log_epoch(original: Function, self: TensorBoard, epoch: int, logs: Logs = None) -> None:
+    # All ranks have averaged the running statistics before.
+    with files.alone() if type(self) in _ONE_RANK_ONLY else contextlib.nullcontext():
+        original(self, epoch, logs)
+
+
 def _write_deferred(callbacks: CallbackList) -> None:
     for callback in callbacks.callbacks:
         for write in callback.__dict__.pop("_mpistrat_deferred", ()):
