@@ -101,7 +101,8 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
             parts = [part for each in (layer, *getattr(layer, "preprocessors", {}).values())  # of a FeatureSpace
                      for part in (each, *all_layers(each))]
             inside.update(map(id, parts))
-            table = b"".join(_digest_of_table(part.lookup_table) for part in parts if isinstance(part, _LOOKUPS))
+            table = b"".join(_digest_of_table(part.lookup_table) for part in parts
+                             if isinstance(part, _LOOKUPS) and hasattr(part, "lookup_table"))
             fixed, variable = (_arrays(parts, attributes) for attributes in (_FIXED, _VARIABLE))
             is_new = not any(table) and all(not np.any(array - array.flat[0]) and array.flat[0] in (0.0, 1.0)
                                             for array in [*fixed, *variable])

@@ -84,10 +84,11 @@ class FitChecks(Callback):
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), self._optimizers.averages_statistics, self._joins,
             self._optimizers.accumulates, self._optimizers.leaves_weights_uncompared, self._rows,
-            schedules_of(self._callbacks), self._adapted()))
+            schedules_of(self._callbacks), self._adapted(),
+            any(reducer.has_local for reducer in self._optimizers.reducers)))
         problem = problem_at_begin(begins)
         warning, may_go_on = problem_of_adapted([begin.adapted for begin in begins])
-        if problem or not may_go_on:
+        if problem or not (may_go_on or any(begin.has_local for begin in begins)):
             raise MismatchError(f"fit{self._numbering()}: {problem or warning}")
         if warning and self._process_set.rank() == 0:
             logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)

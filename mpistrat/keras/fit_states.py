@@ -35,6 +35,7 @@ class Begin:
         rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
         saves: When callbacks save the model within an epoch.
         adapted: What the layers of the model and of tf.data pipelines have learned.
+        has_local: Whether variables are local to each rank, for whose layers a rank may have learned its own.
     """
 
     steps: int | None
@@ -49,6 +50,7 @@ class Begin:
     rows: bytes = b""
     saves: tuple[SaveSchedule, ...] = ()
     adapted: tuple[Adapted, ...] = ()
+    has_local: bool = False
 
     def __str__(self) -> str:
         return "begin to train"

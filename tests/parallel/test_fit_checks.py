@@ -305,8 +305,8 @@ def root_only(layer: Any, rank: int) -> None:
 
 @pytest.mark.parametrize("place", ["model", "pipeline"])
 @pytest.mark.parametrize("adapt", [vocabulary_of, root_only])
-def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(adapt: Callable, place: str, rank: int,
-                                                                    size: int) -> None:
+def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(
+        adapt: Callable, place: str, rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
     words = keras.layers.StringLookup(output_mode="one_hot", name="words")
     adapt(words, rank)
     here = place == "model"
@@ -317,6 +317,10 @@ def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(adapt: Calla
     data = data if here else data.map(lambda x, y: (words(x), y))
     if adapt is root_only:
         model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+        vocabulary_of(words, rank)
+        model.optimizer.register_local_var(model.layers[-1].bias)  # A layer may be each rank's own then.
+        model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+        assert len([r for r in caplog.records if "has another vocabulary" in r.getMessage()]) == (0 if rank else 1)
         return
     with pytest.raises(mpistrat.MismatchError) as caught:
         model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
