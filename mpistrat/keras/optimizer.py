@@ -140,7 +140,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True,
-                         uneven: str = "error", use_locking: bool = False) -> Optimizer:
+                         uneven: str = "error", use_locking: bool = False, check_weights: bool = True) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -174,6 +174,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
             rank has accumulated for an update that it does not make are dropped. All ranks must pass the same value.
         use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
+        check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
+            the weights on purpose before it takes the gradient, as in MAML.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
@@ -195,6 +197,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     distributed._mpistrat_reducer = GradientReducer(
         wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
         FirstSteps(wire_name, process_set), process_set, grouping)
+    distributed._mpistrat_reducer.checks_weights = check_weights
     distributed._mpistrat_reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
