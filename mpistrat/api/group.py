@@ -95,6 +95,7 @@ class Group:
 
     def free(self) -> None:
         """Free all resources. Collective; after the engine has ended without an error."""
+        self.scan.forget(self.engine.controller.queue)
         self._device.close()
         self._backends.close()
         if self.comm is not None:

@@ -125,6 +125,10 @@ class ThreadScan:
         self._tasks, self._machine = tasks, machine
         self.queues: list[TensorQueue] = []
 
+    def forget(self, queue: TensorQueue) -> None:
+        """The engine of this queue has ended."""
+        self.queues = [other for other in self.queues if other is not queue]  # Another thread may read the old list.
+
     def look(self) -> dict[int, int] | None:
         """How often each thread has run, if the process is parked, or None. The calling thread does not count.
 

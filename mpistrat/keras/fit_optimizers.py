@@ -54,8 +54,8 @@ class FitOptimizers:
     @property
     def leaves_weights_uncompared(self) -> bool:
         """Whether first reductions are to come that cannot compare the weights, as with weight decay."""
-        return any(reducer.changes_early and reducer.checks is not None and not reducer.checks.is_done
-                   for reducer in self.reducers)
+        return any(reducer.changes_early and reducer.checks_weights and reducer.checks is not None
+                   and not reducer.checks.is_done for reducer in self.reducers)
 
     @property
     def parts(self) -> list[Optimizer]:

@@ -59,6 +59,7 @@ class Arguments:
     scale_local_gradients: bool
     average_statistics: bool
     uneven: str
+    check_weights: bool
 
 
 class _Distributed:
@@ -201,7 +202,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True,
-                         uneven: str = "error", use_locking: bool = False) -> Optimizer:
+                         uneven: str = "error", use_locking: bool = False, check_weights: bool = True) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -235,6 +236,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
             rank has accumulated for an update that it does not make are dropped. All ranks must pass the same value.
         use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
+        check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
+            the weights on purpose before it takes the gradient, as in MAML.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
@@ -254,7 +257,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     own_name = names.OptimizerName(process_set.process_set_id or 0)
     its = Arguments(own_name, factor, compression, sparse_as_dense, gradient_predivide_factor, op,
                     num_groups, groups, None if process_set is global_process_set else process_set,
-                    scale_local_gradients, average_statistics, uneven)
+                    scale_local_gradients, average_statistics, uneven, check_weights)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
 
 
@@ -274,6 +277,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
         name, its.compression, its.sparse_as_dense, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
         process_set, GradientGroups(its.groups, its.num_groups))
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
+    reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))

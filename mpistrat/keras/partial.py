@@ -23,7 +23,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
                                 groups: Groups = None, process_set: ProcessSet = global_process_set,
                                 local_layers: Layer | Sequence[Layer] | None = None,
                                 scale_local_gradients: bool = True, uneven: str = "error",
-                                average_statistics: bool = True) -> Optimizer:
+                                average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
     """As DistributedOptimizer, but some layers are each rank's own: fit averages neither gradients nor statistics.
 
     Pass the weights of these layers to BroadcastGlobalVariablesCallback(local_variables=...) too, if each rank is to
@@ -32,7 +32,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
     Args:
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
-        groups, process_set, scale_local_gradients, uneven, average_statistics: Likewise.
+        groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: Likewise.
         local_layers: A Keras layer or a list of layers, which have their weights.
 
     Raises:
@@ -41,6 +41,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
     distributed = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
         backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
-        scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven)
+        scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven,
+        check_weights=check_weights)
     register_local_layers(local_layers, distributed.register_local_var)
     return distributed

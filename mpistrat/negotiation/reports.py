@@ -6,9 +6,10 @@ The coordinator of rank 0 calls these functions, for its errors and warnings; th
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from ..core.request import ReduceOp, Request
+from ..core.request import ReduceOp, Request, TensorSpec
 from ..core.stalls import MOST_LISTED, describe_ranks, hosts_without, network_cause
 from ..core.topology import Topology, rank_list
 from .pending import Pending
@@ -32,21 +33,24 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
     def in_job(rank: int) -> int:
         return rank if topology is None else topology.job_ranks[rank]
 
+    labels = dict(zip(_indices(first), first.labels, strict=False))
+
     def of_tensor(i: int) -> str:
-        label = f" ({first.labels[i]})" if i < len(first.labels) else ""
+        label = f" ({labels[i]})" if i in labels else ""
         return f" of tensor {i}{label}" if len(first.tensors) > 1 else label
 
-    count = min(len(r.tensors) for r in by_request)
+    common = sorted(set.intersection(*(set(_indices(r)) for r in by_request)))
     aspects: list[tuple[str, Callable[[Request], Any]]] = [
-        (f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in range(count)]
+        (f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in common]
     aspects += [("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
-    aspects += [(f"shape{of_tensor(i)}", partial(_shape, i)) for i in range(count)]
+    aspects += [(f"shape{of_tensor(i)}", partial(_shape, i)) for i in common]
     aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
                 ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
                 ("root rank", lambda r: in_job(r.root_rank)),
                 ("device", lambda r: r.device),
                 ("compression", lambda r: r.wire_dtype or "none"),
-                ("how the list is packed (an eager call and a tf.function differ in that)",
+                ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are "
+                 "known and unknown when a tf.function is traced)",
                  lambda r: r.layout or "one by one")]
     for what, get in aspects:
         values: dict[Any, set[int]] = {}
@@ -85,12 +89,21 @@ def describe_mismatch_in_graph(mismatch: str) -> str:
             "so the engine has ended. To go on in the same process, call shutdown() and init() on every rank.")
 
 
+def _indices(request: Request) -> Sequence[int]:
+    """Which of the caller's tensors each of `request.tensors` is."""
+    return tuple(chain.from_iterable(request.layout))[:len(request.tensors)] or range(len(request.tensors))
+
+
+def _tensor(index: int, request: Request) -> TensorSpec:
+    return request.tensors[_indices(request).index(index)]
+
+
 def _dtype(index: int, request: Request) -> str:
-    return request.tensors[index].dtype
+    return _tensor(index, request).dtype
 
 
 def _shape(index: int, request: Request) -> str:
-    shape = request.tensors[index].shape
+    shape = _tensor(index, request).shape
     if shape[:1] == (-1,):
         return "(" + ", ".join(["any", *map(str, shape[1:])]) + ")"
     return str(shape)

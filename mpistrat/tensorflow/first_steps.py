@@ -2,7 +2,8 @@
 
 With each of the first reductions a rank sends digests of its weights and of its local gradients, without waiting for
 those of the others. They have arrived when a later reduction begins, because each rank sends them before its gradients.
-Then the rank decides. All ranks have the same digests, so all decide the same.
+Then the rank decides. All ranks have the same digests, so all decide the same. Whether a rank sends depends on the
+number of reductions only, which is the same on all ranks.
 
 - Weights that differ are an error before the third step. A difference before the first step is none: models without an
   Input layer, and loops as in Horovod's examples, broadcast after it.
@@ -17,8 +18,9 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import is_
 
 import numpy as np
 import tensorflow as tf
@@ -31,14 +33,17 @@ from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
-from .bridge import executions
 from .bridge.observers import Observer
 from .bridge.own_executor import SynchronousExecution
 from .types import Variable
 
 logger = logging.getLogger(__name__)
 
-_EXCHANGES = 3  # the reductions with which digests are sent
+_EXCHANGES = 3  # the reductions with which digests are sent, for the same variables
+# Tapes send them in their first reductions, and in as many after 16, 32, 64 and so on: another training may follow.
+# In a graph they send them in the first ones only.
+_WINDOW = 8
+_OF_GRAPHS = 24  # where the first gap is
 _DIGEST_BYTES = 8
 _RANK_BYTES = 4
 _NOTHING = bytes(_DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
@@ -49,35 +54,47 @@ _WAIT_S = 1.0
 Digests = list[bytes]
 
 _has_warned = False
-_all: list["weakref.ref[FirstSteps]"] = []
+_all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
+
+
+@dataclass
+class _Exchange:
+    """The digests of all ranks.
+
+    Attributes:
+        place: Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
+        labels: What users call the variables.
+        handle: Of the exchange, whose rows begin with the place.
+    """
+
+    place: int
+    labels: Sequence[str]
+    handle: Handle
 
 
 class FirstSteps:
-    """What is known of the first reductions of an optimizer, or of the variables of a tape.
+    """What is known of the first reductions of an optimizer, or of all tapes.
 
     Args:
         name: The same on all ranks.
         process_set: The ranks that reduce.
+        is_of_tapes: There may be several in a step, or a new one in each step. Reductions for other variables are
+            looked at on their own.
 
     Attributes:
         is_paused: The weights are going to be broadcast, and reductions before that do not count.
+        is_done: There is nothing left to check.
     """
 
-    _variables: "_Key | None" = None
-    _has_differed = False  # whether gradients of the same weights differed among the ranks
-
-    def __init__(self, name: str, process_set: ProcessSet = global_process_set):
-        self.is_paused = False
-        self._name, self._process_set = f"check/{name}", process_set
-        self._step = 0
+    def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False):
+        self.is_paused = self.is_done = False
+        self._name, self._process_set, self._is_of_tapes = f"check/{name}", process_set, is_of_tapes
+        self._count = 0  # of the reductions so far
         self._joins: int | None = None  # how often the ranks had joined before the first step
-        self._exchanges: list[tuple[Handle, Sequence[str]]] = []  # with the labels of the variables
-        _all.append(weakref.ref(self, _all.remove))
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is nothing left to check."""
-        return self._step > _EXCHANGES
+        self._exchanges: list[_Exchange] = []
+        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # the variables of each place
+        self._differed: set[int] = set()  # the places where gradients of the same weights differed among the ranks
+        _all.add(self)
 
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
         """What to call with this rank's gradients before they are reduced; None if there is nothing to check.
@@ -91,8 +108,11 @@ class FirstSteps:
         """
         if self.is_done or runtime.current().settings.consistency_check_disable:
             return None
-        self._variables = _key(variables)
-        return partial(self._observe, [weakref.ref(v) for v in variables] if may_read else [], labels)
+        in_graph = not tf.executing_eagerly()
+        if self._is_of_tapes and not in_graph and not _is_due(self._count):
+            self._count += 1
+            return None
+        return partial(self._observe, [weakref.ref(v) for v in variables], labels, may_read, in_graph)
 
     def conclude(self) -> None:
         """Decide now, if an epoch ends after two or three steps. All ranks call it, after as many reductions.
@@ -100,33 +120,56 @@ class FirstSteps:
         Raises:
             MismatchError: On every rank, when the ranks train different weights.
         """
-        if not self._has_joined:
+        if not self._has_joined and not self.is_done:
             self._require_equal_weights()
-            self._warn_of_equal_data()
+            self._warn_of_equal_data(0)
 
-    def _observe(self, variables: Sequence["weakref.ref[Variable]"], labels: Sequence[str],
-                 gradients: Sequence[np.ndarray]) -> bool:
+    def _observe(self, variables: Sequence["weakref.ref[Variable]"], labels: Sequence[str], may_read: bool,
+                 in_graph: bool, gradients: Sequence[np.ndarray]) -> bool:
         if self.is_paused:
             return True
         if self._joins is None:
             self._joins = self._group.joins
         if self._has_joined:
-            self._step = _EXCHANGES + 1  # The ranks have made different numbers of steps.
-        if self.is_done:
+            self._end()  # The ranks have made different numbers of steps.
+        if self.is_done or (self._is_of_tapes and in_graph and self._count >= _OF_GRAPHS):
             return False
-        self._step += 1
-        if self._step > _EXCHANGES:
-            self._warn_of_equal_data()
-            self._exchanges.clear()
-            return False
-        if self._step == 3:
-            self._require_equal_weights()
-        digests = [_digest_of(gradients)]
-        if variables and (self._step == 1 or (self._step == 2 and differing(self._received(0)))):
+        self._require_equal_weights()
+        place = self._place_of(variables)
+        earlier = self._of_place(place)
+        if len(earlier) == _EXCHANGES:
+            self._warn_of_equal_data(place)
+            if not self._is_of_tapes:
+                self._end()
+                return False
+        digests = [_digest_of(gradients) if len(earlier) < _EXCHANGES else _NOTHING]
+        if may_read and (not earlier or (len(earlier) == 1 and differing(self._received(earlier[0])))):
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += digests_of_weights(found) if len(found) == len(variables) else []
-        self._exchanges.append((_send(self._group, self._name, digests), labels))
+        name = f"{self._name}/{self._count}"
+        rows = [place.to_bytes(_DIGEST_BYTES, "little"), *digests]
+        self._exchanges.append(_Exchange(place, labels, _send(self._group, name, rows)))
+        self._count += 1
         return True
+
+    def _end(self) -> None:
+        self.is_done = True
+        self._exchanges.clear()
+
+    def _place_of(self, variables: Sequence["weakref.ref[Variable]"]) -> int:
+        """The number of this list of variables, in the order of their first reductions."""
+        if not self._is_of_tapes:
+            self._lists = [variables]
+            return 0
+        for place, known in enumerate(self._lists):
+            # While it is kept, there is one reference to an object, also when the object is gone.
+            if len(known) == len(variables) and all(map(is_, known, variables)):
+                return place
+        self._lists.append(variables)
+        return len(self._lists) - 1
+
+    def _of_place(self, place: int) -> list[_Exchange]:
+        return [exchange for exchange in self._exchanges if exchange.place == place]
 
     @property
     def _group(self) -> Group:
@@ -138,35 +181,45 @@ class FirstSteps:
         return self._joins is not None and self._group.joins != self._joins
 
     def _require_equal_weights(self) -> None:
-        """Raise MismatchError if the weights differed with the first two reductions."""
-        received = self._received(1)
-        if differing(self._received(0)) and differing(received):
-            _, labels = self._exchanges[1]
-            raise MismatchError(describe_weights(labels, received, self._group.topology.job_ranks))
+        """Raise MismatchError if the weights differed in the first two reductions for the latest list of variables."""
+        latest = self._exchanges[-1:]
+        same = self._of_place(latest[0].place) if latest else []
+        if len(same) != 2:
+            return
+        received = {id(exchange): self._received(exchange) for exchange in self._exchanges}
+        # Another rank may have other places before. Then it does not come here with the same two exchanges.
+        if all(received.values()) and all(differing(received[id(exchange)]) for exchange in same):
+            raise MismatchError(describe_weights(same[1].labels, received[id(same[1])],
+                                                 self._group.topology.job_ranks))
 
-    def _warn_of_equal_data(self) -> None:
-        received = [self._received(number) for number in range(len(self._exchanges))]
-        self._has_differed = self._has_differed or has_other_data(received)
+    def _warn_of_equal_data(self, place: int) -> None:
+        received = [self._received(each) for each in self._of_place(place)]
+        if has_other_data(received):
+            self._differed.add(place)
         if self._group.topology.rank or not is_same_data(received):
             return
-        others = [other._variables for other in (reference() for reference in list(_all)) if other is not None
-                  and (other._has_differed or has_other_data([other._received(i, 0.0) for i in range(_EXCHANGES)]))]
-        if self._variables in others:
+        apart = [(other, other._lists[there]) for other in list(_all) for there in other._places_that_differ()]
+        own = set(map(id, self._lists[place]))  # While they are kept, there is one reference to an object.
+        if not self._is_of_tapes and any(other._is_of_tapes and own <= set(map(id, variables))
+                                         for other, variables in apart):
             _warn_once("gradients are reduced twice: by a DistributedGradientTape, and then by a DistributedOptimizer. "
                        "Keep one of them: the optimizer that was wrapped applies the gradients of the tape.")
-        elif not others:
+        elif not apart:
             warn_of_equal_data("their gradients had the same bits in the first steps")
 
-    def _received(self, number: int, wait_s: float = _WAIT_S) -> list[Digests]:
-        """The digests of all ranks in one exchange; [] if they are not known, or a rank had joined."""
-        if number >= len(self._exchanges):
-            return []
+    def _places_that_differ(self) -> list[int]:
+        return [place for place in range(len(self._lists)) if place in self._differed
+                or has_other_data([self._received(each, 0.0) for each in self._of_place(place)])]
+
+    def _received(self, exchange: _Exchange, wait_s: float = _WAIT_S) -> list[Digests]:
+        """The digests of all ranks; [] if they are not known, a rank had joined, or the ranks have other places."""
         try:
-            rows, = self._exchanges[number][0].wait(wait_s)
+            rows, = exchange.handle.wait(wait_s)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
             return []
-        digests = by_rank(rows)
-        return digests if len(digests) == self._group.topology.size else []
+        found = by_rank(rows)
+        is_complete = len(found) == self._group.topology.size and len({place for place, *_ in found}) == 1
+        return [digests for _, *digests in found] if is_complete else []
 
 
 def warn_of_equal_data(why: str) -> None:
@@ -238,7 +291,9 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
             "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own. A "
             "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
-            "register_local_source (of the tape). MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+            "register_local_source (of the tape). If each rank adapts the weights on purpose before the gradient, as "
+            "in MAML, give check_weights=False to DistributedGradientTape or DistributedOptimizer. "
+            "MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
 
 
 def by_rank(rows: np.ndarray) -> list[Digests]:
@@ -253,8 +308,6 @@ def _send(group: Group, name: str, digests: Digests) -> Handle:
     """Begin to gather the digests of all ranks. Collective; returns at once."""
     head = group.topology.rank.to_bytes(_RANK_BYTES, "little")
     rows = np.frombuffer(b"".join(head + digest for digest in digests), np.uint8).reshape(len(digests), -1)
-    # Several tapes may have one name. Their reductions come in the same order on all ranks.
-    name = f"{name}/{executions.next_number(name)}"
     return group.engine.submit(allgather_request(name, specs_of([rows])), [rows])
 
 
@@ -277,28 +330,45 @@ def _digest(arrays: Sequence[np.ndarray]) -> bytes:
     return digest.digest()
 
 
-_Key = tuple[int, int, int]
-_of_variables: dict[_Key, tuple["weakref.ref[Any]", FirstSteps]] = {}
+def _is_due(count: int) -> bool:
+    """Whether digests are sent with this reduction of tapes, counted from 0."""
+    return count < _WINDOW or count - (1 << (count.bit_length() - 1)) < _WINDOW
 
 
-def _key(variables: Sequence[Variable]) -> _Key:
-    """What tells these variables from others."""
-    # Several tapes of one step, say those of an actor and a critic with one encoder, have variables in common.
-    return id(variables[0]), id(variables[-1]), len(variables)
+_of_tapes: "weakref.WeakKeyDictionary[Group, dict[str, FirstSteps]]" = weakref.WeakKeyDictionary()
 
 
-def of_variables(variables: Sequence[Variable], name: str, process_set: ProcessSet = global_process_set) -> FirstSteps:
-    """The FirstSteps of these variables, which lasts as long as the first of them.
-
-    It is for tapes: eager code makes a tape for each step.
+def of_tapes(name: str, process_set: ProcessSet) -> FirstSteps:
+    """The FirstSteps of all tapes of a process set. Eager code makes a tape for each step.
 
     Args:
-        variables: At least one.
-        name: The name of a new FirstSteps.
+        name: The purpose of the collective.
         process_set: The ranks that reduce.
     """
-    key = _key(variables)
-    if key not in _of_variables:
-        _of_variables[key] = weakref.ref(variables[0], lambda _: _of_variables.pop(key, None)), FirstSteps(
-            name, process_set)
-    return _of_variables[key][1]
+    known = _of_tapes.setdefault(process_set.group(name), {})
+    if name not in known:
+        known[name] = FirstSteps(name, process_set, is_of_tapes=True)
+    return known[name]
+
+
+_readers: dict[int, tuple["weakref.ref[Variable]", str]] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    _readers.pop(key, None)
+
+
+def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
+    """Those of the variables that no other reducer reads in a graph. Local.
+
+    Nothing orders a callback that reads a variable for one optimizer and what another one does to it in the same step.
+
+    Args:
+        variables: What the reducer trains.
+        reader: The name of the reducer.
+    """
+    for variable in variables:
+        key = id(variable)
+        if key not in _readers:
+            _readers[key] = weakref.ref(variable, partial(_forget, key)), reader
+    return [variable for variable in variables if _readers[id(variable)][1] == reader]

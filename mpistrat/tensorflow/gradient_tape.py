@@ -48,7 +48,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                             groups: Groups = None,
                             process_set: ProcessSet = global_process_set,
-                            scale_local_gradients: bool = True) -> tf.GradientTape:
+                            scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
     """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
 
     All ranks must call `gradient` in the same places of the program: in a tf.function, where it is traced.
@@ -67,8 +67,11 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
             lists of variables, whose gradients are a group each, and those of all other variables one more.
         process_set: The ranks that take part. On other ranks gradients do not change.
         scale_local_gradients: Whether gradients that are excluded by `register_local_source` are divided by N.
+        check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
+            the weights on purpose before it takes the gradient, as in MAML.
 
     Raises:
+        MismatchError: From `gradient`, on every rank: the ranks train different weights.
         ValueError: `gradtape` is distributed already, or an argument is out of range.
     """
     grouping = GradientGroups(groups, num_groups)
@@ -76,6 +79,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
     reducer = GradientReducer(None, compression, sparse_as_dense, op, gradient_predivide_factor,
                               scale_local_gradients, process_set=process_set, groups=grouping)
+    reducer.checks_weights = check_weights
     return _DistributedGradientTape(gradtape, reducer)
 
 
@@ -86,18 +90,20 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
                                    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Groups = None,
                                    process_set: ProcessSet = global_process_set,
                                    local_layers: Layer | Sequence[Layer] | None = None,
-                                   scale_local_gradients: bool = True) -> tf.GradientTape:
+                                   scale_local_gradients: bool = True,
+                                   check_weights: bool = True) -> tf.GradientTape:
     """As DistributedGradientTape, but the gradients of some layers are not averaged: each rank trains its own.
 
     Args:
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
-        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients: Likewise.
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: Likewise.
         local_layers: A Keras layer or a list of layers, which have their weights.
 
     Raises:
         ValueError: As DistributedGradientTape, or `local_layers` is something else, or has no weights yet.
     """
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
-                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients)
+                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
+                                   check_weights)
     register_local_layers(local_layers, tape.register_local_source)
     return tape

@@ -35,9 +35,11 @@ class GradientReducer:
 
     Attributes:
         changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
+        checks_weights: Whether the first reductions compare the weights of the ranks.
     """
 
     changes_early = False
+    checks_weights = True
 
     def __init__(self, optimizer: names.OptimizerName | None, compression: type[Compressor], sparse_as_dense: bool,
                  op: ReduceOp, gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
@@ -131,11 +133,14 @@ class GradientReducer:
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
         if not variables:
             return None
-        checks = self.checks or first_steps.of_variables(
-            variables, names.eager(self.name, number_of(self.process_set, self.name)), self.process_set)
+        checks = self.checks or first_steps.of_tapes(
+            names.eager(self.name, number_of(self.process_set, self.name)), self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
         # after the callback that reads the variable. What follows on a tape is not known here.
-        may_read = tf.executing_eagerly() or (self.checks is not None and not self.changes_early)
+        may_read = self.checks_weights and (tf.executing_eagerly() or (self.checks is not None
+                                                                       and not self.changes_early))
+        if may_read and not tf.executing_eagerly():
+            variables = first_steps.read_alone(variables, self.name)
         return checks.observer(variables, [label_of(v) for v in variables], may_read)
 
     def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:

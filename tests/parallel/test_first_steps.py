@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,12 @@ def fit(model: Any, data: tuple[np.ndarray, np.ndarray], callbacks: Sequence[Any
 def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
     everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
     assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
+
+
+@pytest.fixture(autouse=True)
+def _first_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no tape had been used before."""
+    monkeypatch.setattr(first_steps, "_of_tapes", weakref.WeakKeyDictionary())
 
 
 @pytest.fixture
@@ -147,6 +154,82 @@ def test_two_tapes_of_a_step_with_variables_in_common_are_two_to_check(rank: int
         if number == 0:
             tape_hvd.broadcast_variables([encoder, actor, critic], root_rank=0)
     assert_equal_on_all_ranks([encoder.numpy(), actor.numpy(), critic.numpy()])
+
+
+def test_two_optimizers_of_a_graph_may_share_variables(rank: int) -> None:
+    """The first may have changed the encoder when the second one's callback would read it."""
+    encoder = [keras.Variable(np.eye(64, dtype=np.float32)) for _ in range(6)]
+    heads = [keras.Variable(np.ones((64, 1), np.float32)) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)) for _ in heads]
+    for optimizer, head in zip(optimizers, heads):
+        optimizer.build([*encoder, head])
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            for kernel in encoder:
+                x = tf.tanh(x @ kernel)
+            losses = [tf.reduce_mean((x @ head - i) ** 2) for i, head in enumerate(heads)]
+        gradients = [tape.gradient(loss, [*encoder, head]) for loss, head in zip(losses, heads)]
+        for i, head in enumerate(heads):
+            optimizers[i].apply(gradients[i], [*encoder, head])
+
+    data = np.random.default_rng(rank).normal(size=(16, 64)).astype(np.float32)
+    for _ in range(5):
+        step(tf.constant(data))
+    assert_equal_on_all_ranks([*encoder, *heads])
+    found = [first_steps.read_alone([*encoder, head], optimizer._mpistrat_reducer.name)
+             for optimizer, head in zip(optimizers, heads)]
+    assert [len(variables) for variables in found] == [7, 1]
+    assert found[1][0] is heads[1]
+
+
+@pytest.mark.parametrize("kind", ["tape", "optimizer"])
+def test_weights_that_each_rank_adapts_on_purpose_need_not_be_equal(kind: str, rank: int) -> None:
+    """MAML of first order."""
+    weight = keras.Variable(np.ones(4, np.float32))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), check_weights=False)
+    for _ in range(5):
+        common = weight.numpy()
+        weight.assign_sub(np.full(4, 0.1 * rank, np.float32))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        if kind == "tape":
+            tape = tape_hvd.DistributedGradientTape(tape, check_weights=False)
+            gradient = tape.gradient(loss, weight.value)
+            weight.assign(common - 0.1 * gradient)
+        else:
+            gradient = tape.gradient(loss, weight.value)
+            weight.assign(common)
+            optimizer.apply([gradient], [weight])
+    assert_equal_on_all_ranks([weight.numpy()])
+
+
+def test_a_new_variable_in_each_step_leaves_nothing_behind(rank: int) -> None:
+    decoder, kept = tf.Variable(tf.ones([4])), []
+    for _ in range(70):
+        latent = tf.Variable(tf.ones([4]))
+        if rank == 1:
+            kept.append(latent)  # Other ranks use its memory again.
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(decoder * latent) * (1.0 + rank)
+        tape_hvd.DistributedGradientTape(tape).gradient(loss, [decoder, latent])
+    mpistrat.barrier()
+    checks, = first_steps._of_tapes[runtime.current().world].values()
+    assert len(checks._exchanges) == 24 + 8 + 6  # The next ones follow after 128 steps.
+    assert not runtime.current().engine.controller.queue.in_flight()
+
+
+def test_another_training_in_the_same_process_is_checked_too(rank: int, size: int) -> None:
+    def train(weight: Any, steps: int) -> None:
+        for _ in range(steps):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * weight)
+            tape_hvd.DistributedGradientTape(tape).gradient(loss, weight)
+
+    train(tf.Variable([1.0]), 50)
+    with pytest.raises(tf.errors.OpError, match=f"the values of second.* {different_on(size)}"):
+        train(tf.Variable([float(rank)], name="second"), 50)
 
 
 def test_the_variable_that_differs_is_named_as_in_its_own_step(rank: int, size: int) -> None:

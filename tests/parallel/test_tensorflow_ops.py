@@ -124,6 +124,22 @@ def test_scalars_and_empty_tensors(way: Callable, shape: tuple[int, ...], size: 
 
 
 @both_ways
+@pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "int4"])
+def test_tensors_of_small_numbers_are_sent(way: Callable, name: str, rank: int, size: int) -> None:
+    plain = tf.int8 if name == "int4" else tf.float32  # which TensorFlow casts to
+
+    def send(x: Any) -> list:
+        own = tf.cast(x, name)
+        return [tf.cast(result, plain) for result in (
+            hvd.broadcast(own, size - 1), hvd.allgather(own), *hvd.grouped_allgather([own, own]))]
+
+    sent, *gathered = way(send)(tf.cast(tf.fill([2], rank), plain))
+    assert sent.numpy().tolist() == [size - 1] * 2
+    for result in gathered:
+        assert result.numpy().tolist() == [r for r in range(size) for _ in range(2)]
+
+
+@both_ways
 def test_nan_and_infinity_pass_through(way: Callable, rank: int) -> None:
     value = tf.constant([np.nan, np.inf, -np.inf] if rank == 0 else [1.0, 1.0, 1.0])
     reduced, sent = way(lambda x: (hvd.allreduce(x), hvd.broadcast(x, 0)))(value)
@@ -707,6 +723,15 @@ def test_a_list_that_is_eager_on_one_rank_and_in_a_graph_on_the_others(rank: int
     way = eagerly if rank == 0 else in_graph
     with pytest.raises(tf.errors.OpError, match=r"disagree on how the list is packed .*: one by one on ranks .0.; "):
         way(lambda: hvd.grouped_allreduce([tf.constant(1.0), tf.constant(2.0)], name="mixed_ways"))()
+    restart()
+
+
+def test_shapes_that_one_rank_does_not_know_when_it_traces_are_not_said_to_differ(rank: int, restart: Callable) -> None:
+    step = in_graph(lambda x: hvd.grouped_allreduce([x * 2.0, x * 3.0, tf.ones([3]) * x[0]], name="unknown_shapes"))
+    concrete = step.get_concrete_function(tf.TensorSpec([None] if rank == 0 else [4], tf.float32))
+    with pytest.raises(tf.errors.OpError, match=r"unknown_shapes: the ranks disagree on how the list is packed .* "
+                                                r"shapes that are known and unknown .*on ranks \[0\]; "):
+        concrete(tf.ones([4]))
     restart()
 
 

@@ -99,6 +99,8 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         return _run_eagerly(make_request, tensors, shapes)
     require_function()
     dtypes = [t.dtype for t in tensors]
+    if not all(map(_may_be_in_branches, dtypes)):
+        wait = Wait.NEVER
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
     execution = executions.current() or Execution()
     site = _CpuCallSite(make_request, dtypes, counter, wait, execution, observer)
@@ -137,6 +139,11 @@ def place_of(node: tf.Operation) -> str:
     """Where the user's code makes a node: file, line and function."""
     frames = [frame for frame in node.traceback if is_users(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {node.name}"
+
+
+def _may_be_in_branches(dtype: tf.DType) -> bool:
+    """Whether TensorFlow's Switch, which is what a branch becomes, has a kernel: not for float8 and int4."""
+    return dtype == tf.bfloat16 or np.dtype(dtype.as_numpy_dtype).isbuiltin == 1
 
 
 def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -273,6 +280,8 @@ def to_tensor(array: np.ndarray) -> tf.Tensor:
     """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack supports the dtype."""
     # TensorFlow takes memory without looking at its alignment, and some of its operations abort the process then.
     is_aligned = array.ctypes.data % ALIGNMENT == 0
-    if is_aligned and array.dtype.kind in "iufc" and array.size and array.dtype.itemsize <= 16:
+    # The kind of float8 is "f" too, or "V". numpy has no DLPack type for it.
+    is_known = array.dtype.kind in "iufc" and array.dtype.isbuiltin == 1
+    if is_aligned and is_known and array.size and array.dtype.itemsize <= 16:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
