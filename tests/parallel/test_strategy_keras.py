@@ -233,6 +233,45 @@ def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrateg
     fit_both(strategy, model, reference, rows=27, batch_size=13)
 
 
+class Counting(keras.layers.Layer):
+    """Counts rows and batches, and keeps the largest number of all ranks."""
+
+    def build(self, shape: Any) -> None:
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+        self.batches = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32")
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+            self.batches.assign_add(1)
+            largest = mpistrat.tensorflow.allreduce(tf.reduce_max(x), op=mpistrat.Max)
+            self.largest.assign(tf.maximum(self.largest, largest))
+        return x
+
+
+@pytest.mark.parametrize("way", ["strategy", "optimizer"])
+def test_state_of_a_layer_is_that_of_all_rows(strategy: MPIStrategy, way: str, rank: int, size: int) -> None:
+    layer, (x, y) = Counting(), global_data(48)
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((COLUMNS,)), layer, keras.layers.Dense(1)])
+
+    if way == "strategy":
+        with strategy.scope():
+            layer = Counting()
+            model = compiled(build)
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
+    else:
+        model = compiled(build, optimizer=lambda: mpistrat.keras.DistributedOptimizer(sgd()))
+        if rank == 0:  # Another fit has counted, and is broadcast.
+            layer.rows.assign(5.0)
+        model.fit(*mpistrat.shard(x, y), batch_size=BATCH // size, epochs=2, verbose=0,
+                  callbacks=[mpistrat.keras.callbacks.BroadcastGlobalVariablesCallback(0)])
+    found = mpistrat.allgather_object([float(v) for v in (layer.rows, layer.batches, layer.largest)])
+    assert found == [[2.0 * 48 + 5.0 * (way == "optimizer"), 8.0, float(x.max())]] * size
+
+
 def test_policy_off_trains_on_all_rows_of_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
     """A rank that has more rows goes on until it has read them, and the others with it."""
     options = tf.data.Options()

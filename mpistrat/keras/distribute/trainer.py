@@ -14,11 +14,13 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...api import runtime
-from ...core.request import Max
+from ...core.request import Max, ScaledOp
 from ...tensorflow._private import spec_of_replica
+from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
+from ...tensorflow.distribute.variables import RankMirroredVariable
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from .._private import (
@@ -30,7 +32,7 @@ from .._private import (
 )
 from .._private import trainer as keras_trainer
 from ..optimizer_parts import distributed_in
-from ..running_statistics import average, running_statistics
+from ..running_statistics import average, counters, running_statistics
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
 from .patches import Function, replaces
@@ -259,12 +261,22 @@ def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, 
 
 
 def average_statistics(model: keras.Model) -> None:
-    """Set the running statistics on all ranks to their mean. Collective; outside of a replica."""
+    """Set running statistics on all ranks to their mean, counters to the largest. Collective; outside of a replica."""
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
     average(running_statistics(model), lambda variables, labels: collectives.all_reduce(
         [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
+    average(counters(model), lambda variables, labels: reduce_list(
+        [strategy.extended.local(v.value) for v in variables], wire_name("counters"), ScaledOp(Max), labels))
+
+
+@replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both")
+def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> object:
+    if self.aggregation != "sum" or strategy_here() is None or not isinstance(self.value, RankMirroredVariable):
+        return original(self, value)
+    self.value.assign_add(tf.cast(value, self.value.dtype))
+    return self.value
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
