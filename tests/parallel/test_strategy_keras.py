@@ -109,9 +109,25 @@ class CountOfRows(keras.metrics.Metric):
         return self.count
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, dtype: str, rank: int) -> None:
-    model, reference = both(strategy, rank, lambda: compiled(metrics=(CountOfRows(dtype),)))
+class Largest(keras.metrics.Metric):
+    """The largest prediction, which is no sum over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", aggregation="only_first_replica")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        largest = mpistrat.tensorflow.allreduce(tf.reduce_max(y_pred), op=mpistrat.Max)
+        self.value.assign(tf.maximum(self.value, largest))
+
+    def result(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("metric", [lambda: CountOfRows("float32"), lambda: CountOfRows("int32"), Largest],
+                         ids=["float32", "int32", "largest"])
+def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, metric: Callable, rank: int) -> None:
+    model, reference = both(strategy, rank, lambda: compiled(metrics=(metric(),)))
     fit_both(strategy, model, reference, rows=61)
 
 

@@ -18,6 +18,7 @@ from ...core.request import Max, ScaledOp
 from ...tensorflow._private import spec_of_replica
 from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.distribute import MPIStrategy, collectives
+from ...tensorflow.distribute.input import takes_from_generator
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.threads import wire_name
 from ...tensorflow.distribute.variables import RankMirroredVariable
@@ -25,6 +26,7 @@ from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from .._private import (
     GeneratorDataAdapter,
+    TFDatasetAdapter,
     all_layers,
     create_anew,
     distributed_dataset,
@@ -189,10 +191,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     if strategy is None:
         return original(self, iterator, data_batch)
     rows = None
-    if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
+    if iterator is not None and _may_read_once(iterator):
         # A batch that is taken from a generator cannot be put back.
-        data_batch = tf.nest.map_structure(lambda spec: _symbolic(spec_of_replica(spec)),
-                                           distributed_dataset(iterator).element_spec)
+        data_batch = tf.nest.map_structure(_symbolic, _specs(iterator))
     else:
         if iterator is not None:
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
@@ -206,6 +207,18 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
     _bring_in_metrics(self, strategy)
+
+
+def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
+    return tf.nest.map_structure(spec_of_replica, distributed_dataset(iterator).element_spec)
+
+
+def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
+    """Whether the input is a generator, or a dataset that reads one and says what its elements are."""
+    if not isinstance(iterator.data_adapter, TFDatasetAdapter):
+        return isinstance(iterator.data_adapter, GeneratorDataAdapter)
+    return takes_from_generator(distributed_dataset(iterator)) and all(
+        spec.shape.rank and None not in spec.shape[1:] for spec in tf.nest.flatten(_specs(iterator)))
 
 
 def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
