@@ -256,6 +256,7 @@ try:
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 except ImportError as _error:
     _missing_for_strategy = _error
 
@@ -276,9 +277,10 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
                                   "Keras 3.10 to 3.15. DistributedOptimizer works without it.")
 
 
-__all__ = ["REGISTRIES", "GeneratorDataAdapter", "accumulators_of", "agree_on_finite", "all_layers", "calls_of",
-           "config_without", "create_anew", "decay_exclusions_of", "distributed_dataset", "epoch_after_backup",
-           "functions_of", "goes_on_after_backup", "is_older_than", "legacy_h5_format", "non_trainable_variables",
-           "objects_given_to", "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_functions",
-           "saving_lib", "serialise_as", "set_epoch_after_backup", "set_number_of_batches",
-           "set_strategy_of_optimizer", "strategy_of_optimizer", "strategy_unsupported", "trained_by", "trainer"]
+__all__ = ["REGISTRIES", "GeneratorDataAdapter", "TFDatasetAdapter", "accumulators_of", "agree_on_finite", "all_layers",
+           "calls_of", "config_without", "create_anew", "decay_exclusions_of", "distributed_dataset",
+           "epoch_after_backup", "functions_of", "goes_on_after_backup", "is_older_than", "legacy_h5_format",
+           "non_trainable_variables", "objects_given_to", "path_of_checkpoint", "paths_of_backup",
+           "require_for_strategy", "saving_functions", "saving_lib", "serialise_as", "set_epoch_after_backup",
+           "set_number_of_batches", "set_strategy_of_optimizer", "strategy_of_optimizer", "strategy_unsupported",
+           "trained_by", "trainer"]

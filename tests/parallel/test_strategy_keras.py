@@ -109,9 +109,25 @@ class CountOfRows(keras.metrics.Metric):
         return self.count
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, dtype: str, rank: int) -> None:
-    model, reference = both(strategy, rank, lambda: compiled(metrics=(CountOfRows(dtype),)))
+class Largest(keras.metrics.Metric):
+    """The largest prediction, which is no sum over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", aggregation="only_first_replica")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        largest = mpistrat.tensorflow.allreduce(tf.reduce_max(y_pred), op=mpistrat.Max)
+        self.value.assign(tf.maximum(self.value, largest))
+
+    def result(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("metric", [lambda: CountOfRows("float32"), lambda: CountOfRows("int32"), Largest],
+                         ids=["float32", "int32", "largest"])
+def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, metric: Callable, rank: int) -> None:
+    model, reference = both(strategy, rank, lambda: compiled(metrics=(metric(),)))
     fit_both(strategy, model, reference, rows=61)
 
 
@@ -231,6 +247,45 @@ def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrateg
     """Batches of 13 rows, and one of a single row, which some rank has not."""
     model, reference = both(strategy, rank, UNEVEN[kind])
     fit_both(strategy, model, reference, rows=27, batch_size=13)
+
+
+class Counting(keras.layers.Layer):
+    """Counts rows and batches, and keeps the largest number of all ranks."""
+
+    def build(self, shape: Any) -> None:
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+        self.batches = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32")
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+            self.batches.assign_add(1)
+            largest = mpistrat.tensorflow.allreduce(tf.reduce_max(x), op=mpistrat.Max)
+            self.largest.assign(tf.maximum(self.largest, largest))
+        return x
+
+
+@pytest.mark.parametrize("way", ["strategy", "optimizer"])
+def test_state_of_a_layer_is_that_of_all_rows(strategy: MPIStrategy, way: str, rank: int, size: int) -> None:
+    layer, (x, y) = Counting(), global_data(48)
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((COLUMNS,)), layer, keras.layers.Dense(1)])
+
+    if way == "strategy":
+        with strategy.scope():
+            layer = Counting()
+            model = compiled(build)
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
+    else:
+        model = compiled(build, optimizer=lambda: mpistrat.keras.DistributedOptimizer(sgd()))
+        if rank == 0:  # Another fit has counted, and is broadcast.
+            layer.rows.assign(5.0)
+        model.fit(*mpistrat.shard(x, y), batch_size=BATCH // size, epochs=2, verbose=0,
+                  callbacks=[mpistrat.keras.callbacks.BroadcastGlobalVariablesCallback(0)])
+    found = mpistrat.allgather_object([float(v) for v in (layer.rows, layer.batches, layer.largest)])
+    assert found == [[2.0 * 48 + 5.0 * (way == "optimizer"), 8.0, float(x.max())]] * size
 
 
 def test_policy_off_trains_on_all_rows_of_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:

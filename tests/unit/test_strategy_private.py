@@ -63,7 +63,8 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     assert len({(patch.owner, patch.name) for patch in integration.PATCHES}) == len(integration.PATCHES)
 
 
-def test_a_lone_rank_trains_on_every_batch_of_a_generator() -> None:
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_a_lone_rank_trains_on_every_batch_of_a_generator(is_dataset: bool) -> None:
     integration = keras_integration()
     keras = pytest.importorskip("keras")
     np = pytest.importorskip("numpy")
@@ -71,7 +72,10 @@ def test_a_lone_rank_trains_on_every_batch_of_a_generator() -> None:
     def steps() -> int:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", loss="mse")
-        model.fit(((np.ones((2, 2)), np.ones((2, 1))) for _ in range(4)), verbose=0)
+        batches = ((np.ones((2, 2)), np.ones((2, 1))) for _ in range(4))
+        specs = tf.TensorSpec((None, 2)), tf.TensorSpec((None, 1))
+        model.fit(tf.data.Dataset.from_generator(lambda: batches, output_signature=specs) if is_dataset else batches,
+                  verbose=0)
         return int(model.optimizer.iterations.numpy())
 
     with importlib.import_module("mpistrat.tensorflow").MPIStrategy().scope():

@@ -64,7 +64,7 @@ class StepState(threading.local):
         flags: Those of the model.
         rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps.
         weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
-            and for losses that are no mean over rows.
+            for losses that are no mean over rows, and with one rank.
         total: The sum of all ranks' weights, once a collective has told it.
         scaled: Losses that Keras has divided by the number of ranks.
         may_differ: The flags of the model of the latest step, if the ranks may return different logs of the step, which
@@ -128,11 +128,12 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
     """A context for tracing a step of `model` on `data`; it sets the state."""
     before = state.rows, state.weight
     state.rows, state.total = rows_of(data), None
+    is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
     try:
         with flags_of(model):
             state.may_differ = state.flags if logs_may_differ else None
             state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flag("usual_rows"), tf.float32) \
-                if state.rows is not None and _is_mean(model) else None
+                if state.rows is not None and _is_mean(model) and not is_alone else None
             with loss_weighted(state.weight):
                 yield
     finally:

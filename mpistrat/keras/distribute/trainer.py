@@ -14,15 +14,19 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...api import runtime
-from ...core.request import Max
+from ...core.request import Max, ScaledOp
 from ...tensorflow import names
 from ...tensorflow._private import spec_of_replica
+from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.distribute import MPIStrategy, collectives
+from ...tensorflow.distribute.input import takes_from_generator
 from ...tensorflow.distribute.seeds import state_of_first_rank
+from ...tensorflow.distribute.variables import RankMirroredVariable
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from .._private import (
     GeneratorDataAdapter,
+    TFDatasetAdapter,
     all_layers,
     create_anew,
     distributed_dataset,
@@ -30,7 +34,7 @@ from .._private import (
 )
 from .._private import trainer as keras_trainer
 from ..optimizer_parts import distributed_in
-from ..running_statistics import average, running_statistics
+from ..running_statistics import average, counters, running_statistics
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
 from .patches import Function, replaces
@@ -188,10 +192,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     if strategy is None:
         return original(self, iterator, data_batch)
     rows = None
-    if iterator is not None and isinstance(iterator.data_adapter, GeneratorDataAdapter):
+    if iterator is not None and _may_read_once(iterator):
         # A batch that is taken from a generator cannot be put back.
-        data_batch = tf.nest.map_structure(lambda spec: _symbolic(spec_of_replica(spec)),
-                                           distributed_dataset(iterator).element_spec)
+        data_batch = tf.nest.map_structure(_symbolic, _specs(iterator))
     else:
         if iterator is not None:
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
@@ -206,6 +209,18 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
     _bring_in_metrics(self, strategy)
+
+
+def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
+    return tf.nest.map_structure(spec_of_replica, distributed_dataset(iterator).element_spec)
+
+
+def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
+    """Whether the input is a generator, or a dataset that reads one and says what its elements are."""
+    if not isinstance(iterator.data_adapter, TFDatasetAdapter):
+        return isinstance(iterator.data_adapter, GeneratorDataAdapter)
+    return takes_from_generator(distributed_dataset(iterator)) and all(
+        spec.shape.rank and None not in spec.shape[1:] for spec in tf.nest.flatten(_specs(iterator)))
 
 
 def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
@@ -261,12 +276,22 @@ def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, 
 
 
 def average_statistics(model: keras.Model) -> None:
-    """Set the running statistics on all ranks to their mean. Collective; outside of a replica."""
+    """Set running statistics on all ranks to their mean, counters to the largest. Collective; outside of a replica."""
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
     average(running_statistics(model), lambda variables, labels: collectives.all_reduce(
         [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
+    average(counters(model), lambda variables, labels: reduce_list(
+        [strategy.extended.local(v.value) for v in variables], names.eager("strategy/counters"), ScaledOp(Max), labels))
+
+
+@replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both")
+def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> object:
+    if self.aggregation != "sum" or strategy_here() is None or not isinstance(self.value, RankMirroredVariable):
+        return original(self, value)
+    self.value.assign_add(tf.cast(value, self.value.dtype))
+    return self.value
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:

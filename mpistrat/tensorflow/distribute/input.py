@@ -180,7 +180,7 @@ class Pipelines:
                              + "; ".join(f"{text} on ranks {ranks}" for text, ranks in kinds.items()))
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
-            logger.warning("mpistrat: the ranks have different data: %s. %s", differs, ADVICE)
+            _warn_of_different_data(differs)
         counts = [other for other, *_ in everybody]
         return batches, max(counts) if min(counts) >= 0 else tf.data.UNKNOWN_CARDINALITY, len(set(counts)) == 1
 
@@ -190,6 +190,11 @@ def _with_steps(distributed: tf.distribute.DistributedDataset, steps: int | None
     """A distributed dataset that says how many steps an epoch has, where that is not the number of global batches."""
     distributed.mpistrat_steps = steps
     return distributed
+
+
+@functools.cache  # Each evaluation distributes its data again.
+def _warn_of_different_data(differs: str) -> None:
+    logger.warning("mpistrat: the ranks have different data: %s. %s", differs, ADVICE)
 
 
 @functools.cache
@@ -221,6 +226,12 @@ def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
 def _reads_files(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset reads files that TensorFlow can shard."""
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
+
+
+def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
+    """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
+    return any(operation == "GeneratorDataset" for dataset in datasets_of(distributed)
+               for operation in _operations(dataset))
 
 
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
