@@ -170,11 +170,11 @@ class Origin:
     """The node of a graph that submits requests of one name.
 
     Attributes:
-        place: Where the user's code makes the node.
+        place: Returns where the user's code makes the node. It takes milliseconds.
         is_in_order: Whether the nodes of this name run in the order of the program, the same on all ranks.
     """
 
-    place: str
+    place: Callable[[], str]
     is_in_order: bool
 
 

@@ -168,5 +168,5 @@ def _are_in_order(origins: Sequence[Origin | None]) -> bool:
 
 def _places(*origins: Origin | None) -> str:
     """The sentence that says where both entries of a name come from, as far as that is known."""
-    first, second = (origin.place if origin is not None else "a call outside of graphs" for origin in origins)
+    first, second = (origin.place() if origin is not None else "a call outside of graphs" for origin in origins)
     return f" The first is submitted by {first}, the second by {second}." if any(origins) else ""

@@ -16,6 +16,11 @@ from mpistrat.engine.queue import TensorQueue
 LONG_S = 30.0  # only a failing test waits for so long
 
 
+def origin(place: str, is_in_order: bool) -> Origin:
+    """A node of a graph."""
+    return Origin(lambda: place, is_in_order)
+
+
 def entry(name: str, origin: Origin | None = None) -> Entry:
     """An entry without tensors."""
     return Entry(Request(CollectiveType.BARRIER, name), [], Handle(name), origin=origin)
@@ -165,7 +170,7 @@ def test_a_name_in_flight_cannot_be_used_again() -> None:
 
 def test_nodes_of_one_name_in_program_order_wait_for_each_other() -> None:
     queue = TensorQueue()
-    first, second, third = (entry("a", Origin(place, True)) for place in "bcd")
+    first, second, third = (entry("a", origin(place, True)) for place in "bcd")
     for each in (first, second, third):
         assert not queue.put(each, is_driver=each is not first)
     assert queue.take_new() == [first] and not queue.has_new
@@ -181,7 +186,7 @@ def test_nodes_of_one_name_in_program_order_wait_for_each_other() -> None:
 def test_a_node_that_is_in_flight_twice_is_refused() -> None:
     """Two executions of one node have no order."""
     queue = TensorQueue()
-    node, other = Origin("a.py:1 in step", True), Origin("b.py:2 in helper", True)
+    node, other = origin("a.py:1 in step", True), origin("b.py:2 in helper", True)
     queue.put(entry("a", node))
     queue.put(entry("a", other))
     for again in (node, other):
@@ -190,8 +195,8 @@ def test_a_node_that_is_in_flight_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("first", "second", "said"), [
-    (Origin("a.py:1 in f", False), Origin("b.py:2 in g", False), "a.py:1 in f, the second by b.py:2 in g"),
-    (Origin("a.py:1 in f", True), None, "a.py:1 in f, the second by a call outside of graphs")])
+    (origin("a.py:1 in f", False), origin("b.py:2 in g", False), "a.py:1 in f, the second by b.py:2 in g"),
+    (origin("a.py:1 in f", True), None, "a.py:1 in f, the second by a call outside of graphs")])
 def test_a_name_of_the_user_in_two_places_is_refused_with_both(first: Origin, second: Origin | None, said: str) -> None:
     queue = TensorQueue()
     queue.put(entry("a", first))
@@ -201,7 +206,7 @@ def test_a_name_of_the_user_in_two_places_is_refused_with_both(first: Origin, se
 
 def test_entries_that_wait_for_their_name_are_closed_too() -> None:
     queue = TensorQueue()
-    entries = [entry("a", Origin(place, True)) for place in "bcd"]
+    entries = [entry("a", origin(place, True)) for place in "bcd"]
     for each in entries:
         queue.put(each)
     assert queue.close(EngineError("on purpose")) == entries

@@ -135,10 +135,18 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
     return results
 
 
-def place_of(node: tf.Operation) -> str:
-    """Where the user's code makes a node: file, line and function."""
-    frames = [frame for frame in node.traceback if is_users(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {node.name}"
+def place_of(node: tf.Operation) -> Callable[[], str]:
+    """A function that returns where the user's code has made a node of the current graph: file, line and function."""
+    name, graph = node.name, weakref.ref(tf.compat.v1.get_default_graph())
+
+    def place() -> str:
+        found = graph()
+        if found is None:
+            return f"the node {name}"
+        # Read here, as it takes milliseconds, and does not outlive the node.
+        frames = [frame for frame in found.get_operation_by_name(name).traceback if is_users(frame.filename)]
+        return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {name}"
+    return place
 
 
 def _may_be_in_branches(dtype: tf.DType) -> bool:
@@ -184,10 +192,10 @@ class _CpuCallSite:
     It lives as long as the graph (see host_call), so neither it nor `make_request` may refer to the graph.
 
     Attributes:
-        place: Where the user's code makes the collective.
+        place: Returns where the user's code makes the collective.
     """
 
-    place = ""
+    place: Callable[[], str]
 
     def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], counter: _CollectiveCounter, wait: Wait,
                  execution: Execution, observer: Observer | None):
