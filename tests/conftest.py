@@ -1,10 +1,34 @@
 """All tests run in two processes of pytest-xdist, and the jobs that these start are counted together."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from . import parts
 from .support import jobs
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", type=int, choices=range(len(parts.PARTS)), metavar="N",
+                     help="of the long tests, run this part and those that have changed lately (tests/parts.py)")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests of other parts. The longest come first, lest one of them runs alone at the end."""
+    part = config.getoption("--part")
+    chosen, left_out = [], []
+    for item in items:
+        own = parts.part_of(parts.unit_of(item)) if item.get_closest_marker("long") else part
+        is_run = part in (None, own) or parts.has_changed(item)
+        (chosen if is_run else left_out).append(item)
+        if JOBS not in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))  # One worker runs the tests of a file.
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(chosen, key=parts.place)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
@@ -16,7 +40,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if (config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.pluginmanager.hasplugin("xdist")
             and config.option.numprocesses is None and not config.option.usepdb
             and not hasattr(config, "workerinput")):
-        config.option.numprocesses, config.option.dist = 2, "worksteal"
+        config.option.numprocesses, config.option.dist = 2, "loadgroup"
+        config.option.loadscopereorder = False  # The order is that of pytest_collection_modifyitems.
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

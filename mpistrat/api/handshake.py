@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..core.cores import own_cpus
 from ..core.errors import SettingsError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
@@ -35,6 +36,7 @@ class RankInfo:
         problem: What is wrong with its settings, or "".
         versions: Python's version and those of packages, by name; "none" for a package that is not installed.
         script: A digest of the script.
+        cpus: The CPUs that it may use.
     """
 
     host: str
@@ -43,6 +45,7 @@ class RankInfo:
     problem: str
     versions: dict[str, str]
     script: str
+    cpus: list[int]
 
 
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
@@ -55,7 +58,8 @@ def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
         settings = Settings.from_env(os.environ)
     except SettingsError as error:
         problem = str(error)
-    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest())
+    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest(),
+                   sorted(own_cpus()))
     return from_texts(comm.allgather(to_text(own)))
 
 

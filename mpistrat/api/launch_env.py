@@ -16,6 +16,9 @@ _SIZE_NAMES = {
 RUN_NAME = "_MPISTRAT_RUN"
 # `mpistrat run` sets this for the ranks on all hosts: how a rank that fails says why (`report`). Not a setting.
 RUN_REPORTS = "_MPISTRAT_REPORTS"
+# `mpistrat run` sets this for the ranks on all hosts if mpirun binds none of them: they share the cores when Python
+# starts. Not a setting.
+RUN_CORES = "_MPISTRAT_CORES"
 
 # The values of these variables together differ for every process that a launcher starts.
 _RANK_NAMES = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "MV2_COMM_WORLD_RANK",

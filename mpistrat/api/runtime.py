@@ -20,7 +20,7 @@ from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..engine.parked import ThreadScan, threads_of_libraries
 from ..transport.mpi import library
-from . import abort, handshake
+from . import abort, handshake, own_cores
 from .backends import backends_alone, backends_over
 from .group import Group
 from .job import Runtime, log_step
@@ -207,6 +207,8 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     _configure_logging(settings[rank])
     if rank == 0:
         _warn(horovod_warning(os.environ) + handshake.differences(infos))
+    if comm is None:  # Otherwise other jobs share this host, and their ranks are not known.
+        own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
     backends = backends_over(own, topology, settings[rank])
     return Runtime(settings[rank], Group(settings[rank], topology, backends, own, ThreadScan()))
 

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..api.launch_env import RUN_REPORTS
+from ..api.launch_env import RUN_CORES, RUN_REPORTS
+from ..core.cores import own_cpus, physical_cores
 from ..core.errors import LaunchError
 from ..core.install import pip_extra
 from .hostfile import HYDRA, OPEN_MPI, HostList
@@ -28,7 +29,7 @@ VERSION_TIMEOUT_S = 20.0
 
 # Variables that each rank needs on every host. Open MPI forwards only its own (OMPI_*), MPICH forwards all.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL",
-             RUN_REPORTS)
+             RUN_REPORTS, RUN_CORES)
 FORWARDED_PREFIXES = ("MPISTRAT_", "NCCL_")
 # Each is set inside an allocation of a batch system. mpirun then gets hosts and slots from that system.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
@@ -110,9 +111,9 @@ def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mappi
     if job.hosts is not None:
         argv += ["--hostfile", job.hosts.path] if job.hosts.readable_by(OPEN_MPI) else \
             ["-H", job.hosts.as_list(OPEN_MPI)]
-    # By default Open MPI binds each rank, with all its TensorFlow threads, to one core. Repeating the option is an
-    # error, and so is "none" together with a mapping that binds (--map-by slot:PE=2).
-    if not any(option.lstrip("-").startswith("bind-to") or "PE=" in option.upper() for option in job.options):
+    # By default Open MPI binds each rank, with all its TensorFlow threads, to one core; the ranks share the cores
+    # themselves (core/cores.py). Repeating the option is an error, and so is "none" together with a mapping that binds.
+    if not sets_binding(job.options):
         argv += ["--bind-to", "none"]
     if (job.oversubscribe or _too_few_cores(job, machine)) and not _sets_oversubscription(job.options):
         argv += ["--oversubscribe"]
@@ -152,6 +153,12 @@ def _check_slots(job: Job) -> None:
         return
     raise LaunchError(f"-np {job.ranks} is more than the {slots} slots of the hosts ({job.hosts}). Raise the numbers "
                       "after the hosts, or add --oversubscribe.")
+
+
+def sets_binding(options: Sequence[str]) -> bool:
+    """Whether options of mpirun say on which cores ranks run: --bind-to core, -bind-to core, --map-by slot:PE=2, ..."""
+    names = ("bind-to", "cpu-set", "cpu-list", "rankfile")
+    return any(option.lstrip("-").startswith(names) or "PE=" in option.upper() for option in options)
 
 
 def _sets_oversubscription(options: Sequence[str]) -> bool:
@@ -240,22 +247,8 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     """Return the properties of the machine that this process runs on."""
     name = socket.gethostname()
     return Machine(
-        cores=_physical_cores(),
+        cores=len(physical_cores(own_cpus())) or os.cpu_count() or 1,
         is_root=hasattr(os, "geteuid") and os.geteuid() == 0,
         names=frozenset(("localhost", "127.0.0.1", name, name.split(".")[0])),
         has_allocation=any(variable in environ for variable in _ALLOCATIONS),
     )
-
-
-def _physical_cores() -> int:
-    """Return the number of cores that this process may use. Hardware threads of one core count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return len(cores)

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ..api.launch_env import RUN_CORES
 from ..core.errors import LaunchError
 from . import check, horovodrun
 from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .capacity import check_count
 from .inventory import has_nvidia_driver
-from .mpirun import Job, compose, find_mpirun, identify, is_local, this_machine
+from .mpirun import INTEL_MPI, Job, Mpirun, compose, find_mpirun, identify, is_local, sets_binding, this_machine
 from .rank_shell import in_shell
 from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
@@ -32,7 +33,8 @@ that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
-prints the whole command.
+prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=0: not), unless options of
+mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
 share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once
@@ -80,7 +82,8 @@ def main(argv: list[str]) -> int:
         return 0
     if warning:
         print(f"mpistrat run: {warning}", file=sys.stderr)
-    environ = {**os.environ, **_added(options, job, command, is_local(job, machine), os.environ)}
+    environ = {**os.environ, **_added(options, job, command, is_local(job, machine), os.environ),
+               **_binding(job, mpirun)}
     start = Start(options.np, options.start_timeout or _START_TIMEOUT_S,
                   lambda: why_unreachable(others, {**environ, **chosen})) if others else None
     return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
@@ -117,6 +120,13 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
     """Return whether mpirun writes what ranks print to stderr to files, or to its stdout."""
     return any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=", "merge")) for part in
                option.lstrip("-").split(",")) for option in options)
+
+
+def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
+    """Variables by which ranks share the cores of their host; Intel MPI binds them, and what the user wrote wins."""
+    if sets_binding(job.options):
+        return {"MPISTRAT_BIND": "0"}
+    return {} if mpirun.maker == INTEL_MPI else {RUN_CORES: "1"}
 
 
 def _parser() -> Parser:

@@ -13,7 +13,7 @@
     ├── DataServiceError        (RuntimeError) a tf.data service does not answer, or did not start in time
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
-        ├── ClusterError        (ValueError)   roles, TF_CONFIG or the network do not fit a cluster
+        ├── ClusterError        (ValueError)   roles or the network do not fit a cluster
         ├── RankDiedError                      a rank has died, and the others cannot continue
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── MessageError                   another rank sent an invalid message
@@ -74,7 +74,7 @@ class MismatchError(CollectiveError, ValueError):
 
 
 class ClusterError(CollectiveError, ValueError):
-    """The ranks cannot form a cluster: roles or TF_CONFIG do not fit, a port is in use, or the chief is unreachable."""
+    """The ranks cannot form a cluster: roles do not fit, there is no free port, or the chief is unreachable."""
 
 
 class RankDiedError(CollectiveError):

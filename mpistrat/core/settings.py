@@ -80,6 +80,9 @@ class Settings:
     pin_gpu: bool = _setting(
         "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
         "each rank as pin_gpu() does.")
+    bind: bool = _setting(
+        "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
+        "may use there, unless the launcher has bound the ranks.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)

@@ -1,57 +1,44 @@
-"""Those examples after Horovod's own that test_examples.py does not run: one job for each number of ranks runs all."""
+"""Those examples after Horovod's own that test_examples.py does not run."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
-from ..support.jobs import Finished, needs_mpirun, run_job
+from ..support.jobs import needs_mpirun
+from ..support.scripts import Line, Ran
 
-SCRIPTS = [
-    "examples/synthetic_benchmark.py --model MobileNet --image-size 32 --batch-size 2 --warmup-steps 1 --steps 2 "
-    "--measurements 2 --compression fp16",
-    "examples/keras_digits_advanced.py --directory run --epochs 2 --warmup-epochs 2",
-    "examples/keras_digits_advanced.py --directory run --epochs 5 --warmup-epochs 2",
-]
 pytestmark = needs_mpirun
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> int:
-    """How many ranks the job has."""
-    return request.param
+def benchmark(ranks: int) -> Line:
+    return Line(ranks, "examples/synthetic_benchmark.py --model MobileNet --image-size 32 --batch-size 2 "
+                       "--warmup-steps 1 --steps 2 --measurements 2 --compression fp16")
 
 
-@pytest.fixture(scope="module")
-def job(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """What all examples have left, one after the other."""
-    directory = tmp_path_factory.mktemp("examples")
-    return run_job(ranks, ["python", "tests/scripts/one_after_other.py", directory, *SCRIPTS], limit_s=600)
+def advanced(ranks: int) -> tuple[Line, ...]:
+    """An example that begins to train, and then goes on."""
+    return tuple(Line(ranks, f"examples/keras_digits_advanced.py --directory advanced --epochs {epochs} "
+                             "--warmup-epochs 2") for epochs in (2, 5))
 
 
-def printed(job: Finished, pattern: str) -> list[re.Match[str]]:
-    """The lines that fit the pattern."""
-    assert job.code == 0, job.output
-    return [match for line in job.output.splitlines() if (match := re.fullmatch(pattern, line))]
-
-
-def test_the_benchmark_prints_what_each_rank_and_all_together_do(ranks: int, job: Finished) -> None:
-    measured = printed(job, r"measurement \d: \d+\.\d images/s on this rank")
-    assert len(measured) == 2, job.output
-    [each], [total] = (printed(job, rf"(\d+\.\d) \+- \d+\.\d images/s {what}")
+@pytest.mark.parametrize("needed", [benchmark(1), benchmark(2)], ids=str)
+def test_the_benchmark_prints_what_each_rank_and_all_together_do(needed: Line, ran: Callable[[Line], Ran]) -> None:
+    output, ranks = ran(needed).well, needed.ranks
+    assert len(re.findall(r"^measurement \d: \d+\.\d images/s on this rank$", output, re.MULTILINE)) == 2, output
+    [each], [total] = (re.findall(rf"^(\d+\.\d) \+- \d+\.\d images/s {what}$", output, re.MULTILINE)
                        for what in ("per rank", f"in total on {ranks} ranks"))
-    assert float(total[1]) == pytest.approx(ranks * float(each[1]), abs=0.06 * ranks)
+    assert float(total) == pytest.approx(ranks * float(each), abs=0.06 * ranks)
+    assert ran(needed).output[1:] == ("",) * (ranks - 1)
 
 
-def test_the_others_learn_the_same_on_all_ranks(ranks: int, job: Finished) -> None:
-    lines = printed(job, rf"test accuracy (\d\.\d+), .* weights \w+, the same on all ranks \({ranks}\)")
-    begun, resumed = (float(line[1]) for line in lines)
-    assert resumed > max(begun, 0.6), job.output
-
-
-def test_training_goes_on_after_the_last_epoch_of_the_job_before(job: Finished) -> None:
-    epochs = [line[1] for line in printed(job, r"Epoch (\d)/[25]")]
-    assert epochs == ["1", "2", "3", "4", "5"], job.output
-
-
-def test_only_the_chief_shows_progress(job: Finished) -> None:
-    assert "has printed" not in job.output
+@pytest.mark.parametrize("needed", [advanced(1), advanced(2)], ids=["1", "2"])
+def test_the_others_learn_the_same_on_all_ranks_and_go_on_after_the_last_epoch(
+        needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
+    outputs = [ran(line).well for line in needed]
+    pattern = rf"^test accuracy (\d\.\d+), .* weights \w+, the same on all ranks \({needed[0].ranks}\)$"
+    [begun], [resumed] = (re.findall(pattern, output, re.MULTILINE) for output in outputs)
+    assert float(resumed) > max(float(begun), 0.6), outputs
+    assert re.findall(r"^Epoch (\d)/[25]$", "".join(outputs), re.MULTILINE) == ["1", "2", "3", "4", "5"], outputs
+    for line in needed:
+        assert ran(line).output[1:] == ("",) * (line.ranks - 1)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from .. import parts
 from ..support.jobs import ROOT, needs_mpirun, run_job
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel/test_*.py"))
@@ -36,12 +37,26 @@ def watch(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return show
 
 
+def chosen(request: pytest.FixtureRequest, part: str, ranks: int) -> list[str]:
+    """The files of a session that are to be run: all, or those that have changed lately if the session is in another
+    part of the long tests (tests/parts.py).
+    """
+    number = request.config.getoption("--part")
+    is_long = request.node.get_closest_marker("long") is not None
+    files = files_of(part, ranks)
+    if number is None or not is_long or number == parts.part_of(parts.unit_of(request.node)):
+        return files
+    return [file for file in files if file in parts.changed_lately()]
+
+
 @needs_mpirun
 @pytest.mark.parametrize("ranks, part", [
     pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
     for ranks in (2, 3) for part in PARTS if files_of(part, ranks)])
-def test_every_rank_passes(ranks: int, part: str, watch: Callable[[str], None]) -> None:
-    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files_of(part, ranks)]
+def test_every_rank_passes(ranks: int, part: str, watch: Callable[[str], None],
+                           request: pytest.FixtureRequest) -> None:
+    files = chosen(request, part, ranks)
+    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=15", *files]
     job = run_job(ranks, command, limit_s=1200, watch=watch)
     assert job.code == 0, job.output
     assert " passed" in job.output, job.output

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ..support.jobs import ROOT, Finished, needs_mpirun, run_job
+from ..support.jobs import ROOT, needs_mpirun, run_job
+from ..support.scripts import Ran, endings
 
-pytestmark = needs_mpirun
+pytestmark = [needs_mpirun, pytest.mark.xdist_group("real scripts")]  # whose job is started once
 
 DIRECTORY = ROOT / "tests" / "real_scripts"
 # In the order in which one job runs them, so that none takes the time of a start. A script that comes twice goes on
@@ -27,39 +28,37 @@ TYPED = 'file="$1/rank${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}" && shift && exec 
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def all_ran(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Ran]]:
     """All scripts, one after the other, and at the end one whose ranks go apart."""
     directory = tmp_path_factory.mktemp("real_scripts")
     (directory / "apart.py").write_text(APART)
-    scripts = [*(DIRECTORY / f"{script}.py" for script in SCRIPTS), directory / "apart.py"]
+    scripts = [*(f"tests/real_scripts/{script}.py" for script in SCRIPTS), "apart.py"]
     finished = run_job(2, ["python", "tests/scripts/one_after_other.py", directory, *scripts], limit_s=600)
     print(finished.output)
-    return finished
+    return [(Path(words).stem, ran) for words, ran in endings(finished, 2)]
 
 
 @pytest.mark.parametrize("script", dict.fromkeys(SCRIPTS))
-def test_it_trains_to_the_same_finite_weights_on_all_ranks(script: str, job: Finished) -> None:
-    for rank in range(2):
-        said = [line for line in job.of_rank(rank) if line.startswith(f"{script}: ")]
-        assert len(said) == SCRIPTS.count(script), job.output
-        for line in said:
-            assert line.endswith(": equal") and ("model" in line or "policy" in line), line
+def test_it_trains_to_the_same_finite_weights_on_all_ranks_and_only_the_chief_prints(
+        script: str, all_ran: list[tuple[str, Ran]]) -> None:
+    runs = [ran for name, ran in all_ran if name == script]
+    assert len(runs) == SCRIPTS.count(script)
+    for ran in runs:
+        assert ran.error == ran.output[1:] * 2 == ("", ""), ran
+        for equal in ran.equal:
+            assert equal.endswith(": equal") and ("model" in equal or "policy" in equal), ran
 
 
-@pytest.mark.parametrize("script", dict.fromkeys(SCRIPTS))
-def test_only_the_chief_prints(script: str, job: Finished) -> None:
-    assert [line for line in job.of_rank(1) if line.startswith(f"{script} has printed")] == [], job.output
+def test_ranks_that_go_apart_would_be_seen(all_ran: list[tuple[str, Ran]]) -> None:
+    name, apart = all_ran[-1]
+    assert name == "apart"
+    assert apart.equal[0] == "same 1, other 1: unequal: ['other']"
+    assert apart.output[1] == "I am rank 1\n"
 
 
-def test_ranks_that_go_apart_would_be_seen(job: Finished) -> None:
-    assert "apart: same 1, other 1: unequal: ['other']" in job.of_rank(0), job.output
-    assert "apart has printed: I am rank 1" in job.of_rank(1), job.output
-    assert job.code == 0, job.output
-    assert job.left == (), job.output
-
-
-def test_a_job_that_goes_on_counts_the_epochs_on(job: Finished) -> None:
-    assert "Epoch 3/3" in job.output and "Epoch 4/6" in job.output, job.output
+def test_a_job_that_goes_on_counts_the_epochs_on(all_ran: list[tuple[str, Ran]]) -> None:
+    first, second = (ran.output[0] for name, ran in all_ran if name == "resume")
+    assert "Epoch 3/3" in first and "Epoch 4/6" in second
 
 
 def test_all_of_them_are_run() -> None:

@@ -1,23 +1,24 @@
 """TensorFlow's tutorials on distributed training, with MPIStrategy in the place of their strategy, under mpirun."""
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 
-from ..support.jobs import needs_mpirun, run_job
+import pytest
 
-RANKS = 2
+from ..support.jobs import needs_mpirun
+from ..support.scripts import Line, Ran
 
-
-def last_line(tutorial: str, *arguments: object) -> str:
-    """What the chief prints at the end."""
-    job = run_job(RANKS, ["python", f"tests/tutorials/{tutorial}.py", *map(str, arguments)], limit_s=300)
-    assert job.code == 0, job.output
-    return job.output.splitlines()[-1]
+pytestmark = needs_mpirun
 
 
-@needs_mpirun
-def test_multi_worker_training_with_keras(tmp_path: Path) -> None:
-    line = last_line("multi_worker_with_keras", tmp_path)
+def tutorial(words: str) -> pytest.MarkDecorator:
+    """A test of a tutorial on two ranks, with a directory."""
+    return pytest.mark.parametrize("needed", [Line(2, f"tests/tutorials/{words}")], ids=str)
+
+
+@tutorial("multi_worker_with_keras.py with_keras/")
+def test_multi_worker_training_with_keras(needed: Line, ran: Callable[[Line], Ran]) -> None:
+    line = ran(needed).well.splitlines()[-1]
     match = re.fullmatch(r"2 workers, accuracy ([\d.]+), restored ([\d.]+), losses ([\d. ]+), "
                          r"3 epochs with backups, kept (.*)", line)
     assert match, line
@@ -28,19 +29,20 @@ def test_multi_worker_training_with_keras(tmp_path: Path) -> None:
     assert "model.keras" in match[4] and "ckpt" in match[4]
 
 
-@needs_mpirun
-def test_a_multi_worker_loop_that_is_interrupted_and_goes_on(tmp_path: Path) -> None:
-    first = last_line("multi_worker_loop", tmp_path, 2)
+@pytest.mark.parametrize("needed", [tuple(Line(2, f"tests/tutorials/multi_worker_loop.py loop/ {epochs}")
+                                          for epochs in (2, 4))], ids=["both"])
+def test_a_multi_worker_loop_that_is_interrupted_and_goes_on(needed: tuple[Line, ...],
+                                                             ran: Callable[[Line], Ran]) -> None:
+    first, second = (ran(line).well.splitlines()[-1] for line in needed)
     assert re.match(r"epochs 0 to 2, .* 2 workers", first), first
-    second = last_line("multi_worker_loop", tmp_path, 4)
     match = re.fullmatch(r"epochs 2 to 4, loss [\d.]+, accuracy ([\d.]+), 2 workers", second)
     assert match, second
     assert float(match[1]) > 0.85
 
 
-@needs_mpirun
-def test_custom_training(tmp_path: Path) -> None:
-    line = last_line("custom_training", tmp_path)
+@tutorial("custom_training.py custom/")
+def test_custom_training(needed: Line, ran: Callable[[Line], Ran]) -> None:
+    line = ran(needed).well.splitlines()[-1]
     match = re.fullmatch(r"2 replicas, test accuracy ([\d.]+), restored ([\d.]+), losses ([\d.]+) ([\d.]+) ([\d.]+)",
                          line)
     assert match, line

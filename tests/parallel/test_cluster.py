@@ -1,9 +1,7 @@
 """A cluster formed by all ranks of this session, which share a host; and what does not make one."""
 
-import json
-import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,24 +14,6 @@ from mpistrat.tensorflow.cluster.cluster import Cluster
 from mpistrat.tensorflow.cluster.rendezvous import form
 
 Form = Callable[..., Cluster]
-
-
-@pytest.fixture(autouse=True)
-def _no_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-
-
-def set_tf_config(monkeypatch: pytest.MonkeyPatch, cluster: Mapping[str, Any], role: str, index: int) -> None:
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": role, "index": index}}))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, the same on all ranks."""
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return mpistrat.broadcast_object(ports, 0)
 
 
 def error_of(jobs: Any = None) -> str:
@@ -125,58 +105,9 @@ def test_after_an_error_a_cluster_can_be_formed(size: int) -> None:
     assert form().spec
 
 
-# -- TF_CONFIG --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def platform(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> dict[str, list[str]]:
-    """A TF_CONFIG that fits the ranks, on every rank; the cluster in it, whose workers are in the opposite order."""
-    chief, *workers = [f"127.0.0.1:{port}" for port in free_ports(size)]
-    cluster = {"chief": [chief], "worker": workers}
-    set_tf_config(monkeypatch, cluster, *(("worker", size - 1 - rank) if rank else ("chief", 0)))
-    return cluster
-
-
-def test_tf_config_says_the_role_of_each_rank_and_its_address(platform: dict, rank: int, size: int) -> None:
-    cluster = form()
-    assert cluster.spec == platform
-    assert (cluster.role.value, cluster.index) == (("worker", size - 1 - rank) if rank else ("chief", 0))
-
-
-def test_the_port_of_tf_config_is_held(platform: dict) -> None:
-    cluster = form()
-    port = int(platform[cluster.role.value][cluster.index].rpartition(":")[2])
-    with pytest.raises(OSError, match="in use"):
-        socket.create_server(("", port))
-
-
-def test_jobs_are_checked_against_tf_config(platform: dict, size: int) -> None:
-    assert form({"worker": size - 1, "chief": 1}).spec == platform
-    assert "but TF_CONFIG has {'chief': 1, 'worker': " in error_of({"chief": 1, "ps": size - 1})
-
-
-def test_a_port_that_is_taken_is_an_error_on_every_rank_that_names_it(platform: dict, rank: int, size: int) -> None:
-    port = int(platform["chief"][0].rpartition(":")[2])
-    taken = socket.create_server(("", port)) if rank == 0 else None
-    error = error_of()
-    assert error.startswith(f"ranks [0]: port {port} of TF_CONFIG on {mpistrat.hosts()[0]} is taken by another program")
-    if taken is not None:
-        taken.close()
-
-
-@pytest.mark.usefixtures("platform")
-def test_tf_config_on_some_ranks_only_is_an_error_on_every_rank(rank: int) -> None:
-    if rank == 0:
-        del os.environ["TF_CONFIG"]
-    assert "but not on ranks [0]. Set it on every rank, or on none." in error_of()
-
-
-@pytest.mark.usefixtures("platform")
-def test_tf_config_that_is_malformed_on_one_rank_is_an_error_on_every_rank(
-        rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if rank == 1:
-        monkeypatch.setenv("TF_CONFIG", "{")
-    assert error_of().startswith("ranks [1]: TF_CONFIG is not JSON: ")
+def test_a_tf_config_of_the_platform_is_not_read(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert form().role.value == ("worker" if rank else "chief")
 
 
 # -- the resolver -----------------------------------------------------------------------------------------------------

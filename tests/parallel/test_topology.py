@@ -1,12 +1,14 @@
 """Ranks, sizes and roles as every rank sees them. All ranks of this session run on one host."""
 
 import importlib
+import os
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpistrat
+from mpistrat.core.cores import physical_cores
 
 
 @pytest.mark.horovod("ranks")
@@ -23,6 +25,16 @@ def test_all_ranks_are_on_one_host(rank: int, size: int) -> None:
     assert (mpistrat.local_rank(), mpistrat.local_size()) == (rank, size)
     assert (mpistrat.cross_rank(), mpistrat.cross_size()) == (0, 1)
     assert mpistrat.is_homogeneous() is True
+
+
+def test_no_two_ranks_have_a_core_in_common_unless_there_are_too_few(size: int) -> None:
+    cpus_of = mpistrat.allgather_object(sorted(os.sched_getaffinity(0)))
+    launcher = os.sched_getaffinity(os.getppid())
+    if len(physical_cores(launcher)) < size:
+        assert cpus_of == [sorted(launcher)] * size
+    else:
+        assert len({len(cpus) for cpus in cpus_of}) == 1
+        assert len({cpu for cpus in cpus_of for cpu in cpus}) == sum(map(len, cpus_of))
 
 
 def test_the_host_has_one_name_that_all_ranks_know() -> None:

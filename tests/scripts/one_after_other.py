@@ -1,20 +1,24 @@
-"""Run scripts as a user would, one after the other on every rank, and compare the ranks' weights after each.
+"""Run scripts as a user would, one after the other on every rank, so that only the first takes the time of a start.
 
-    mpirun -np 2 python tests/scripts/one_after_other.py DIRECTORY "SCRIPT [ARGUMENT ...]" ...
+    mpirun -np 2 python tests/scripts/one_after_other.py DIRECTORY "[NAME=VALUE ...] SCRIPT [ARGUMENT ...]" ...
 
-They run in DIRECTORY, which all ranks share. After each, every rank says which of the script's global names hold models
-and optimizers, how many variables these have, and whether all ranks have the same bits; ranks other than the first also
-say what the script has printed there.
+SCRIPT is a path from here, or from DIRECTORY. They run in DIRECTORY, which all ranks share; "{rank}" in a line is the
+rank, and an argument with a slash at its end is a directory that is made. After each, every rank says as JSON how it
+has ended and what it has printed (tests/support/scripts.py has the fields), and compares with the other ranks what the
+script's global names hold: models, optimizers, variables.
 """
 
 import contextlib
 import hashlib
-import io
+import json
 import os
+import re
 import runpy
 import shlex
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -44,32 +48,70 @@ def variables_of(value: object) -> Iterator[object]:
         yield value
 
 
-def run(line: str, root: Path) -> None:
-    """Run a script, and say which of its names hold variables, and whether these are finite and equal on all ranks."""
-    script, *arguments = shlex.split(line)
-    began = time.monotonic()
-    sys.argv = [script, *arguments]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed) if launched_rank() else contextlib.nullcontext():
-        names = runpy.run_path(str(root / script), run_name="__main__")
+def compare(names: Mapping[str, object]) -> str:
+    """Which of the names hold variables, how many, and whether these are finite and have the same bits on all ranks."""
     own, is_finite = {}, True
     for name, value in names.items():
         arrays = [np.asarray(tf.convert_to_tensor(variable)) for variable in variables_of(value)]
         if arrays:
             own[name] = len(arrays), hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
             is_finite &= all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f")
-    everybody = mpistrat.allgather_object(own)
+    everybody = mpistrat.allgather_object(own) if mpistrat.is_initialized() else [own]
     shared = [name for name in own if all(name in other for other in everybody)]  # A chief may load one more.
     unequal = [name for name in shared if any(other[name] != own[name] for other in everybody)]
     outcome = f"unequal: {unequal}" if unequal else "equal" if is_finite else "not finite"
-    say(f"{Path(script).stem}: {', '.join(f'{name} {own[name][0]}' for name in shared)}: {outcome}")
-    if printed.getvalue():
-        say(f"{Path(script).stem} has printed: {printed.getvalue()}")
-    if launched_rank() == 0:
-        print(f"{Path(script).stem}: {time.monotonic() - began:.1f} s", flush=True)
+    return f"{', '.join(f'{name} {own[name][0]}' for name in shared)}: {outcome}"
+
+
+@contextlib.contextmanager
+def printed_to(file: int) -> Iterator[None]:
+    """Whatever writes to stdout, the descriptor included, writes to the file."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(file, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
+
+
+def run(line: str, root: Path) -> None:
+    """Run a script, and say how it has ended. An error on one rank only, other than an exit, ends the job."""
+    words, env = shlex.split(line.replace("{rank}", str(launched_rank()))), {}
+    while re.match("[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    began = time.monotonic()
+    path = root / words[0] if (root / words[0]).exists() else Path(words[0]).absolute()
+    sys.argv = [str(path), *words[1:]]
+    for directory in words[1:]:
+        if directory.endswith("/"):
+            os.makedirs(directory, exist_ok=True)
+    sys.path.insert(0, str(path.parent))
+    os.environ.update(env)
+    error, names = "", {}
+    with tempfile.TemporaryFile("w+") as printed:
+        try:
+            with printed_to(printed.fileno()):
+                names = runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ending:
+            error = "" if ending.code in (None, 0) else str(ending.code)
+        except Exception:
+            traceback.print_exc()
+            raise
+        printed.seek(0)
+        output = printed.read()
+    equal = compare(names)
+    for name in env:
+        del os.environ[name]
+    sys.path.remove(str(path.parent))
     mpistrat.shutdown()
     keras.utils.clear_session()
     keras.mixed_precision.set_global_policy("float32")
+    say(json.dumps({"line": line, "error": error, "output": output, "equal": equal,
+                    "directory": os.getcwd(), "seconds": round(time.monotonic() - began, 1)}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The cases, the figures and the output of `mpistrat bench`."""
 
 import io
-import itertools
-import json
 import math
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpistrat.api import processes
@@ -104,24 +101,6 @@ def test_the_plot_joins_single_tensors_only_and_names_what_it_is_compared_with(t
     shown = [label.get_text() for label in ratios.get_xticklabels()]
     assert {"1 KB", "64 KB", "1 MB", "16 MB"} <= set(shown)
     assert {"10 MB/s", "100 MB/s", "1 GB/s", "10 GB/s"} <= {label.get_text() for label in rates.get_yticklabels()}
-
-
-def test_no_label_lies_on_a_curve_or_on_another_label(tmp_path: Path) -> None:
-    cases = [point(case=f"{size}", nbytes=size, mpistrat_s=size / 4e9, mpi_s=size / 2e9, memcpy_s=size / 9e9)
-             for size in (2**10, 2**20)]
-    cases += [point(case=f"group{size}", tensors=9, nbytes=size, mpistrat_s=size / 4e9, mpi_s=size / 2.5e9,
-                    memcpy_s=size / 9e9) for size in (2**27, 2**28, 2**29)]
-    rates = figures(*cases, path=tmp_path / "plot.png").axes[0]
-    boxes = [text.get_window_extent() for text in rates.texts]
-    assert len(boxes) == 3
-    for box in boxes:
-        assert not any(box.overlaps(other) for other in boxes if other is not box)
-        assert rates.get_window_extent().x1 >= box.x1
-        for line in rates.lines:
-            if line.get_linestyle() != "None":
-                corners = rates.transData.transform(line.get_xydata())
-                for begin, end in itertools.pairwise(corners):
-                    assert not any(box.contains(*(begin + part * (end - begin))) for part in np.linspace(0, 1, 500))
 
 
 @pytest.mark.parametrize(("ratio", "text"), [(1 / 128, "1/128"), (0.5, "1/2"), (1, "1"), (16, "16")])
@@ -226,23 +205,3 @@ def test_a_plot_needs_an_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object())
     with pytest.raises(MpistratError, match="there is none among the cases"):
         command.main(["alltoall-1KB", "--plot", "figure.png"])
-
-
-def test_a_prediction_reaches_to_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    points = tmp_path / "points.json"
-    points.write_text(json.dumps(
-        [{"operation": "allreduce", "nbytes": n, "mpistrat_s": 1e-4 + n / 4e9, "tensors": 1} for n in (1e3, 1e6, 1e8)]
-        + [{"operation": "alltoall", "nbytes": 1e6, "mpistrat_s": 1.0, "tensors": 1}]))
-    assert command.main(["--predict", str(points), "--step-ms", "100"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("fitted: 100 us + bytes / 4.00 GB/s in a host")
-    assert lines[1].split() == ["1", "rank", "0.0", "ms", "100.0%"]
-    assert lines[-1].split()[:2] == ["16384", "ranks"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '[{"nbytes": 1}]'])
-def test_a_file_that_holds_no_points_is_refused(text: str, tmp_path: Path) -> None:
-    points = tmp_path / "points.json"
-    points.write_text(text)
-    with pytest.raises(MpistratError, match="not the points of a job of several ranks"):
-        command.main(["--predict", str(points)])

@@ -143,6 +143,20 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
     assert supervised("sh", mpirun=MPICH_VERSION)[2]["dialect"] == "MPICH"
 
 
+INTEL_VERSION = "Intel(R) MPI Library for Linux* OS, Version 2021.10"
+
+
+@pytest.mark.parametrize(("options", "mpirun", "shares", "bind"), [
+    ("", "mpirun (Open MPI) 5.0.11", True, None), ("", MPICH_VERSION, True, None), ("", INTEL_VERSION, False, None),
+    ("--bind-to none", "mpirun (Open MPI) 5.0.11", False, "0"), ("-bind-to core", MPICH_VERSION, False, "0"),
+    ("--map-by slot:PE=2", "mpirun (Open MPI) 5.0.11", False, "0")])
+def test_ranks_share_the_cores_unless_mpirun_binds_them(supervised, options, mpirun, shares, bind) -> None:
+    launch, environ, _ = supervised(*options.split(), "--", "python", "train.py", mpirun=mpirun)
+    assert ("_MPISTRAT_CORES" in environ, environ.get("MPISTRAT_BIND")) == (shares, bind)
+    if "Open MPI" in mpirun:
+        assert ("-x", "_MPISTRAT_CORES" if shares else "MPISTRAT_BIND") in list(zip(launch.argv, launch.argv[1:]))
+
+
 def test_options_ask_for_more(supervised, monkeypatch) -> None:
     _, environ, options = supervised("--all-output", "--traceback", "python", "train.py")
     assert environ["_MPISTRAT_REPORTS"] == "traceback" and options["is_all_output"]

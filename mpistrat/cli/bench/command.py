@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import math
 
 from ...core.errors import LaunchError
 from ..arguments import Parser, positive_int
 from ..text import counted
 from .cases import CASES
-from .cost_model import Machine, allreduce_s, efficiency, fit
 
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
@@ -23,15 +21,13 @@ _MODELS = ("resnet50", "mlp")
 
 
 def main(argv: list[str]) -> int:
-    """Run what the options select. Collective, except with --predict; rank 0 prints and writes files."""
+    """Run what the options select. Collective; rank 0 prints and writes files."""
     options = _parser().parse_args(argv)
     if options.plot:
         from .plot import require_matplotlib
         require_matplotlib()
         if all(CASES[name].operation != "allreduce" for name in options.cases):
             raise LaunchError("--plot draws all-reduces, and there is none among the cases.")
-    if options.predict:
-        return _predict(options)
     import mpistrat
     mpistrat.init()
     if options.train:
@@ -76,27 +72,6 @@ def _measure(options: argparse.Namespace) -> None:
         plot(allreduces, options.plot, f"All-reduce of float32, {where}")
 
 
-def _predict(options: argparse.Namespace) -> int:
-    """Print the efficiency that the cost model predicts, fitted to the points in a file. Local."""
-    try:
-        with open(options.predict, encoding="utf-8") as file:
-            points = [(point["nbytes"], point["mpistrat_s"]) for point in json.load(file)
-                      if point["operation"] == "allreduce" and point["tensors"] == 1]
-        latency_s, bandwidth = fit(points)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LaunchError(f"--predict {options.predict}: not the points of a job of several ranks: {error}") from error
-    machine = Machine(latency_s, bandwidth, options.wire_latency_us * 1e-6, options.wire_gbit * 1e9 / 8,
-                      options.ranks_per_host)
-    nbytes, step_s = CASES["resnet50"].nbytes, options.step_ms * 1e-3
-    print(f"fitted: {1e6 * latency_s:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s in a host; model for ResNet-50's "
-          f"gradients ({nbytes / 1e6:.0f} MB), a step of {options.step_ms:g} ms, {options.ranks_per_host} ranks per "
-          f"host, {options.wire_gbit:g} Gbit/s and {options.wire_latency_us:g} us between hosts, nothing overlapped")
-    for ranks in (2**k for k in range(15)):
-        print(f"{ranks:>6} {'rank ' if ranks == 1 else 'ranks'}  {1e3 * allreduce_s(machine, ranks, nbytes):8.1f} ms  "
-              f"{efficiency(machine, ranks, nbytes, step_s):6.1%}")
-    return 0
-
-
 def _train(options: argparse.Namespace) -> None:
     import mpistrat
 
@@ -121,28 +96,11 @@ def _parser() -> Parser:
     parser.add_argument("--json", metavar="FILE", help="write the points to a file")
     parser.add_argument("--plot", metavar="FILE",
                         help="draw bytes of the all-reduces against bytes per second (.png, .svg, .pdf)")
-    parser.add_argument("--predict", metavar="FILE",
-                        help="print the efficiency that a model fitted to a file of --json predicts for more ranks")
-    parser.add_argument("--step-ms", type=_positive, default=300.0, metavar="MS",
-                        help="for --predict: step without averaging, in ms (300)")
-    parser.add_argument("--ranks-per-host", type=_count, default=8, metavar="N", help="for --predict (8)")
-    parser.add_argument("--wire-gbit", type=_positive, default=100.0, metavar="GBIT", help="for --predict (100)")
-    parser.add_argument("--wire-latency-us", type=_positive, default=5.0, metavar="US", help="for --predict (5)")
     parser.add_argument("--train", action="store_true", help="train synthetic data instead, with and without averaging")
     parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS), help="for --train")
     parser.add_argument("--batch", type=_count, default=8, metavar="N", help="for --train: samples per rank (8)")
     parser.add_argument("--image", type=_count, default=64, metavar="PIXELS", help="for --train: size of images (64)")
     return parser
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"a number above 0 is needed. Received: {text}")
-    return value
 
 
 def _case(text: str) -> str:

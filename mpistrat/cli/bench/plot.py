@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import MissingDependencyError
 from ...core.install import pip_extra
-from .labels import Label, place
 from .measure import Point
 
 if TYPE_CHECKING:
@@ -52,8 +51,11 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     if has_ratios:
         _draw_ratios(axes[1], points)
     _draw_sizes(axes[-1], [point.nbytes for point in points])
-    place(axes[0], [Label(f"{point.case}\n({point.tensors} tensors)", point.nbytes, point.nbytes / point.mpistrat_s)
-                    for point in points if point.tensors > 1], _COLOUR)
+    for point in points:
+        if point.tensors > 1:
+            axes[0].annotate(f"{point.case}\n({point.tensors} tensors)",
+                             (point.nbytes, point.nbytes / point.mpistrat_s), xytext=(0, -8),
+                             textcoords="offset points", ha="center", va="top", fontsize="x-small", color=_COLOUR)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

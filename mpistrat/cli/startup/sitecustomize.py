@@ -1,4 +1,5 @@
-"""Python imports this when it starts on a rank of `mpistrat run`: errors of the script before init() are reported.
+"""Python imports this when it starts on a rank of `mpistrat run`: the rank takes its share of the cores, and errors of
+the script before init() are reported.
 
 It leaves no trace: PYTHONPATH and sys.path are again what they were, and a sitecustomize of the user is imported.
 mpistrat is imported only after an error, because it imports numpy, whose settings the script may want to change first.
@@ -6,6 +7,7 @@ mpistrat is imported only after an error, because it imports numpy, whose settin
 
 import importlib
 import os
+import runpy
 import sys
 from types import TracebackType
 
@@ -41,11 +43,21 @@ def _restore_path() -> None:
         os.environ["PYTHONPATH"] = path.removeprefix(_HERE + os.pathsep)
 
 
+def _take_cores() -> None:
+    """Before a library is imported, which counts its threads by the cores."""
+    try:
+        runpy.run_path(os.path.join(_HERE, "..", "..", "core", "cores.py"))["take_share_at_start"](os.environ)
+    except OSError:
+        pass  # It may not be allowed; init() tries again, and logs why.
+
+
 def _begin() -> None:
     sys.path[:] = [path for path in sys.path if path != _HERE]
     if _is_rank() and "_MPISTRAT_REPORTS" in os.environ:
         _restore_path()
         sys.excepthook = _report
+        if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND") != "0":
+            _take_cores()
     own = sys.modules.pop(__name__)
     try:
         importlib.import_module(__name__)  # the user's

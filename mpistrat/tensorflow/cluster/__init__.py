@@ -1,1 +1,1 @@
-"""TensorFlow's own cluster of servers, formed from the ranks: roles, addresses, TF_CONFIG, and ranks that die."""
+"""TensorFlow's own cluster of servers, formed from the ranks: roles, addresses, and ranks that die."""

@@ -19,14 +19,11 @@ class ReservedPort:
     same user with SO_REUSEPORT. The server makes such a request, while the port is still reserved, so the port is never
     free in between. All connections go to the server, because this socket does not listen.
 
-    Args:
-        port: The number, or 0 for any free port.
-
     Raises:
-        OSError: The port is taken.
+        OSError: There is no free port.
     """
 
-    def __init__(self, port: int = 0):
+    def __init__(self) -> None:
         # gRPC's servers listen on all addresses: with one socket for IPv6 and IPv4 if the host has both.
         both = socket.has_dualstack_ipv6()
         self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
@@ -34,7 +31,7 @@ class ReservedPort:
             if both:
                 self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self._socket.bind(("", port))
+            self._socket.bind(("", 0))
         except OSError:
             self._socket.close()
             raise

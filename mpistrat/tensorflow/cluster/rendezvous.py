@@ -5,8 +5,6 @@ All problems are detected before the cluster is created, and raise the same erro
 
 import contextlib
 import dataclasses
-import errno
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +14,9 @@ from ...api.ops import allgather_object
 from ...core.errors import ClusterError
 from ...core.roles import Role, assign_roles, cluster_spec
 from ...core.topology import Topology, ranks_by_value
-from . import tf_config
 from .cluster import Cluster
 from .liveness import LivenessClient, LivenessServer
 from .ports import ReservedPort, local_addresses
-from .tf_config import TfConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,6 @@ class Offer:
 
     Attributes:
         jobs: The number of ranks for each role, as given to `form`.
-        config: This rank's TF_CONFIG, if set.
         problem: Why this rank cannot take part; "" if it can.
         port: The reserved port of this rank's server.
         addresses: The addresses of this rank's host.
@@ -38,7 +33,6 @@ class Offer:
     """
 
     jobs: Mapping[str, int] | None
-    config: TfConfig | None
     problem: str
     port: int
     addresses: tuple[str, ...]
@@ -62,13 +56,12 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
     """Form a cluster of the ranks. Collective.
 
     Args:
-        jobs: As for `core.roles.assign_roles`; the same on all ranks. If TF_CONFIG is set, it determines the role of
-            each rank, and `jobs` may be left out; if given, the numbers must be the same.
+        jobs: As for `core.roles.assign_roles`; the same on all ranks.
 
     Raises:
         NotInitializedError: Before init().
-        ClusterError: On every rank, if the roles do not fit the ranks, TF_CONFIG is wrong on some rank or does not fit,
-            a port is taken, or ranks cannot reach the chief.
+        ClusterError: On every rank, if the roles do not fit the ranks, a port cannot be had, or ranks cannot reach the
+            chief.
     """
     current = runtime.current()
     topology = current.topology
@@ -86,12 +79,8 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
         _raise_together([each.problem for each in links])
         on_failure.pop_all()
     assert port is not None and liveness is not None  # Otherwise _raise_together has raised.
-    spec: dict[str, list[str]]
-    if offer.config is not None:
-        spec = {role: list(addresses) for role, addresses in offer.config.cluster.items()}
-    else:
-        placed = dataclasses.replace(topology, host_of=addresses_of(topology, links))
-        spec = cluster_spec(placed, [each.port for each in offers], jobs)["cluster"]
+    placed = dataclasses.replace(topology, host_of=addresses_of(topology, links))
+    spec = cluster_spec(placed, [each.port for each in offers], jobs)["cluster"]
     return Cluster(topology, roles, spec, port, liveness, current)
 
 
@@ -110,12 +99,10 @@ def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
 
 def _offer(jobs: Mapping[str, int] | None, topology: Topology,
            on_failure: contextlib.ExitStack) -> tuple[ReservedPort | None, LivenessServer | None, Offer]:
-    config, port, server, problem = None, None, None, ""
+    port, server, problem = None, None, ""
     try:
-        config = tf_config.read(os.environ.get(tf_config.NAME, ""))
-        if config is None:
-            assign_roles(topology.size, jobs)
-        port = ReservedPort(config.port if config else 0)
+        assign_roles(topology.size, jobs)
+        port = ReservedPort()
         on_failure.callback(port.close)
         if topology.rank == 0:
             server = LivenessServer(local=len(topology.hosts) == 1)
@@ -123,10 +110,8 @@ def _offer(jobs: Mapping[str, int] | None, topology: Topology,
     except ValueError as error:
         problem = str(error)
     except OSError as error:
-        wanted = f"port {config.port} of {tf_config.NAME}" if config else "a port"
-        taken = error.errno == errno.EADDRINUSE
-        problem = f"{wanted} on {topology.host} {'is taken by another program' if taken else 'cannot be had'}: {error}."
-    return port, server, Offer(None if jobs is None else dict(jobs), config, problem, port.number if port else 0,
+        problem = f"a port on {topology.host} cannot be had: {error}."
+    return port, server, Offer(None if jobs is None else dict(jobs), problem, port.number if port else 0,
                                 local_addresses(), server.port if server else 0, secrets.token_bytes(32))
 
 
@@ -138,7 +123,7 @@ def _agree(offers: Sequence[Offer]) -> tuple[tuple[Role, int], ...]:
         raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {offers[different[0]].jobs} on rank "
                            f"{different[0]}.")
     try:
-        return tf_config.check([offer.config for offer in offers], jobs) or assign_roles(len(offers), jobs)
+        return assign_roles(len(offers), jobs)
     except ValueError as error:
         raise ClusterError(str(error)) from error
 

@@ -31,20 +31,19 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     ranks ends when the chief calls `close`, or at the end of the chief's script.
 
     The address of each rank is `localhost` if all ranks share a host, and otherwise the address from which its host has
-    connected to the chief's host. If the platform sets TF_CONFIG, its roles and addresses are used, after a check that
-    they fit the ranks.
+    connected to the chief's host. A TF_CONFIG of the platform is not read: the ranks are those of mpirun.
 
     Args:
         jobs: The number of ranks for each role. Ranks are assigned in the order chief, worker, ps, evaluator. The
-            default is rank 0 as the chief and all others as workers, or the roles in TF_CONFIG.
+            default is rank 0 as the chief and all others as workers.
         num_accelerators: The devices of each kind that each task has, for example `{"GPU": 1}`. The default is the
             devices that this process sees.
         rpc_layer: The protocol of the servers.
 
     Raises:
         NotInitializedError: Before init().
-        ClusterError: On every rank, if the roles do not fit the ranks, TF_CONFIG is wrong on some rank or does not fit,
-            a port is taken, or ranks cannot reach the chief.
+        ClusterError: On every rank, if the roles do not fit the ranks, a port cannot be had, or ranks cannot reach the
+            chief.
     """
 
     def __init__(self, jobs: Mapping[str, int] | None = None, num_accelerators: Mapping[str, int] | None = None,

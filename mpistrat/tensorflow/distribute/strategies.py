@@ -1,7 +1,6 @@
 """strategy(name): the counterpart under mpirun of each of TensorFlow's strategies, by name. For users."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,6 @@ import tensorflow as tf
 
 from ...api import basics, runtime
 from ...core.errors import InvalidRequestError
-from ..cluster import tf_config
 from ..cluster.resolver import MPIClusterResolver
 from .strategy import MPIStrategy
 
@@ -87,7 +85,7 @@ def _parameter_server(jobs: Mapping[str, int] | None = None,
     if jobs is not None and jobs.get("evaluator"):
         raise InvalidRequestError("an evaluator runs a program of its own, and has no strategy. Take "
                                   f"MPIClusterResolver, which gives each rank its role. Received: jobs={dict(jobs)}")
-    if jobs is None and not _platform_gives_roles():
+    if jobs is None:
         if basics.size() < 3:
             raise InvalidRequestError("a coordinator, a worker and a parameter server are 3 ranks; there are "
                                       f"{basics.size()} (mpirun -np 3).")
@@ -97,13 +95,6 @@ def _parameter_server(jobs: Mapping[str, int] | None = None,
         resolver.serve()
         sys.exit()
     return tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=variable_partitioner)
-
-
-def _platform_gives_roles() -> bool:
-    try:
-        return tf_config.read(os.environ.get(tf_config.NAME, "")) is not None
-    except ValueError:
-        return True  # MPIClusterResolver raises an error on every rank.
 
 
 def _tpu(**options: Any) -> None:

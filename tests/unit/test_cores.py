@@ -1,0 +1,154 @@
+"""Shares of the cores of a host, on made-up hosts; and what init() makes of the CPUs that the ranks may use."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mpistrat.api import own_cores
+from mpistrat.core import cores
+from mpistrat.core.cores import gpu_cpus, local_rank, parse_list, physical_cores, share
+from mpistrat.core.topology import Topology
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    """Two sockets of four cores of two hardware threads: CPUs 0-3, 8-11 on the first, 4-7, 12-15 on the second."""
+    for cpu in range(16):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 8 // 4}\n")
+        (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    return tmp_path
+
+
+def shares(cpus: Sequence[int], size: int, system: Path, near: Sequence[frozenset[int]] = ()) -> list[set[int] | None]:
+    """What each rank takes."""
+    return [share(frozenset(cpus), rank, size, near, system) for rank in range(size)]
+
+
+def test_a_list_is_as_linux_writes_it() -> None:
+    assert parse_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert parse_list("\n") == set()
+
+
+def test_threads_of_a_core_stay_together_and_a_rank_in_a_socket(system: Path) -> None:
+    assert physical_cores(range(16), system) == [{cpu, cpu + 8} for cpu in range(8)]
+    assert shares(range(16), 2, system) == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
+    assert shares(range(16), 4, system)[1] == {2, 3, 10, 11}
+
+
+def test_all_ranks_have_as_many_cores_and_the_rest_stays_free(system: Path) -> None:
+    assert shares(range(16), 3, system) == [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}]
+
+
+def test_only_the_cpus_of_the_job_are_shared(system: Path) -> None:
+    assert shares([1, 2, 5, 6], 2, system) == [{1, 2}, {5, 6}]
+
+
+def test_fewer_cores_than_ranks_are_not_shared(system: Path) -> None:
+    assert shares([0, 8, 1], 3, system) == [None] * 3
+
+
+def test_without_a_topology_each_cpu_is_a_core(tmp_path: Path) -> None:
+    assert shares([3, 5, 7, 9], 2, tmp_path) == [{3, 5}, {7, 9}]
+
+
+def test_ranks_are_near_their_gpus(system: Path) -> None:
+    first, second = parse_list("0-3,8-11"), parse_list("4-7,12-15")
+    assert shares(range(16), 2, system, [second, first]) == [second, first]
+    assert shares(range(16), 3, system, [second, first, second]) == [{4, 5, 12, 13}, first, {6, 7, 14, 15}]
+    assert shares(range(16), 2, system, [first]) == [first, second], "not each rank has a GPU"
+    assert shares(range(8), 2, system, [parse_list("0-4"), parse_list("3-7")]) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+
+
+def test_the_cpus_near_gpus_come_in_the_order_of_the_bus(tmp_path: Path) -> None:
+    for bus, cpus in {"0000:81:00.0": "4-7", "0000:01:00.0": "0-3"}.items():
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+        (tmp_path / "pci" / bus).mkdir(parents=True)
+        (tmp_path / "pci" / bus / "local_cpulist").write_text(cpus)
+    assert gpu_cpus(tmp_path / "gpus", tmp_path / "pci") == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert gpu_cpus(tmp_path / "none", tmp_path / "pci") == []
+
+
+def test_mpirun_says_the_place_among_the_ranks_of_the_host() -> None:
+    assert local_rank({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == (1, 4)
+    assert local_rank({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}) == (0, 2)
+    assert local_rank({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}) is None
+
+
+# -- init() -----------------------------------------------------------------------------------------------------------
+
+TWO = Topology(1, ("a", "a", "b"))
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[set[int]]:
+    """The CPUs that this rank takes."""
+    found: list[set[int]] = []
+    monkeypatch.setattr(cores, "take", lambda cpus: found.append(set(cpus)))
+    caplog.set_level(logging.DEBUG, "mpistrat")
+    return found
+
+
+def test_ranks_of_a_host_that_nobody_has_bound_share_its_cores(taken: list[set[int]],
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    own_cores.bind(TWO, [[100, 101], [100, 101], [100, 101]], True)
+    assert taken == [{101}]
+    assert "rank 1: runs on 1 CPUs of a, its share: 101" in caplog.text
+
+
+@pytest.mark.parametrize(("cpus_of", "is_enabled", "why"), [
+    ([[100], [101], [100]], True, "as it was started"), ([[100], [100], [100]], True, "are more than its cores"),
+    ([[100, 101]] * 3, False, "MPISTRAT_BIND=0"), ([[]] * 3, True, "")])
+def test_others_stay_as_they_are(cpus_of: list[list[int]], is_enabled: bool, why: str, taken: list[set[int]],
+                                 caplog: pytest.LogCaptureFixture) -> None:
+    own_cores.bind(TWO, cpus_of, is_enabled)
+    assert taken == []
+    assert why in caplog.text and (why or not caplog.text)
+
+
+def test_an_affinity_that_cannot_be_set_is_no_error(monkeypatch: pytest.MonkeyPatch,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(cpus: object) -> None:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(cores, "take", refuse)
+    caplog.set_level(logging.DEBUG, "mpistrat")
+    own_cores.bind(TWO, [[100, 101]] * 3, True)
+    assert "because it cannot be bound: not permitted" in caplog.text
+
+
+def test_ranks_that_the_launcher_has_bound_to_one_of_many_cores_are_told_how_to_have_more(
+        taken: list[set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(100, 108)))
+    for rank in range(2):
+        own_cores.bind(Topology(rank, ("a", "a")), [[100], [101]], True)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "one of 8 cores" in warnings[0] and "--map-by slot:PE=4" in warnings[0]
+    assert taken == []
+
+
+AFFINITY = "import os; print(sorted(os.sched_getaffinity(0)), 'numpy' in __import__('sys').modules)"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared")
+@pytest.mark.parametrize(("env", "is_shared"), [({"_MPISTRAT_CORES": "1"}, True), ({}, False),
+                                                ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "0"}, False)])
+def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env: dict[str, str],
+                                                                            is_shared: bool) -> None:
+    from mpistrat.cli.startup import variables
+    own = sorted(os.sched_getaffinity(0))
+    environ = {"PATH": os.environ.get("PATH", os.defpath), "OMPI_COMM_WORLD_RANK": "1", **env,
+               "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    environ |= variables(["python"], True, environ, False)
+    done = subprocess.run([sys.executable, "-c", AFFINITY], env=environ, capture_output=True, text=True, timeout=100)
+    expected = sorted(share(frozenset(own), 1, 2) or own) if is_shared else own
+    assert done.stdout == f"{expected} False\n", done.stderr
