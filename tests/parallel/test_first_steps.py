@@ -316,7 +316,7 @@ def test_the_check_can_be_left_out(rank: int, size: int) -> None:
 def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings of this rank so far, as if none had been given before the test."""
     monkeypatch.setattr(first_steps, "_has_warned", False)
-    monkeypatch.setattr(first_steps, "_all", [])
+    monkeypatch.setattr(first_steps, "_all", weakref.WeakSet())
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
                     and record.name.startswith("mpistrat")]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_the
         is_same: bool, form: Callable, rank: int, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(first_steps, "_has_warned", False)
-    monkeypatch.setattr(first_steps, "_all", [])
+    monkeypatch.setattr(first_steps, "_all", weakref.WeakSet())
     model = new_model()
     keras.utils.set_random_seed(rank)
     x, y = map(form, data_of(1 if is_same else rank))
