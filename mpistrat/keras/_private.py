@@ -14,6 +14,7 @@ They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,12 @@ def serialise_as(subclass: type, original: type) -> None:
 # The functions that save a model in one file, for all of Keras' public ones.
 SAVING = (("keras.src.saving.saving_lib", "save_model"), ("keras.src.saving.saving_lib", "save_weights_only"),
           ("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5"))
+SAVE_BACKUP = "_save_model"  # of BackupAndRestore
+
+
+def saves_epochs(callback: keras.callbacks.BackupAndRestore) -> bool:
+    """Whether a BackupAndRestore saves the epoch in a file of its own. That of Keras 3.0 saves the weights alone."""
+    return hasattr(callback, _EPOCH_PATH)
 
 
 def saving_functions() -> Iterator[tuple[ModuleType, str]]:
@@ -240,9 +247,23 @@ def path_of_checkpoint(callback: keras.callbacks.ModelCheckpoint, epoch: int, ba
     return path
 
 
+_EPOCH_PATH = "_training_metadata_path"
+
+
+@contextmanager
+def epoch_of_backup_in(callback: keras.callbacks.BackupAndRestore, path: str) -> Iterator[None]:
+    """A context in which a BackupAndRestore has its epoch and batch in this file."""
+    before = _required(callback, _EPOCH_PATH)
+    setattr(callback, _EPOCH_PATH, path)
+    try:
+        yield
+    finally:
+        setattr(callback, _EPOCH_PATH, before)
+
+
 def paths_of_backup(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str]:
     """The files of a BackupAndRestore: the weights, and the epoch and batch."""
-    return _required(callback, "_weights_path"), _required(callback, "_training_metadata_path")
+    return _required(callback, "_weights_path"), _required(callback, _EPOCH_PATH)
 
 
 # -- MPIStrategy ------------------------------------------------------------------------------------------------------
@@ -277,10 +298,10 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
                                   "Keras 3.10 to 3.15. DistributedOptimizer works without it.")
 
 
-__all__ = ["REGISTRIES", "GeneratorDataAdapter", "TFDatasetAdapter", "accumulators_of", "agree_on_finite", "all_layers",
-           "calls_of", "config_without", "create_anew", "decay_exclusions_of", "distributed_dataset",
-           "epoch_after_backup", "functions_of", "goes_on_after_backup", "is_older_than", "legacy_h5_format",
-           "non_trainable_variables", "objects_given_to", "path_of_checkpoint", "paths_of_backup",
-           "require_for_strategy", "saving_functions", "saving_lib", "serialise_as", "set_epoch_after_backup",
-           "set_number_of_batches", "set_strategy_of_optimizer", "strategy_of_optimizer", "strategy_unsupported",
-           "trained_by", "trainer"]
+__all__ = ["REGISTRIES", "SAVE_BACKUP", "GeneratorDataAdapter", "TFDatasetAdapter", "accumulators_of",
+           "agree_on_finite", "all_layers", "calls_of", "config_without", "create_anew", "decay_exclusions_of",
+           "distributed_dataset", "epoch_after_backup", "epoch_of_backup_in", "functions_of", "goes_on_after_backup",
+           "is_older_than", "legacy_h5_format", "non_trainable_variables", "objects_given_to", "path_of_checkpoint",
+           "paths_of_backup", "require_for_strategy", "saves_epochs", "saving_functions", "saving_lib", "serialise_as",
+           "set_epoch_after_backup", "set_number_of_batches", "set_strategy_of_optimizer", "strategy_of_optimizer",
+           "strategy_unsupported", "trained_by", "trainer"]

@@ -1,4 +1,4 @@
-"""Keras' functions that save a model leave a whole file, or the one that was there before.
+"""Keras' functions that save a model leave a whole file, or the one that was there before; so does BackupAndRestore.
 
 They write to a directory of their own beside the file, and rename it at the end. So a process that dies while it saves
 destroys nothing, and ranks that save to one path at the same time leave a whole file too. Called when the first
@@ -12,8 +12,10 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from keras.callbacks import BackupAndRestore
+
 from ..api.launch_env import launched_rank
-from ._private import saving_functions
+from ._private import SAVE_BACKUP, epoch_of_backup_in, paths_of_backup, saves_epochs, saving_functions
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
 _wrapped: list[Callable[..., Any]] = []
@@ -25,6 +27,8 @@ def wrap_saving() -> None:
         for module, name in saving_functions():
             _wrapped.append(getattr(module, name))
             setattr(module, name, _whole(_wrapped[-1]))
+        if hasattr(BackupAndRestore, SAVE_BACKUP):
+            setattr(BackupAndRestore, SAVE_BACKUP, _with_whole_epoch(getattr(BackupAndRestore, SAVE_BACKUP)))
 
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,5 +53,26 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             shutil.rmtree(own)
         return result
+
+    return save
+
+
+def _with_whole_epoch(original: Callable[[BackupAndRestore], None]) -> Callable[[BackupAndRestore], None]:
+    @functools.wraps(original)
+    def save(self: BackupAndRestore) -> None:
+        if not saves_epochs(self) or "://" in str(self.backup_dir):
+            return original(self)
+        path = paths_of_backup(self)[1]
+        part = f"{path}.saving"
+        if os.path.exists(path):
+            shutil.copyfile(path, part)  # With double_checkpoint Keras keeps a copy of the file before it writes.
+        try:
+            with epoch_of_backup_in(self, part):
+                original(self)
+            os.replace(part, path)
+        finally:
+            if os.path.exists(part):
+                os.remove(part)
+        return None
 
     return save

@@ -1,5 +1,6 @@
 """Which ranks run a callback that writes files, and files of a model that are whole or absent. In one process."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import mpistrat
 keras = pytest.importorskip("keras")
 
 from mpistrat.keras import DistributedOptimizer  # noqa: E402
+from mpistrat.keras._private import saves_epochs  # noqa: E402
 from mpistrat.keras.written_once import Entry, Role, role_of  # noqa: E402
 
 ALONE, LEADS, FOLLOWS, IDLE = Role(True, False), Role(True, True), Role(False, True), Role(False, False)
@@ -72,6 +74,24 @@ def test_a_save_that_fails_in_the_middle_leaves_the_file_of_before(name: str, tm
         save(tmp_path / name)
     assert (tmp_path / name).read_bytes() == before
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_backup_that_fails_in_the_middle_leaves_the_epoch_of_before(double: bool, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path))
+    backup.double_checkpoint = double
+    if not saves_epochs(backup):
+        pytest.skip("this Keras saves no epoch")
+    backup.set_model(new_model())
+    for epoch in range(2):
+        backup.on_epoch_end(epoch)
+    monkeypatch.setattr(json, "dumps", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backup.on_epoch_end(2)
+    found = {path.name: path for path in tmp_path.iterdir() if "json" in path.name}
+    assert json.loads(found["training_metadata.json"].read_text())["epoch"] == 2
+    assert sorted(found) == ["training_metadata.json", "training_metadata.json.bkp"][:1 + double]
 
 
 def test_a_link_stays_and_errors_name_the_path_of_the_user(tmp_path: Path) -> None:
