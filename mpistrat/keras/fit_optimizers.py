@@ -13,7 +13,7 @@ from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradients import GradientReducer
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import Variable
-from ._private import trained_by
+from ._private import calls_of, trained_by
 from .optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
@@ -62,6 +62,11 @@ class FitOptimizers:
         """The optimizers, those in them and those around them, in the same order on all ranks."""
         return list(IdentitySet(part for optimizer in self._optimizers for whole in self._wholes
                                 if optimizer in IdentitySet(parts_of(whole)) for part in parts_of(whole)))
+
+    @property
+    def calls(self) -> int:
+        """How often this rank has applied gradients so far, also where they were only accumulated."""
+        return sum(int(calls_of(optimizer)) for optimizer in self._optimizers)
 
     @property
     def variables(self) -> list[keras.Variable]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from ..api import ops as array_ops
 from ..tensorflow.ops import broadcast_variables
@@ -18,9 +19,10 @@ from .fit_optimizers import FitOptimizers
 class JoinEpochs(keras.callbacks.Callback):
     """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
 
-    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank that was the
-    last to join has made all updates, so all ranks get its trainable weights and optimizer state then: before the
-    validation of the epoch, and before callbacks read or save the model.
+    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
+    batches has made all updates, so all ranks get its trainable weights and optimizer state then: before the validation
+    of the epoch, and before callbacks read or save the model. (It need not be the last to join: where gradients are
+    accumulated, a batch may need no other rank.)
 
     Args:
         optimizers: Those of the model. Their local variables stay as they are.
@@ -45,9 +47,13 @@ class JoinEpochs(keras.callbacks.Callback):
             return
         self._has_joined = True
         process_set = self._optimizers.process_set
-        last = array_ops.join(process_set)
+        array_ops.join(process_set)
+        calls = array_ops.allgather([self._optimizers.calls], f"{self._optimizers.name}/calls", process_set)
         variables = [*self.model.trainable_variables, *self._optimizers.variables]
-        broadcast_variables(self._optimizers.shared(variables), last, process_set)
+        ranks = process_set.ranks
+        assert ranks is not None  # The set has been registered: it has joined.
+        most = ranks[int(np.argmax(calls))]  # Of ranks with as many batches the first; a root is a rank of the job.
+        broadcast_variables(self._optimizers.shared(variables), most, process_set)
 
 
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:

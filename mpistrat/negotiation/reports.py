@@ -49,7 +49,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
                 ("root rank", lambda r: in_job(r.root_rank)),
                 ("device", lambda r: r.device),
                 ("compression", lambda r: r.wire_dtype or "none"),
-                ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are "
+                 ("which tensors of the list there are", lambda r: rank_list(_members(r))),
+                 ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are "
                  "known and unknown when a tf.function is traced)",
                  lambda r: r.layout or "one by one")]
     for what, get in aspects:
@@ -64,19 +65,26 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
 
 
 def _only_on_some(by_request: dict[Request, set[int]], in_job: Callable[[int], int]) -> str:
-    """A sentence on what only some ranks have in their lists, if these differ in length; "" if that has no names."""
+    """A sentence on what only some ranks have in their lists; "" if all have the same, or it has no names."""
     ranks_with: dict[str, set[int]] = {}
     for request, ranks in by_request.items():
         for label in request.labels:
             ranks_with.setdefault(label, set()).update(ranks)
     everybody = set().union(*by_request.values())
     partly = [label for label, ranks in ranks_with.items() if ranks != everybody]
-    if len({len(r.tensors) for r in by_request}) == 1 or len(partly) in (0, len(ranks_with)):
+    is_shorter = len({len(r.tensors) for r in by_request}) > 1
+    # If all labels differ, the ranks only call the variables something else.
+    if not partly or (len(partly) == len(ranks_with) if is_shorter else len({*map(_members, by_request)}) == 1):
         return ""
     listed = ", ".join(f"{label} (ranks {rank_list(map(in_job, sorted(ranks_with[label])))})"
                        for label in partly[:MOST_LISTED])
     more = f" and {len(partly) - MOST_LISTED} more" if len(partly) > MOST_LISTED else ""
     return f" Only some ranks have {listed}{more}: a gradient that is None is left out."
+
+
+def _members(request: Request) -> tuple[int, ...]:
+    """The places of the tensors in the caller's list."""
+    return tuple(sorted(place for places in request.layout for place in places)) or tuple(range(len(request.tensors)))
 
 
 def describe_mismatch_in_graph(mismatch: str) -> str:

@@ -143,12 +143,13 @@ class GradientReducer:
             variables = first_steps.read_alone(variables, self.name)
         return checks.observer(variables, [label_of(v) for v in variables], may_read)
 
-    def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str]) -> list[tf.Tensor]:
+    def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str],
+                      places: list[int]) -> list[tf.Tensor]:
         compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
         scaled = ScaledOp(self._op, 1.0 / self._predivide, self._predivide)
         return compressed.restored(reduce_dense(compressed.tensors, scaled, name, labels,
                                                 wire_dtype=compressed.wire_dtype,
-                                                process_set=number_of(self.process_set, self.name)))
+                                                process_set=number_of(self.process_set, self.name), places=places))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:

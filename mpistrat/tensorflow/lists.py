@@ -41,7 +41,7 @@ def topology_of(process_set: int) -> Topology:
 
 
 def reduce_mixed(tensors: Sequence[Tensor], scaled: ScaledOp, name: str,
-                 reduce: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]], labels: Sequence[str] = (),
+                 reduce: Callable[[list[tf.Tensor], list[str], list[int]], list[tf.Tensor]], labels: Sequence[str] = (),
                  numbers: Sequence[int] = (), process_set: int = 0) -> list[Tensor]:
     """Reduce dense tensors by one call of `reduce`, and each tf.IndexedSlices by gathering. Collective.
 
@@ -49,32 +49,35 @@ def reduce_mixed(tensors: Sequence[Tensor], scaled: ScaledOp, name: str,
         tensors: Dense tensors and tf.IndexedSlices.
         scaled: How to reduce. The slices refuse other factors than 1.
         name: The name by which the ranks match the operation.
-        reduce: Called with the dense tensors and their labels.
+        reduce: Called with the dense tensors, their labels and their numbers.
         labels: What users call the tensors, for error messages.
-        numbers: The number of each tensor in the names of sparse ones, if that is not its place.
+        numbers: The number of each tensor, if that is not its place. The names of sparse ones have it.
         process_set: The id of the process set.
     """
-    results = list(tensors)
+    results, numbers = list(tensors), numbers or range(len(tensors))
     dense = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, scaled, f"{name}/{numbers[i] if numbers else i}", process_set)
+            results[i] = reduce_slices(tensor, scaled, f"{name}/{numbers[i]}", process_set)
         else:
             dense.append(i)
-    reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [])
+    reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [],
+                     [numbers[i] for i in dense])
     for i, tensor in zip(dense, reduced, strict=True):
         results[i] = tensor
     return results
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, labels: Sequence[str] = (),
-                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0) -> list[tf.Tensor]:
+                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0,
+                 places: Sequence[int] = ()) -> list[tf.Tensor]:
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
 
     def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, scaled, labels, may_wait, wire_dtype=wire_dtype, process_set=process_set)
+        return reduce_list(values, name, scaled, labels, may_wait, wire_dtype=wire_dtype, process_set=process_set,
+                           places=places)
 
     return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
                          tensors)

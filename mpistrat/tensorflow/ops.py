@@ -207,7 +207,7 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
 def _reduce(tensors: Sequence[Tensor], scaled: ScaledOp, compression: type[Compressor], name: str, process_set: int,
             may_wait: bool = True) -> list[Tensor]:
     """Reduce dense tensors in one collective, and each tf.IndexedSlices by gathering."""
-    def dense(values: list[tf.Tensor], _: list[str]) -> list[tf.Tensor]:
+    def dense(values: list[tf.Tensor], *_: object) -> list[tf.Tensor]:
         compressed = Compressed(values, compression)
         return compressed.restored(reduce_dense(compressed.tensors, scaled, name, may_wait=may_wait,
                                                 wire_dtype=compressed.wire_dtype, process_set=process_set))

@@ -873,3 +873,20 @@ def test_a_gradient_that_is_none_on_some_ranks_is_named(rank: int, size: int) ->
             r"disagree on number of tensors: 3 on ranks \[0\]; 2 on ranks \[.*\]\. Only some ranks have second \(ranks "
             r"\[0\]\): a gradient that is None is left out\.$")):
         optimizer.apply(gradients, variables)
+
+
+@both_ways
+def test_gradients_of_other_variables_are_not_mixed(way: Callable, rank: int, size: int, restart: Callable) -> None:
+    # As many on all ranks, and of one shape: the second rank lacks another one than the first.
+    variables = [keras.Variable([0.0], name=name) for name in ("first", "second", "third")]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(variables)
+    gradients = [tf.ones([1]) if i != min(rank, 1) else None for i in range(3)]
+    with pytest.raises(tf.errors.OpError, match=r"disagree on which tensors of the list there are: \[1, 2\] on ranks "
+                                                r"\[0\]; \[0, 2\] on ranks \[.*Only some ranks have "):
+        way(lambda: optimizer.apply(gradients, variables))()
+    if way is in_graph:
+        restart()
+    shared = [None, tf.fill([1], float(rank)), tf.ones([1])]
+    optimizer.apply(shared, variables)  # None on all ranks is no disagreement.
+    assert variables[1].numpy().tolist() == pytest.approx([-0.1 * (size - 1) / 2])

@@ -28,11 +28,16 @@ class GraphBucket:
         """All indices, in the order of the bucket's results."""
         return self.single + [i for indices in self.joined.values() for i in indices]
 
-    @property
-    def layout(self) -> tuple[tuple[int, ...], ...]:
-        """As in Request: the tensors in each array; () when each array is one tensor, in ascending order."""
-        arrays = (*((i,) for i in self.single), *map(tuple, self.joined.values()))
-        return () if not self.joined and self.single == sorted(self.single) else arrays
+    def layout(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
+
+        Args:
+            places: The place of each tensor in the caller's list. () means that none is left out of that list.
+        """
+        arrays = tuple(tuple(places[i] for i in indices) for indices in (*([i] for i in self.single),
+                                                                         *self.joined.values()))
+        is_simple = not self.joined and self.single == sorted(self.single)
+        return () if is_simple and list(places) == list(range(len(places))) else arrays
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
@@ -62,7 +67,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
                 may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES, wire_dtype: str = "",
-                process_set: int = 0) -> list[tf.Tensor]:
+                process_set: int = 0, places: Sequence[int] = ()) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -75,9 +80,12 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         bucket_bytes: The size of the buckets; the same on all ranks.
         wire_dtype: As in Request.
         process_set: The id of the process set.
+        places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
+            The same on all ranks.
     """
     if not tensors:
         return []
+    places = places or range(len(tensors))
     device = gpu_graph.device_of(tensors)
     # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager operations.
     joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
@@ -98,7 +106,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
                                                                          process_set=process_set)
         run = partial(run, observer=observers.claim())
         with nullcontext() if device is None else tf.device(device):
-            reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run)
+            reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run,
+                                     bucket.layout(places))
         for i, result in reduced:
             results[i] = result
     return results
@@ -106,7 +115,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, scaled: ScaledOp,
                    labels: tuple[str, ...], wire_dtype: str, process_set: int,
-                   run: Callable) -> list[tuple[int, tf.Tensor]]:
+                   run: Callable, layout: tuple[tuple[int, ...], ...]) -> list[tuple[int, tf.Tensor]]:
     submitted = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in submitted]
     joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
@@ -114,7 +123,6 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
     for indices in bucket.joined.values():
         submitted.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
         shapes.append(submitted[-1].shape)
-    layout = bucket.layout
 
     def make_request(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.

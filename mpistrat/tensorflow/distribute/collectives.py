@@ -41,8 +41,8 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     scaled = ScaledOp(Sum if op == tf.distribute.ReduceOp.SUM else Average)
 
     def reduced(name: str) -> list[Tensor]:
-        return reduce_mixed(tensors, scaled, name, lambda dense, its_labels: reduce_list(
-            dense, name, scaled, labels=its_labels, bucket_bytes=bucket_bytes), labels=labels)
+        return reduce_mixed(tensors, scaled, name, lambda dense, its_labels, places: reduce_list(
+            dense, name, scaled, labels=its_labels, bucket_bytes=bucket_bytes, places=places), labels=labels)
 
     return _in_program_order(operation, reduced)
 
