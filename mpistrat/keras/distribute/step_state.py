@@ -50,7 +50,7 @@ class Flags:
 
     def read(self, name: str) -> tf.Tensor:
         """The value of a flag, in a graph the one at the time of execution."""
-        return tf.raw_ops.ReadVariableOp(resource=self._handles[name], dtype=_DTYPES[name])
+        return tf.reshape(tf.raw_ops.ReadVariableOp(resource=self._handles[name], dtype=_DTYPES[name]), [])
 
 
 _DTYPES = {"usual_rows": tf.int64, "logs_wanted": tf.bool}
