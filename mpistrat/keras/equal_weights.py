@@ -35,7 +35,7 @@ _has_warned = False
 
 
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
-                          process_set: ProcessSet = global_process_set) -> None:
+                          process_set: ProcessSet = global_process_set, suspects: str = "") -> None:
     """Raise MismatchError on every rank unless all ranks have the same values. Collective. It copies no CPU tensor.
 
     If the values differ by rounding only, the first rank logs a warning, once in this process.
@@ -45,6 +45,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         name: Begins the names of the collectives.
         place: When this is, for messages: "at the end of epoch 3".
         process_set: The ranks that take part.
+        suspects: A sentence on what may be the cause, for the error.
     """
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
@@ -53,7 +54,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",
                                           process_set=process_set)
     if lowest != -negated:
-        _explain([label_of(v) for v in variables], arrays, own, name, place, process_set)
+        _explain([label_of(v) for v in variables], arrays, own, name, place, process_set, suspects)
 
 
 def digest_of(array: np.ndarray) -> bytes:
@@ -70,7 +71,7 @@ def digest_of(array: np.ndarray) -> bytes:
 
 
 def _explain(labels: Sequence[str], arrays: Sequence[np.ndarray], own: Sequence[bytes], name: str, place: str,
-             process_set: ProcessSet) -> None:
+             process_set: ProcessSet, suspects: str) -> None:
     """Raise MismatchError, or warn of rounding, when the digests of all weights differ. Collective."""
     global _has_warned
     of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
@@ -85,7 +86,8 @@ def _explain(labels: Sequence[str], arrays: Sequence[np.ndarray], own: Sequence[
     if not have_same_shapes or not all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
                                        for number in differing(digests)):
         raise MismatchError(
-            f"{place} the ranks have different weights, so they no longer train one model: {where} Usual causes: "
+            f"{place} the ranks have different weights, so they no longer train one model: {where} "
+            f"{suspects}{' ' if suspects else ''}Usual causes: "
             "weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
             "optimizer of the model that is no hvd.DistributedOptimizer; code that loads or assigns weights on some "
             "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each "
