@@ -38,6 +38,7 @@ from .fit_states import (
     problem_of_rates,
     readers,
     setters,
+    setters_on_some,
 )
 from .metric_means import MetricMeans
 from .rates import rates_of
@@ -71,6 +72,7 @@ class FitChecks(Callback):
         self._averages_metrics = self._names_steps = self._compares_rates = False
         self._means = MetricMeans(self._process_set)
         self._weights_to_compare = 0  # in so many steps
+        self._suspects = ""  # a sentence on callbacks that only some ranks have
         self._differed: set[str] = set()  # what differed in the latest step that was compared
         self._epochs: int | None = None
         self._batches = 0
@@ -192,13 +194,16 @@ class FitChecks(Callback):
             if kind in self._differed:
                 raise MismatchError(problem)
         self._differed, self._compares_rates = set(problems), bool(rates)
+        # The sentence numbers the ranks of the set, and that on the weights those of the job.
+        self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
 
     def _require_equal_weights(self) -> None:
         """Raise MismatchError if weights differ that are the same on all ranks in a right program."""
         own = IdentitySet([*non_trainable_variables(self.model), *(
             v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
         require_equal_weights(self._optimizers.shared([v for v in self.model.weights if v not in own]),
-                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set)
+                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set,
+                              self._suspects)
 
     def _require_ended(self, what: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.

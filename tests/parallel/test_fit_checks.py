@@ -276,7 +276,8 @@ def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(train
     model.layers[1].trainable = trainable
     with pytest.raises(mpistrat.MismatchError, match="fit: at the end of epoch 1 the ranks have different w") as caught:
         fit(model, rank, [keep, *([] if rank else [Change("kernel", 1.01)])], epochs=2)
-    assert f"/kernel differ among ranks [0]; {list(range(1, size))}." in str(caught.value)
+    assert f"/kernel differ among ranks [0]; {list(range(1, size))}. Only ranks [0] have a Change: give it to the " \
+        "callbacks of all ranks. Usual causes: " in str(caught.value)
     assert not keep.logs  # No callback of the user saves such a model.
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size
 
