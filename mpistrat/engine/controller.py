@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.errors import MismatchError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane
+from ..core.interfaces import AgreementRound, ControlPlane, RankLeftError
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -213,14 +213,24 @@ class Controller:
             self._relay(learned)
             if self._proposals.end_vote(now):
                 self._learned.popleft()
-                self._execute(learned.decision, learned.requests)
+                try:
+                    self._execute(learned.decision, learned.requests)
+                except RankLeftError:
+                    if not self._ends_abruptly():
+                        raise
+                    self.executor.abandon_collectives(False)
                 continue
-            last = self._learned[-1].decision
-            if last.end in _ABRUPT:
-                for learned in self._learned:
-                    self._relay(learned)
-                self.life.end_by(last)
+            self._ends_abruptly()
             return
+
+    def _ends_abruptly(self) -> bool:
+        """End if the last decision says so, without those before it. Returns whether it has ended now."""
+        if not self._learned or self._learned[-1].decision.end not in _ABRUPT:
+            return False
+        for learned in self._learned:
+            self._relay(learned)
+        self.life.end_by(self._learned[-1].decision)
+        return True
 
     def _relay(self, learned: _Learned) -> None:
         if not learned.is_relayed:
