@@ -51,15 +51,16 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.horovod("names-graph", "ignore-name-scope")
-def test_in_a_graph_the_name_is_that_of_the_tensor(names: list[str]) -> None:
+def test_in_a_graph_the_name_is_that_of_the_function_and_the_operation(names: list[str]) -> None:
     @in_graph
     def step(x: Any) -> Any:
         with tf.name_scope("outer"):
             y = tf.identity(x, name="grad-of.x")
-            return hvd.allreduce(y), hvd.allreduce(y, name="my/own:0"), hvd.broadcast(y, 0, ignore_name_scope=True)
+            return (hvd.allreduce(y), hvd.allreduce(2 * y), hvd.broadcast(y, 0), hvd.allreduce(y, name="my/own:0"),
+                    hvd.broadcast(y, 0, name="root", ignore_name_scope=True))
 
     step(tf.ones([2]))
-    assert names == ["outer/allreduce_outer_grad_of_x_0", "outer/my_own_0", "broadcast_outer_grad_of_x_0"]
+    assert names == ["step()/allreduce", "step()/allreduce_1", "step()/broadcast", "outer/my_own_0", "root"]
 
 
 @pytest.mark.horovod("names-eager")
