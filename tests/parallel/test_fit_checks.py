@@ -12,6 +12,7 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
+from mpistrat.negotiation import root
 
 from ..support.system_calls import needs_system_calls
 
@@ -453,7 +454,14 @@ def test_all_ranks_may_stop_together(batch: int | None, rank: int) -> None:
     assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadlock is reported at once, although a graph waits."""
+    monkeypatch.setattr(root, "_GRAPHS_S", 0.0)
+
+
 @needs_system_calls
+@pytest.mark.usefixtures("soon")
 def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int, restart: Callable) -> None:
     text = r"This rank has stopped within epoch 1 \(stopped by Stop\), and others have not" if rank == 0 \
         else r"which wait for .*optimizer\d+/stopped within epoch 1 instead"
@@ -463,6 +471,7 @@ def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int,
 
 
 @needs_system_calls
+@pytest.mark.usefixtures("soon")
 def test_ranks_whose_inputs_of_unknown_size_differ_are_told_their_steps(rank: int, restart: Callable) -> None:
     def batches() -> Iterator[Any]:
         x, y = data_of(rank, ROWS if rank == 0 else ROWS - BATCH)
