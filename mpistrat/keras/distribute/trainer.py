@@ -220,7 +220,8 @@ def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
     return takes_from_generator(distributed_dataset(iterator)) and all(
-        spec.shape.rank and None not in spec.shape[1:] for spec in tf.nest.flatten(_specs(iterator)))
+        isinstance(spec, tf.OptionalSpec) or (spec.shape.rank and None not in spec.shape[1:])
+        for spec in tf.nest.flatten(_specs(iterator)))
 
 
 def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:

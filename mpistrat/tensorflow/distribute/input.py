@@ -73,7 +73,7 @@ class Pipelines:
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
             problem = self._problem_with_files(distributed)
             if not problem:
-                return _with_steps(distributed, None)
+                return distributed
             if policy == _Policy.FILE:
                 raise InvalidRequestError(f"{problem} Write options.experimental_distribute.auto_shard_policy = "
                                           "tf.data.experimental.AutoShardPolicy.DATA, or make more files.")
@@ -85,8 +85,9 @@ class Pipelines:
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             ends_on_all_ranks_together(distributed)
         if self._size > 1 and policy == _Policy.OFF:
-            # Each rank reads all parts of its batches, and goes on until the last rank has finished.
-            return _with_steps(distributed, most * self._size if most >= 0 else None)
+            # Each rank reads all parts of its batches, and goes on until the last rank has finished. For Keras, which
+            # counts the batches before they are split.
+            distributed.mpistrat_steps = most * self._size if most >= 0 else None
         return distributed
 
     def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
@@ -183,13 +184,6 @@ class Pipelines:
             _warn_of_different_data(differs)
         counts = [other for other, *_ in everybody]
         return batches, max(counts) if min(counts) >= 0 else tf.data.UNKNOWN_CARDINALITY, len(set(counts)) == 1
-
-
-def _with_steps(distributed: tf.distribute.DistributedDataset, steps: int | None
-                ) -> tf.distribute.DistributedDataset:
-    """A distributed dataset that says how many steps an epoch has, where that is not the number of global batches."""
-    distributed.mpistrat_steps = steps
-    return distributed
 
 
 @functools.cache  # Each evaluation distributes its data again.
