@@ -64,6 +64,11 @@ class Group:
         return self.engine.controller.joins
 
     @property
+    def executed(self) -> int:
+        """How many operations this rank has executed."""
+        return self.engine.controller.queue.completed
+
+    @property
     def error(self) -> Exception | None:
         """What ended the engine; None while it runs, and after a shutdown of all ranks."""
         return self.engine.controller.life.error

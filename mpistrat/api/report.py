@@ -27,6 +27,7 @@ _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
+_WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
@@ -60,9 +61,14 @@ class Report:
 
 
 class ReportReader:
-    """Collects the reports of all ranks from the lines of a stream."""
+    """Collects the reports of all ranks from the lines of a stream.
+
+    Attributes:
+        without_init: The ranks that say that they have ended without init().
+    """
 
     def __init__(self) -> None:
+        self.without_init: set[int] = set()
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
     @property
@@ -80,6 +86,10 @@ class ReportReader:
         """
         if b"[mpistrat] rank " not in line:
             return None
+        alone = _WITHOUT_INIT_PATTERN.search(line)
+        if alone:
+            self.without_init.add(int(alone[1]))
+            return line[:alone.start()]
         begin = _BEGIN_PATTERN.search(line)
         if begin:
             self._begun.append((int(begin[1]), begin[2].decode(errors="replace"), int(begin[3]),

@@ -2,7 +2,8 @@
 
 Bytes pass unchanged, apart from the following, which needs whole lines:
 
-- The report of a rank that fails is kept; the summary at the end has it.
+- The report of a rank that fails is kept, and so is the line of a rank that ends without init(); the summary at the end
+  has them.
 - mpirun's words about the end of a rank are kept.
 - Log lines of TensorFlow, warnings of Python and errors in the arguments of a script are shown once, and not for each
   rank (`records`).
@@ -52,6 +53,11 @@ class Output:
     def reports(self) -> list[Report]:
         """The reports so far."""
         return self._reader.reports
+
+    @property
+    def without_init(self) -> int:
+        """How many ranks have ended without init()."""
+        return len(self._reader.without_init)
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take what mpirun has printed, and return what is to be shown."""

@@ -13,6 +13,9 @@ MOST_GROUPS = 3
 _MOST_HOSTS = 4
 # Raised on the ranks that wait for one that has ended. If that one says why, this is only a consequence.
 _CONSEQUENCE = f"{OWN_ERRORS}ShutdownError:"
+_WITHOUT_INIT = ("no rank has called init(): each of {} processes has run the whole script alone, and has trained a "
+                 "model of its own if it trains. To train together, write in the script: import mpistrat.keras as hvd; "
+                 "hvd.init(); optimizer = hvd.DistributedOptimizer(optimizer)")
 _SIGNAL_HINTS = {
     signal.SIGKILL: "by a user (kill -9), or by the kernel for lack of memory (see dmesg)",
     signal.SIGSEGV: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where",
@@ -22,7 +25,8 @@ _SIGNAL_HINTS = {
 
 
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
-              died_of: int | None = None, dialect: str = "", can_show_more: bool = True) -> tuple[bytes, list[str]]:
+              died_of: int | None = None, dialect: str = "", can_show_more: bool = True,
+              without_init: int = 0) -> tuple[bytes, list[str]]:
     """Return what to print after the job: words of mpirun as they are, and lines.
 
     Args:
@@ -33,10 +37,12 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         died_of: The signal that has killed mpirun itself, unless this process sent it.
         dialect: Of mpirun's options.
         can_show_more: Whether --traceback would show more.
+        without_init: How many ranks have ended without init().
     """
     if code == 0:
         # The reports are those of another job, which a rank has started, and whose failure it has handled.
-        return b"".join(each.text for each in words), _lines_of(_groups(reports))
+        alone = [_WITHOUT_INIT.format(without_init)] if without_init > 1 else []
+        return b"".join(each.text for each in words), [*_lines_of(_groups(reports)), *alone]
     groups = _groups(_causes(reports))
     end = f"the job has ended with exit code {code}"
     if groups:

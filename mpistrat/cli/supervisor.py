@@ -195,7 +195,8 @@ class _Run:
     def _summary(self, code: int, dialect: str) -> bytes:
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
-                                died_of=died_of, dialect=dialect, can_show_more=self._can_show_more)
+                                died_of=died_of, dialect=dialect, can_show_more=self._can_show_more,
+                                without_init=self._output.without_init)
         # A terminal has printed ^C, and no end of the line.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
         return start + text + "".join(f"mpistrat run: {line}\n" for line in lines).encode(errors="backslashreplace")

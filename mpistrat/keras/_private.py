@@ -13,7 +13,7 @@ They were run with Keras 3.0.5 to 3.15, those of MPIStrategy with 3.10 to 3.15. 
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -84,10 +84,19 @@ def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor],
 _FLATTEN, _OWN_STATE = "_flatten_layers", "_non_trainable_variables"
 
 
-def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers of a model and those in its layers; without Keras' private method only the former."""
+def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """The layers of a model or layer and those in them; without Keras' private method only those of a model."""
     flatten = getattr(model, _FLATTEN, None)
-    return list(model.layers) if flatten is None else list(flatten(include_self=False, recursive=True))
+    return list(getattr(model, "layers", ())) if flatten is None else list(flatten(include_self=False, recursive=True))
+
+
+def functions_of(dataset: object) -> Iterator[object]:
+    """The functions that a tf.data pipeline calls; without TensorFlow's private names, and for other objects, none."""
+    if isinstance(dataset, tf.data.Dataset) and hasattr(dataset, "_inputs") and hasattr(dataset, "_functions"):
+        for wrapper in dataset._functions():
+            yield getattr(wrapper, "_func", None)
+        for inside in dataset._inputs():
+            yield from functions_of(inside)
 
 
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
@@ -246,7 +255,7 @@ def strategy_unsupported(what: object) -> MissingDependencyError:
 
 __all__ = ["REGISTRIES", "GeneratorDataAdapter", "TFDatasetAdapter", "accumulators_of", "agree_on_finite",
            "all_layers", "calls_of", "config_without", "create_anew", "decay_exclusions_of", "distributed_dataset",
-           "epoch_after_backup", "is_older_than", "legacy_h5_format", "non_trainable_variables", "objects_given_to",
-           "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_lib", "serialise_as",
-           "set_epoch_after_backup", "set_number_of_batches", "set_strategy_of_optimizer", "strategy_of_optimizer",
-           "strategy_unsupported", "trained_by", "trainer"]
+           "epoch_after_backup", "functions_of", "is_older_than", "legacy_h5_format", "non_trainable_variables",
+           "objects_given_to", "path_of_checkpoint", "paths_of_backup", "require_for_strategy", "saving_lib",
+           "serialise_as", "set_epoch_after_backup", "set_number_of_batches", "set_strategy_of_optimizer",
+           "strategy_of_optimizer", "strategy_unsupported", "trained_by", "trainer"]

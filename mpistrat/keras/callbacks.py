@@ -19,6 +19,7 @@ from ..tensorflow.identity import IdentitySet
 from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
+from .alone import Alone
 from .fit_optimizers import optimizers_of
 from .momentum import MomentumCorrection
 from .rates import number
@@ -37,7 +38,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
     creates its weights with the first batch; they are broadcast after that batch. So is the state of other optimizers,
     which a model such as a GAN has in public attributes. Normalization layers use the root's statistics then. Random
-    states of layers such as Dropout are not broadcast, so that the ranks drop different units.
+    states of layers such as Dropout are not broadcast, so that the ranks drop different units. It logs a warning if the
+    optimizer is not distributed, or the steps of the first epoch do not communicate: then each rank trains alone.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -59,6 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank, self._process_set = root_rank, resolved(process_set)
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
+        self._alone = Alone(type(self).__name__, self._process_set)
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
@@ -70,6 +73,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if optimizer is not None and self.model.built and self.model.trainable_variables and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         self._broadcast(self._variables())
+        self._alone.begin(self.model)
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
@@ -79,10 +83,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             # Only now have all ranks built the other optimizers, which may have been restored on the root alone.
             variables = self._variables(has_begun=True)
             if len(variables) != self._sent:
-                self._broadcast(variables)
+                self._alone.uncounted(lambda: self._broadcast(variables))
         self._is_first_batch = False
         for first_steps in self.first_steps:
             first_steps.is_paused = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._alone.end_epoch()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._alone.end()
 
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """The weights and the state of the optimizer; after the first batch of other optimizers too."""

@@ -1,15 +1,31 @@
-"""Copies of optimizers: new ones with the same configuration and without state. Called by optimizer.py; local.
+"""Copies of optimizers. Called by optimizer.py; local.
 
-A configuration of Keras has plain values only, from which Keras makes objects if it knows their classes. So learning
-rates that are schedules or functions are handed over as they are, and the optimizers in an optimizer are copied here.
+`copy_of` makes a new one with the same configuration and without state. A configuration of Keras has plain values only,
+from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are handed
+over as they are, and the optimizers in an optimizer are copied here.
+
+Keras itself copies by configurations and files, which have the original class, so that they can be loaded without
+mpistrat. A copy that Keras makes in this process is distributed again:
+
+- The name in a configuration is marked. What is made of the configuration is distributed as the mark says
+  (`from_config`, `deserialize`, `compile_from_config`).
+- pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsIndex
 
+import keras
 from keras.optimizers import Optimizer
 
+from ..api import runtime
+from . import xla
 from ._private import config_without, decay_exclusions_of, objects_given_to
+from .optimizer_parts import distributed_in, parts_of, passes_on
+
+# Distributes a copy of an optimizer as the original.
+Again = Callable[[Optimizer], Optimizer]
 
 
 def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: Mapping[str, object] | None = None,
@@ -20,22 +36,30 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
 
     Args:
         optimizer: The original.
-        cls: The class of the copy, a subclass of the original's; None: the original's.
+        cls: The class of the copy, a subclass of the original's; None: the original's, without its distribution.
         changes: Values of the configuration that are others in the copy.
         copies: The copies of optimizers that have been made, by the id of the original.
     """
-    cls, copies = cls or type(optimizer), {} if copies is None else copies
+    original = original_class(type(optimizer))
+    cls, copies = cls or original, {} if copies is None else copies
     if id(optimizer) in copies:
         return copies[id(optimizer)]
     given = objects_given_to(optimizer)
     config = config_without(optimizer, given) | {
         name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
+    if again_of(config) is not None:
+        config["name"] = str(config["name"])
     # Keras' own from_config reads optimizers from plain values only. A class of the user may have its own from_config.
-    copied = cls(**config) if set(given) - {"learning_rate"} else type(optimizer).from_config.__func__(cls, config)
+    copied = cls(**config) if set(given) - {"learning_rate"} else original.from_config.__func__(cls, config)
     for name, value in decay_exclusions_of(optimizer).items():
         setattr(copied, name, value)
     copies[id(optimizer)] = copied
     return copied
+
+
+def original_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """The class of which a class of distributed optimizers is made; another class itself."""
+    return cls.__bases__[1] if getattr(cls, "is_distributed", False) else cls
 
 
 def _copied(value: object, copies: dict[int, Optimizer]) -> object:
@@ -47,3 +71,99 @@ def _copied(value: object, copies: dict[int, Optimizer]) -> object:
         return cls(copy_of(value.default_optimizer, copies=copies),
                    {name: copy_of(each, copies=copies) for name, each in value.items()})
     return value
+
+
+# -- copies that Keras makes ------------------------------------------------------------------------------------------
+
+
+class _MarkedName(str):
+    """A name in a configuration, with what distributes an optimizer. In a file or in a pickle it is a plain string."""
+
+    def __new__(cls, name: str, again: Again) -> "_MarkedName":
+        marked = super().__new__(cls, name)
+        marked.again = again
+        return marked
+
+    again: Again
+
+    def __deepcopy__(self, memo: object) -> "_MarkedName":
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return str, (str(self),)
+
+
+def marked(config: dict[str, Any], again: Again) -> dict[str, Any]:
+    """A configuration with a mark. That of a class that does not take a name stays as it is."""
+    return config | {"name": _MarkedName(config["name"], again)} if "name" in config else config
+
+
+def again_of(config: Mapping[str, Any]) -> Again | None:
+    """What the mark of a configuration says."""
+    name = config.get("name")
+    return name.again if isinstance(name, _MarkedName) else None
+
+
+def keep_marks(cls: type[Optimizer]) -> None:
+    """Make the from_config of a class distribute what a marked configuration makes. Further calls do nothing."""
+    owner: Any = next(base for base in cls.__mro__ if "from_config" in vars(base))
+    original = vars(owner)["from_config"].__func__
+    if getattr(original, "_mpistrat", False):
+        return
+
+    @functools.wraps(original)
+    def from_config(cls: type[Optimizer], config: dict[str, Any], *args: object, **kwargs: object) -> Optimizer:
+        again = again_of(config)
+        if again is None:
+            return original(cls, config, *args, **kwargs)
+        return again(original(cls, config | {"name": str(config["name"])}, *args, **kwargs))
+
+    from_config._mpistrat = True  # type: ignore[attr-defined]
+    owner.from_config = classmethod(from_config)
+    _keep_marks_of_models()
+
+
+def _keep_marks_of_models() -> None:
+    """Make pickle and copy distribute the optimizer of a model. Further calls do nothing."""
+    original: Any = keras.Model.__reduce_ex__
+    if getattr(original, "_mpistrat", False):
+        return
+
+    @functools.wraps(original)
+    def __reduce_ex__(self: keras.Model, protocol: SupportsIndex) -> Any:  # noqa: N807
+        how = original(self, protocol)
+        optimizer = getattr(self, "optimizer", None)
+        return distributed_when_loaded(optimizer, how) if distributed_in(optimizer) else how
+
+    __reduce_ex__._mpistrat = True  # type: ignore[attr-defined]
+    keras.Model.__reduce_ex__ = __reduce_ex__
+
+
+def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What pickle and copy do to copy an optimizer, or the model that has it. The copy is distributed too.
+
+    Args:
+        optimizer: It is distributed, or one in it is.
+        how: What they do without mpistrat: a function that loads a file in memory, and its arguments.
+    """
+    load, arguments = how[:2]
+    owner = getattr(load, "__self__", None)
+    if not isinstance(owner, type):
+        return how  # The first versions of Keras 3 do not copy by files, and cannot copy a distributed optimizer.
+    load = getattr(original_class(owner), load.__name__)  # pickle finds the original class by its name.
+    inside = distributed_in(optimizer)
+    is_whole = inside == [optimizer] or inside == [part for part in parts_of(optimizer) if not passes_on(part)]
+    return _load, (inside[0]._mpistrat_again(is_in_process=False, is_whole=is_whole), load, *arguments), *how[2:]
+
+
+def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
+    """Load an optimizer or a model, and distribute the optimizer, unless this process is no rank."""
+    loaded = load(*arguments)
+    if not runtime.is_initialized():
+        return loaded
+    if isinstance(loaded, Optimizer):
+        return again(loaded)
+    if getattr(loaded, "optimizer", None) is not None and not distributed_in(loaded.optimizer):
+        loaded.optimizer = again(loaded.optimizer)
+        xla.switch_off(loaded)
+    return loaded

@@ -31,17 +31,17 @@ _ROW_BYTES = 8 * _WORDS
 # this part of the largest absolute value are taken for that; in half precision it is 13 units of bfloat16.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
 
+CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
+          "optimizer of the model that is no hvd.DistributedOptimizer; code that loads or assigns weights on some "
+          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each rank "
+          "has for itself is exempt with register_local_var of the optimizer.")
+
 _has_warned = False
 
 
-CAUSES = ("a callback, or a learning rate, on some ranks only; an optimizer of the model that is no "
-          "hvd.DistributedOptimizer; code that loads or assigns weights on some ranks only, without "
-          "hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each rank has for itself is "
-          "exempt with register_local_var of the optimizer.")
-
-
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
-                          process_set: ProcessSet = global_process_set, causes: str = CAUSES) -> None:
+                          process_set: ProcessSet = global_process_set, suspects: str = "",
+                          causes: str = CAUSES) -> None:
     """Raise MismatchError on every rank unless all ranks have the same values. Collective. It copies no CPU tensor.
 
     If the values differ by rounding only, the first rank logs a warning, once in this process.
@@ -51,6 +51,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         name: Begins the names of the collectives.
         place: When this is, for messages: "at the end of epoch 3".
         process_set: The ranks that take part.
+        suspects: A sentence on what may be the cause, for the error.
         causes: What may be the cause, and the way out.
     """
     with SynchronousExecution():
@@ -60,7 +61,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",
                                           process_set=process_set)
     if lowest != -negated:
-        _explain([label_of(v) for v in variables], arrays, own, name, place, process_set, causes)
+        _explain([label_of(v) for v in variables], arrays, own, name, place, process_set, suspects, causes)
 
 
 def digest_of(array: np.ndarray) -> bytes:
@@ -77,7 +78,7 @@ def digest_of(array: np.ndarray) -> bytes:
 
 
 def _explain(labels: Sequence[str], arrays: Sequence[np.ndarray], own: Sequence[bytes], name: str, place: str,
-             process_set: ProcessSet, causes: str) -> None:
+             process_set: ProcessSet, suspects: str, causes: str) -> None:
     """Raise MismatchError, or warn of rounding, when the digests of all weights differ. Collective."""
     global _has_warned
     of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
@@ -92,8 +93,9 @@ def _explain(labels: Sequence[str], arrays: Sequence[np.ndarray], own: Sequence[
     if not have_same_shapes or not all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
                                        for number in differing(digests)):
         raise MismatchError(
-            f"{place} the ranks have different weights, so they no longer train one model: {where} Usual causes: "
-            f"{causes} MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+            f"{place} the ranks have different weights, so they no longer train one model: {where} "
+            f"{suspects}{' ' if suspects else ''}Usual causes: {causes} "
+            "MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
     if not _has_warned and process_set.rank() == 0:
         logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs round "
                        "differently. Training goes on; larger differences are an error.", place, where)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
 from ..api import runtime
+from .adapted import layers_of_inputs
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
 from .input_rows import digest_of_rows, warn_of_own_order
@@ -69,7 +70,7 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
     if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
         if optimizers.process_set.rank() == 0:
             warn_of_own_order(inputs)
-        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves))
+        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs)))
     return own + [callback for callback in (before_saves, statistics) if callback is not None]
 
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 from keras.callbacks import Callback, TerminateOnNaN
 
@@ -21,7 +22,8 @@ from ..core.topology import rank_list
 from ..tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
 from ..tensorflow.gradients import label_of
 from ..tensorflow.identity import IdentitySet
-from ._private import non_trainable_variables
+from ._private import all_layers, non_trainable_variables
+from .adapted import Adapted, adapted_in, problem_of_adapted
 from .callbacks import BroadcastGlobalVariablesCallback, Logs
 from .equal_weights import require_equal_weights
 from .fit_optimizers import FitOptimizers
@@ -38,6 +40,7 @@ from .fit_states import (
     problem_of_rates,
     readers,
     setters,
+    setters_on_some,
 )
 from .rates import rates_of
 from .save_schedules import AverageBeforeSaves, schedules_of
@@ -56,17 +59,20 @@ class FitChecks(Callback):
         callbacks: The callbacks of fit on this rank.
         rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
         before_saves: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
+        layers: Those that the pipelines of the input call.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
 
     def __init__(self, optimizers: FitOptimizers, callbacks: Sequence[Callback], rows: bytes,
-                 before_saves: AverageBeforeSaves | None):
+                 before_saves: AverageBeforeSaves | None, layers: Sequence[keras.layers.Layer]):
         super().__init__()
+        self._layers = layers
         self._optimizers, self._callbacks, self._rows, self._before_saves = optimizers, callbacks, rows, before_saves
         self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
         self._averages_metrics = self._has_warned = self._names_steps = self._compares_rates = False
         self._weights_to_compare = 0  # in so many steps
+        self._suspects = ""  # a sentence on callbacks that only some ranks have
         self._differed: set[str] = set()  # what differed in the latest step that was compared
         self._epochs: int | None = None
         self._batches = 0
@@ -80,10 +86,14 @@ class FitChecks(Callback):
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), self._optimizers.averages_statistics, self._joins,
             self._optimizers.accumulates, self._optimizers.leaves_weights_uncompared, self._rows,
-            schedules_of(self._callbacks)))
+            schedules_of(self._callbacks), self._adapted(),
+            any(reducer.has_local for reducer in self._optimizers.reducers)))
         problem = problem_at_begin(begins)
-        if problem:
-            raise MismatchError(f"fit{self._numbering()}: {problem}")
+        warning, may_go_on = problem_of_adapted([begin.adapted for begin in begins])
+        if problem or not (may_go_on or any(begin.has_local for begin in begins)):
+            raise MismatchError(f"fit{self._numbering()}: {problem or warning}")
+        if warning and self._process_set.rank() == 0:
+            logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)
         if self._joins:
             use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
         found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
@@ -125,6 +135,8 @@ class FitChecks(Callback):
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
         elif self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
             self._require_ended(f"stopped within epoch {self._epochs}")
+        for first_steps in self._optimizers.first_steps:
+            first_steps.conclude()  # It says more of weights that were never equal.
         self._require_equal_weights()
         if self._averages_metrics:
             self._average({} if logs is None else logs)
@@ -132,8 +144,12 @@ class FitChecks(Callback):
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""
         self._require_together(Progress(self._epochs or 0, True, self._cause()))
-        for first_steps in self._optimizers.first_steps:
-            first_steps.conclude()
+
+    def _adapted(self) -> tuple[Adapted, ...]:
+        """What layers have learned by adapt()."""
+        layers = IdentitySet(all_layers(self.model))
+        is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
+        return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
 
     def _exchange(self, state: State) -> list[Any]:
         """The states of all ranks, all of one class. Collective."""
@@ -178,13 +194,16 @@ class FitChecks(Callback):
             if kind in self._differed:
                 raise MismatchError(problem)
         self._differed, self._compares_rates = set(problems), bool(rates)
+        # The sentence numbers the ranks of the set, and that on the weights those of the job.
+        self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
 
     def _require_equal_weights(self) -> None:
         """Raise MismatchError if weights differ that are the same on all ranks in a right program."""
         own = IdentitySet([*non_trainable_variables(self.model), *(
             v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
         require_equal_weights(self._optimizers.shared([v for v in self.model.weights if v not in own]),
-                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set)
+                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set,
+                              self._suspects)
 
     def _require_ended(self, what: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.

@@ -42,8 +42,8 @@ class FitOptimizers:
         self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
         self._wholes = list(wholes)
         self.reducers: list[GradientReducer] = [o._mpistrat_reducer for o in self._optimizers]
-        self.averages_statistics = all(o._mpistrat_averages_statistics for o in self._optimizers)
-        self.joins = any(o._mpistrat_joins for o in self._optimizers)
+        self.averages_statistics = all(o._mpistrat_arguments.average_statistics for o in self._optimizers)
+        self.joins = any(o._mpistrat_arguments.uneven == "join" for o in self._optimizers)
         self.accumulates = any(o.gradient_accumulation_steps for o in self._optimizers)
 
     @property

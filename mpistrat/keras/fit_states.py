@@ -10,6 +10,7 @@ import numpy as np
 from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau
 
 from ..core.topology import describe_by_rank, rank_list
+from .adapted import Adapted
 from .callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from .rates import are_equal
 from .save_schedules import SaveSchedule
@@ -34,6 +35,8 @@ class Begin:
         compares_weights: Whether fit compares the weights in its first steps, since the reductions do not.
         rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
         saves: When callbacks save the model within an epoch.
+        adapted: What the layers of the model and of tf.data pipelines have learned.
+        has_local: Whether variables are local to each rank, for whose layers a rank may have learned its own.
     """
 
     steps: int | None
@@ -47,6 +50,8 @@ class Begin:
     compares_weights: bool = False
     rows: bytes = b""
     saves: tuple[SaveSchedule, ...] = ()
+    adapted: tuple[Adapted, ...] = ()
+    has_local: bool = False
 
     def __str__(self) -> str:
         return "begin to train"
@@ -115,6 +120,14 @@ def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
                          or type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")}))
 
 
+def setters_on_some(steps: Sequence[Step]) -> str:
+    """The callbacks that may set a learning rate and that only some ranks have, with the way out; "" if none."""
+    some = {name: where for name in sorted({name for step in steps for name in step.setters})
+            if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
+    return " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
+                    for name, where in some.items())
+
+
 def problem_of_rates(steps: Sequence[Step]) -> str:
     """Which number of the optimizers the ranks have different values of, with the way out; "" if none."""
     if len({len(step.rates) for step in steps}) > 1:
@@ -122,13 +135,9 @@ def problem_of_rates(steps: Sequence[Step]) -> str:
     for of_ranks in zip(*(step.rates for step in steps), strict=True):
         label, values = of_ranks[0][0], [value for _, value in of_ranks]
         if not all(are_equal(value, values[0]) for value in values):
-            some = {name: where for name in sorted({name for step in steps for name in step.setters})
-                    if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
-            advice = " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
-                              for name, where in some.items())
-            advice = advice or ("Compute it from what is equal on all ranks: not from rank() or from this rank's rows; "
-                                "and give all ranks the same callbacks, after an "
-                                "hvd.callbacks.MetricAverageCallback() if they read metrics.")
+            advice = setters_on_some(steps) or (
+                "Compute it from what is equal on all ranks: not from rank() or from this rank's rows; and give all "
+                "ranks the same callbacks, after an hvd.callbacks.MetricAverageCallback() if they read metrics.")
             found = describe_by_rank([f"{value:.6g}" for value in values])
             return f"the ranks have different values of the {label}: {found}. Their weights would drift apart. {advice}"
     return ""

@@ -3,9 +3,12 @@
 For users; wrapping is local, and applying gradients is collective.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 import keras
 import tensorflow as tf
@@ -25,7 +28,7 @@ from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
 from . import xla
 from ._private import accumulators_of, agree_on_finite, calls_of, is_older_than, serialise_as, trained_by
-from .copies import copy_of
+from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import wrap_fit
 from .old_optimizers import advice
 from .optimizer_parts import distributed_in, parts_of, passes_on
@@ -34,7 +37,32 @@ from .optimizer_parts import distributed_in, parts_of, passes_on
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _CLIPS_BEFORE = "it clips gradients before it accumulates them"
 _numbers = itertools.count(1)
+_copies: dict[str, Any] = defaultdict(lambda: itertools.count(1))
 _classes: dict[type, type] = {}
+
+
+@dataclass
+class Arguments:
+    """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same.
+
+    Attributes:
+        name: Begins the names of collectives.
+        factor: What the mean of accumulated gradients is multiplied by.
+        process_set: None: all ranks.
+    """
+
+    name: str
+    factor: float
+    compression: type[Compressor]
+    sparse_as_dense: bool
+    gradient_predivide_factor: float
+    op: ReduceOp
+    num_groups: int
+    groups: Groups
+    process_set: ProcessSet | None
+    scale_local_gradients: bool
+    average_statistics: bool
+    uneven: str
 
 
 class _Distributed:
@@ -45,12 +73,19 @@ class _Distributed:
     """
 
     is_distributed = True
-    _mpistrat_reducer: GradientReducer
-    _mpistrat_factor: float
-    _mpistrat_averages_statistics: bool
-    _mpistrat_joins: bool  # at the end of each epoch
+    _mpistrat_arguments: Arguments
     _mpistrat_accumulating: list[keras.Variable] | None
     _mpistrat_called: set[str]  # the hooks that Keras has called
+    _mpistrat_is_copy = False  # made by Keras from the original
+
+    @functools.cached_property
+    def _mpistrat_reducer(self) -> GradientReducer:
+        """Set by _distribute. Without it the optimizer can be loaded, copied and saved, and does not train."""
+        name = type(self).__name__
+        raise InvalidRequestError(
+            f"this {name} cannot average gradients: it was made by the class of a distributed optimizer, or it is a "
+            "copy that does not know the original's local variables (register_local_var), groups of variables, process "
+            f"set or parts. Write hvd.DistributedOptimizer(keras.optimizers.{name}(...)) in its place.")
 
     def apply(self, grads: Iterable[OptionalGradient],
               trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
@@ -73,12 +108,41 @@ class _Distributed:
             grads = self._mpistrat_reducer.reduce(grads, variables)
         return super().apply(grads, given)  # type: ignore[misc]
 
+    def get_config(self) -> dict[str, Any]:
+        """As the original class' get_config. In this process an optimizer that is made of it is distributed too."""
+        return marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
+
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: object = None) -> Optimizer:
-        """Raises InvalidRequestError: a configuration does not say how gradients are averaged."""
-        raise InvalidRequestError(
-            "a configuration does not say how gradients are averaged. Distribute the optimizer that it is for: "
-            f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
+    def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
+        """Return an optimizer with the arguments of the distributed optimizer that `config` comes from.
+
+        Raises:
+            InvalidRequestError: It comes from a file or from another optimizer, and does not say how gradients are
+                averaged.
+        """
+        if again_of(config) is None:
+            raise InvalidRequestError(
+                "a configuration of a file, or of another optimizer, does not say how gradients are averaged. "
+                "Distribute the optimizer that it is for: "
+                f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
+        return original_class(cls).from_config(config, **arguments)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """What pickle and copy call: the copy is distributed too."""
+        how: Any = super().__reduce_ex__(protocol)
+        return distributed_when_loaded(self, how)
+
+    def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
+        """What distributes a copy of this optimizer as this one is.
+
+        Args:
+            is_in_process: The copy stays in this process; pickle cannot copy a process set.
+            is_whole: The copy is not of another optimizer, which has this one and others in it.
+        """
+        its: Arguments | None = vars(self).get("_mpistrat_arguments")
+        is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
+            and not self._mpistrat_reducer.has_local and not isinstance(its.groups, list | tuple)
+        return functools.partial(_distribute_copy, its if is_known else None)
 
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
@@ -121,8 +185,9 @@ class _Distributed:
         self._mpistrat_called.add("_clip_gradients")
         if self._mpistrat_accumulating is not None:
             grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
-            if self._mpistrat_factor != 1.0:
-                grads = [g if g is None else g * tf.cast(self._mpistrat_factor, g.dtype) for g in grads]
+            factor = self._mpistrat_arguments.factor
+            if factor != 1.0:
+                grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
         elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             raise _unknown(_CLIPS_BEFORE)
         return super()._clip_gradients(grads)  # type: ignore[misc]
@@ -181,7 +246,6 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             `apply` raises it too.
     """
     process_set = resolved(process_set)
-    grouping = GradientGroups(groups, num_groups)
     _check(optimizer, op, backward_passes_per_step)
     if uneven not in ("error", "join"):
         raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
@@ -190,25 +254,57 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         changes["gradient_accumulation_steps"] = backward_passes_per_step
     if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
         require_hooks(type(optimizer))
+    factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
+    its = Arguments(f"optimizer{next(_numbers)}", factor, compression, sparse_as_dense, gradient_predivide_factor, op,
+                    num_groups, groups, None if process_set is global_process_set else process_set,
+                    scale_local_gradients, average_statistics, uneven)
+    return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
+
+
+def _distribute(optimizer: Optimizer, its: Arguments, name: str, changes: Mapping[str, object],
+                passes: int) -> Optimizer:
+    """A distributed optimizer with the configuration and the state of `optimizer`.
+
+    Args:
+        optimizer: The original.
+        its: Valid arguments.
+        name: Begins the names of collectives.
+        changes: Values of the configuration that are others.
+        passes: How many times as many passes as in the original are accumulated.
+    """
+    process_set = resolved(its.process_set)
+    reducer = GradientReducer(
+        name, its.compression, its.sparse_as_dense, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+        FirstSteps(name, process_set), process_set, GradientGroups(its.groups, its.num_groups))
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
-    wire_name = f"optimizer{next(_numbers)}"
-    distributed._mpistrat_reducer = GradientReducer(
-        wire_name, compression, sparse_as_dense, op, gradient_predivide_factor, scale_local_gradients,
-        FirstSteps(wire_name, process_set), process_set, grouping)
-    distributed._mpistrat_reducer.changes_early = any(
+    reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
-    distributed._mpistrat_factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
-    distributed._mpistrat_accumulating = None
-    distributed._mpistrat_averages_statistics = average_statistics
-    distributed._mpistrat_joins = uneven == "join"
-    object.__setattr__(distributed, "_mpistrat_called", set())  # Keras would track a set.
+    # By plain assignment Keras would track the set.
+    for attribute, value in {"reducer": reducer, "arguments": its, "accumulating": None, "called": set()}.items():
+        object.__setattr__(distributed, f"_mpistrat_{attribute}", value)
     if optimizer.built:
-        _take_over(distributed, optimizer, backward_passes_per_step)
+        _take_over(distributed, optimizer, passes)
     agree_on_finite(_on_all_ranks)
+    keep_marks(original_class(type(optimizer)))
     xla.without_auto()
     wrap_fit()
     return distributed
+
+
+def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
+    """Distribute a copy of an optimizer as the original; without arguments so that training is an error.
+
+    The ranks make the copies that they train in the same order.
+    """
+    if its is not None:
+        copy = _distribute(optimizer, its, f"{its.name}/copy{next(_copies[its.name])}", {}, 1)
+    else:
+        copy = copy_of(optimizer, _distributed_class(type(optimizer)))
+        if optimizer.built:
+            _take_over(copy, optimizer, 1)
+    copy._mpistrat_is_copy = True
+    return copy
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
@@ -226,7 +322,8 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
-    if distributed_in(optimizer):
+    # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
+    if distributed_in(optimizer) and not getattr(optimizer, "_mpistrat_is_copy", False):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
     if op not in (Average, Sum):
         raise InvalidRequestError("op currently only supports Average and Sum. Received: "
@@ -260,7 +357,9 @@ def _unknown(what: str) -> MissingDependencyError:
 
 
 def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
-    """The distributed subclass of an optimizer's class. There is one for each class."""
+    """The distributed subclass of the class of an optimizer or of a copy. There is one for each class."""
+    if issubclass(original, _Distributed):
+        return original
     if original not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
         _classes[original] = type(original.__name__, (_Distributed, original), body)

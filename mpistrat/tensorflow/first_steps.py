@@ -88,7 +88,7 @@ class FirstSteps:
         return partial(self._observe, [weakref.ref(v) for v in variables] if may_read else [], labels)
 
     def conclude(self) -> None:
-        """Decide now, if training ends after two or three steps. All ranks call it, after as many reductions.
+        """Decide now, if an epoch ends after two or three steps. All ranks call it, after as many reductions.
 
         Raises:
             MismatchError: On every rank, when the ranks train different weights.

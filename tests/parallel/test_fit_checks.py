@@ -17,6 +17,7 @@ from ..support.system_calls import needs_system_calls
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
+hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.keras import equal_weights, fit_checks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
@@ -273,7 +274,8 @@ def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(train
     model.layers[1].trainable = trainable
     with pytest.raises(mpistrat.MismatchError, match="fit: at the end of epoch 1 the ranks have different w") as caught:
         fit(model, rank, [keep, *([] if rank else [Change("kernel", 1.01)])], epochs=2)
-    assert f"/kernel differ among ranks [0]; {list(range(1, size))}." in str(caught.value)
+    assert f"/kernel differ among ranks [0]; {list(range(1, size))}. Only ranks [0] have a Change: give it to the " \
+        "callbacks of all ranks. Usual causes: " in str(caught.value)
     assert not keep.logs  # No callback of the user saves such a model.
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size
 
@@ -289,6 +291,59 @@ def test_weights_that_differ_by_rounding_are_a_warning(rank: int, monkeypatch: p
 def test_a_weight_that_is_not_a_number_on_one_rank_is_no_rounding(rank: int) -> None:
     with pytest.raises(mpistrat.MismatchError, match="at the end of epoch 1 the ranks have different weights"):
         fit(new_model(), rank, [] if rank else [Change("gamma", float("nan"))])
+
+
+def vocabulary_of(layer: Any, rank: int) -> None:
+    layer.adapt(np.array(["a", "b", "ab"[rank > 0]]))
+
+
+def root_only(layer: Any, rank: int) -> None:
+    if rank == 0:
+        vocabulary_of(layer, rank)
+    layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))  # as the error advises
+
+
+@pytest.mark.parametrize("place", ["model", "pipeline"])
+@pytest.mark.parametrize("adapt", [vocabulary_of, root_only])
+def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(
+        adapt: Callable, place: str, rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    words = keras.layers.StringLookup(output_mode="one_hot", name="words")
+    adapt(words, rank)
+    here = place == "model"
+    inputs = [keras.Input((1,), dtype="string"), words] if here else [keras.Input((3,))]
+    model = keras.Sequential([*inputs, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices(([["a"], ["b"]] * 4, np.arange(8.0) + rank)).batch(4)
+    data = data if here else data.map(lambda x, y: (words(x), y))
+    if adapt is root_only:
+        model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+        vocabulary_of(words, rank)
+        model.optimizer.register_local_var(model.layers[-1].bias)  # A layer may be each rank's own then.
+        model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+        assert len([r for r in caplog.records if "has another vocabulary" in r.getMessage()]) == (0 if rank else 1)
+        return
+    with pytest.raises(mpistrat.MismatchError) as caught:
+        model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
+    where = f"[0]; {list(range(1, size))}. Call its adapt on all rows, before hvd.shard"
+    assert f"the layer words (StringLookup) has another vocabulary on each of these ranks: {where}" in str(caught.value)
+
+
+@pytest.mark.parametrize("callbacks", [[], [BroadcastCallback]], ids=["no broadcast", "broadcast"])
+def test_statistics_of_each_ranks_rows_are_an_error_or_a_warning(callbacks: list, rank: int,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Normalization(name="n"), keras.layers.Dense(1)])
+    model.layers[0].adapt(data_of(rank)[0])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    text = "the layer n (Normalization) has another mean and variance on each of these ranks"
+    if callbacks:
+        fit(model, rank, [BroadcastCallback(0)])
+        fit(model, rank, [BroadcastCallback(0)])  # Now they are equal.
+        assert len([r for r in caplog.records if text in r.getMessage()]) == (0 if rank else 1)
+    else:
+        with pytest.raises(mpistrat.MismatchError) as caught:
+            fit(model, rank)
+        assert text in str(caught.value)
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
@@ -576,7 +631,8 @@ def new_two(**arguments: Any) -> Two:
     return Two(**arguments)
 
 
-def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int) -> None:
+def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int,
+                                                                      caplog: pytest.LogCaptureFixture) -> None:
     model = new_two()
     early = keras.callbacks.EarlyStopping("own_loss", mode="max", patience=1)
     history = fit(model, rank, [BroadcastCallback(0), early], epochs=8)
@@ -584,6 +640,7 @@ def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int)
     assert len(losses[0]) < 8
     assert all(other == losses[0] for other in losses)
     assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
+    assert "EACH RANK TRAINS" not in caplog.text
 
 
 def test_a_variable_that_is_local_to_one_of_two_optimizers_stays_on_its_rank(rank: int, size: int) -> None:
@@ -602,6 +659,49 @@ def test_uneven_steps_with_two_optimizers(rank: int, size: int) -> None:
     fit(model, rank, rows=rows, epochs=2)
     states = [*model.get_weights(), *(v.numpy() for optimizer in model.both for v in optimizer.variables)]
     assert len(set(everywhere(b"".join(np.asarray(state).tobytes() for state in states)))) == 1
+
+
+class OwnStep(NormAndDense):
+    """Averages the gradients in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def train_step(self, data: Any) -> dict:
+        loss, tape = self.loss_and_tape(data)
+        weights = self.trainable_weights
+        tape = hvd_tf.DistributedGradientTape(tape) if self.way == "tape" else tape
+        gradients = tape.gradient(loss, [w.value for w in weights])
+        if self.way == "allreduce":
+            gradients = hvd_tf.grouped_allreduce(gradients)
+        self.optimizer.apply(gradients, weights)
+        return {"own_loss": loss}
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1)
+
+
+# Models that are compiled with a plain optimizer, and what the warning says if each rank trains alone.
+ALONE: dict[str, tuple[Callable[[], Any], str]] = {
+    "forgotten": (lambda: new_model(), "the optimizer of compile() is SGD, which does not average gradients. Write"),
+    "own step": (lambda: OwnStep("none"), "no step has communicated. Give compile() an hvd.DistributedOptimizer, or"),
+    "tape": (lambda: OwnStep("tape"), ""),
+    "allreduce": (lambda: OwnStep("allreduce"), ""),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_ranks_that_train_alone_beside_a_broadcast_are_warned_of(name: str, rank: int,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    make, said = ALONE[name]
+    model = make()
+    model.compile(sgd(), loss="mse", jit_compile=False)
+    fit(model, rank, [BroadcastCallback(0)], epochs=2)
+    texts = [r.getMessage() for r in caplog.records if "EACH RANK TRAINS A MODEL OF ITS OWN" in r.getMessage()]
+    assert len(texts) == (2 if said and rank == 0 else 0)  # and once more at the end
+    assert all(said in text and "has a BroadcastGlobalVariablesCallback: " in text for text in texts)
 
 
 def test_a_model_with_a_plain_optimizer_is_left_alone(rank: int) -> None:

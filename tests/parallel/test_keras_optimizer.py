@@ -1,6 +1,9 @@
 """DistributedOptimizer on every rank: what it does to gradients, and how it gets on with the rest of Keras."""
 
+import copy
+import json
 import os
+import pickle
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -593,10 +596,98 @@ def test_it_keeps_what_a_configuration_does_not(name: str, is_built: bool, rank:
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
-def test_it_is_not_made_of_a_configuration() -> None:
+def through_json(config: dict) -> dict:
+    return json.loads(json.dumps(config))
+
+
+# What makes a copy of an optimizer.
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "from_config": lambda o: o.from_config(o.get_config()),
+    "from_config of the class": lambda o: type(o).from_config(copy.deepcopy(o.get_config())),
+    "from_config of the original class": lambda o: keras.optimizers.SGD.from_config(o.get_config()),
+    "deserialize": lambda o: keras.optimizers.deserialize(keras.optimizers.serialize(o)),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda o: pickle.loads(pickle.dumps(o)),
+    "a copy of a copy": lambda o: copy.deepcopy(o.from_config(o.get_config())),
+    "in a LossScaleOptimizer": lambda o: keras.optimizers.deserialize(
+        keras.optimizers.serialize(keras.optimizers.LossScaleOptimizer(o, initial_scale=1.0))),
+    "distributed once more": lambda o: hvd.DistributedOptimizer(
+        keras.optimizers.SGD.from_config(o.get_config()), op=mpistrat.Sum),
+}
+
+
+@pytest.mark.horovod("optimizer-from-config")
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_have_the_arguments_of_the_original(name: str, rank: int, size: int) -> None:
+    unused, original = (hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.5), op=mpistrat.Sum)
+                        for _ in range(2))
+    if rank == 0:  # A copy that does not train may be on one rank only.
+        copy.deepcopy(unused)
+    made, variable = COPIES[name](original), keras.Variable([0.0])
+    assert distributed_in(made) != [original]
+    assert "mpistrat" not in json.dumps(original.get_config())
+    for _ in range(2):
+        made.apply([tf.fill([1], rank + 1.0)], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-0.5 * 2.5 * size * (size + 1) / 2], rtol=1e-6)
+
+
+def test_copies_accumulate_as_the_original(rank: int, size: int) -> None:
+    original = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    made, variable = original.from_config(original.get_config()), keras.Variable([0.0])
+    for _ in range(4):
+        made.apply([tf.fill([1], rank + 1.0)], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-2 * (size + 1)], rtol=1e-6)  # the sums of two passes
+
+
+def test_a_copy_that_cannot_average_as_the_original_is_an_error() -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
     with pytest.raises(ValueError, match=r"DistributedOptimizer\(keras.optimizers.Adam.from_config\(config\)\)"):
-        type(optimizer).from_config(optimizer.get_config())
+        type(optimizer).from_config(through_json(optimizer.get_config()))
+    variable = keras.Variable([1.0])
+    optimizer.register_local_var(variable)
+    of_a_set = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), process_set=mpistrat.ProcessSet([0]))
+    for made in (type(optimizer)(0.1), optimizer.from_config(optimizer.get_config()), copy.deepcopy(optimizer),
+                 copy.deepcopy(pickle.loads(pickle.dumps(optimizer))), pickle.loads(pickle.dumps(of_a_set))):
+        with pytest.raises(ValueError, match=r"this Adam cannot average gradients: .* Write hvd.Distrib"):
+            made.apply([tf.ones([1])], [variable])
+    hvd.DistributedOptimizer(made).apply([tf.ones([1])], [variable])
+    np.testing.assert_allclose(variable.numpy(), [0.9], rtol=1e-5)
+
+
+def compiled_again(model: Any) -> Any:
+    other = keras.models.clone_model(model)
+    other.compile_from_config(model.get_compile_config())
+    return other
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), compiled_again],
+                         ids=["deepcopy", "pickle", "compile_from_config"])
+def test_copies_of_a_model_train_with_all_ranks(make: Callable, rank: int) -> None:
+    model = trained_model(rank, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
+    made = make(model)
+    assert distributed_in(made.optimizer) == [made.optimizer]
+    if make is not compiled_again:
+        assert int(made.optimizer.iterations.numpy()) == 2
+        for new, old in zip(made.optimizer.variables, model.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(new.numpy(), old.numpy())
+    made.set_weights(model.get_weights())
+    generator = np.random.default_rng(rank)
+    for _ in range(2):
+        made.train_on_batch(generator.standard_normal((4, 3)), generator.standard_normal((4, 1)))
+    weights = mpistrat.allgather_object(b"".join(weight.tobytes() for weight in made.get_weights()))
+    assert len(set(weights)) == 1
+    assert made.get_weights()[0].tobytes() != model.get_weights()[0].tobytes()
+
+
+@needs_multi_optimizer
+def test_copies_of_a_model_with_several_optimizers_do_not_train() -> None:
+    parts = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1)]
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(parts[0], {"bias": parts[1]})), "mse")
+    made = copy.deepcopy(model)
+    assert made.predict(np.ones((2, 3)), verbose=0).shape == (2, 1)
+    with pytest.raises(ValueError, match=r"this MultiOptimizer cannot average gradients"):
+        made.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
 
 
 @needs_multi_optimizer
@@ -628,7 +719,7 @@ def test_it_serialises_as_the_original(name: str) -> None:
     original.name = "same"
     optimizer = hvd.DistributedOptimizer(original)
     assert keras.optimizers.serialize(optimizer) == keras.optimizers.serialize(original)
-    restored = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    restored = keras.optimizers.deserialize(through_json(keras.optimizers.serialize(optimizer)))
     assert type(restored) is type(original)
 
 
@@ -641,7 +732,8 @@ def test_a_registered_class_of_the_users_serialises_too(rank: int, size: int) ->
     optimizer = hvd.DistributedOptimizer(Registered(0.1))
     serialised = keras.optimizers.serialize(optimizer)
     assert serialised["registered_name"] == "tests_of_mpistrat>Registered"
-    assert type(keras.optimizers.deserialize(serialised)) is Registered
+    assert type(keras.optimizers.deserialize(through_json(serialised))) is Registered
+    assert type(keras.optimizers.deserialize(serialised)) is type(optimizer)
     variable = keras.Variable([0.0])
     optimizer.apply([tf.fill([1], rank + 1.0)], [variable])
     np.testing.assert_allclose(variable.numpy(), [-0.1 * (size + 1) / 2], rtol=1e-6)

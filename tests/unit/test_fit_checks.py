@@ -207,3 +207,16 @@ def test_optimizers_are_found_in_public_attributes_in_the_order_of_their_names()
     found = fit_optimizers_of(model)
     assert found is not None
     assert found.reducers == [third._mpistrat_reducer, second._mpistrat_reducer]
+
+
+def test_variables_that_are_trained_in_another_process_set_are_not_shared() -> None:
+    here, there = keras.Variable([0.0]), keras.Variable([0.0])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    model.other = hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=hvd.ProcessSet([0]))
+    model.optimizer.build([here])
+    model.other.build([there])
+    found = fit_optimizers_of(model)
+    assert found is not None
+    assert [v is here for v in found.shared([here, there])] == [True]
+    assert found.parts == [model.optimizer]

@@ -56,6 +56,13 @@ def test_what_stands_before_a_report_in_its_line_is_returned(before: bytes) -> N
     assert reports == [ONE] and set(returned) == {before}
 
 
+def test_ranks_that_have_ended_without_init_are_counted() -> None:
+    reader = ReportReader()
+    assert [reader.take(b"[1,%d]<stderr>: [mpistrat] rank %d has ended without init()\n" % (rank, rank))
+            for rank in (3, 12, 3)] == [b"[1,%d]<stderr>: " % rank for rank in (3, 12, 3)]
+    assert reader.without_init == {3, 12} and not reader.reports
+
+
 def test_other_lines_are_not_taken() -> None:
     lines = [b"ValueError\n", b"[mpistrat] rank 1 on node1 ends the job: ValueError\n",
              b"[mpistrat] rank 3 > without a beginning\n", b"\n", b"\xff\xfe\n"]

@@ -37,6 +37,18 @@ def test_with_the_traceback_on_request() -> None:
     assert "Traceback (most recent call last)" in done.stderr and REPORTED in done.stderr
 
 
+@pytest.mark.parametrize(("code", "says"), [
+    ("print(1)", True), ("import sys, types; sys.modules['mpi4py.MPI'] = types.ModuleType('MPI')", False),
+    ("import os; os.close(2)", False), ("import os; os._exit(0)", False),
+    ("import os; pid = os.fork(); pid and os.waitpid(pid, 0) and os._exit(0)", False),
+    ("import os, types; os.times = lambda: types.SimpleNamespace(children_user=1.1)", False)],
+    ids=["without MPI", "with MPI", "no stderr", "no end", "a fork", "a wrapper"])
+def test_a_rank_that_has_not_called_init_says_so(code: str, says: bool) -> None:
+    done = start(code)
+    assert done.returncode == 0
+    assert done.stderr == ("[mpistrat] rank 1 has ended without init()\n" if says else "")
+
+
 @pytest.mark.parametrize("path", [None, str(ROOT), f"{ROOT}{os.pathsep}/extra", ""])
 def test_it_leaves_no_trace(path: str | None) -> None:
     done = start("import os, sys; print(repr(os.environ.get('PYTHONPATH')), "

@@ -93,6 +93,12 @@ def test_a_job_that_the_user_has_ended(number: int, how: str) -> None:
 
 
 def test_a_job_that_has_succeeded_loses_nothing() -> None:
-    assert summarize(0, [], []) == (b"", [])
+    assert summarize(0, [], [], without_init=1) == (b"", [])
     assert summarize(0, [report(0, "x")], [words(Ending(0, code=1))]) == (
         b"words\n", [f"rank 0 on node1 failed:\n{FRAMES}\nx"])
+
+
+def test_a_job_in_which_no_rank_has_called_init_is_told_so() -> None:
+    _, lines = summarize(0, [], [], without_init=2)
+    assert lines[0].startswith("no rank has called init(): each of 2 processes has run the whole script alone")
+    assert not [line for line in summarize(1, [], [], without_init=2)[1] if "init()" in line]

@@ -1,9 +1,13 @@
 """Python imports this when it starts on a rank of `mpistrat run`: errors of the script before init() are reported.
 
+A rank that ends without init() says so, and `mpistrat run` tells the user if no rank has called it.
+
 It leaves no trace: PYTHONPATH and sys.path are again what they were, and a sitecustomize of the user is imported.
 mpistrat is imported only after an error, because it imports numpy, whose settings the script may want to change first.
 """
 
+import atexit
+import contextlib
 import importlib
 import os
 import sys
@@ -11,15 +15,18 @@ from types import TracebackType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PROCESS = os.getpid()
+_WRAPPER_S = 1.0  # A process whose children have computed for so long has perhaps only started the script.
 
 
-def _is_rank() -> bool:
-    """Whether mpirun has started this process. mpirun itself may be a Python program, and must keep PYTHONPATH."""
-    return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"))
+def _rank() -> str | None:
+    """The rank that mpirun has given this process. mpirun itself may be a Python program, and must keep PYTHONPATH."""
+    return next((os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") if name in os.environ),
+                None)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """In place of sys.excepthook, until init()."""
+    atexit.unregister(_say_without_init)
     try:
         if os.getpid() != _PROCESS:  # A process that the script has forked is no rank.
             raise ImportError
@@ -33,6 +40,14 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 _report._mpistrat_before_init = True  # type: ignore[attr-defined]
 
 
+def _say_without_init(rank: str) -> None:
+    """When Python exits. With several ranks init() loads MPI, which a script may also use without mpistrat."""
+    is_wrapper = os.times().children_user > _WRAPPER_S
+    if os.getpid() == _PROCESS and "mpi4py.MPI" not in sys.modules and not is_wrapper and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):  # There is no stderr, or no reader.
+            os.write(sys.__stderr__.fileno(), f"[mpistrat] rank {rank} has ended without init()\n".encode())
+
+
 def _restore_path() -> None:
     path = os.environ.get("PYTHONPATH", "")
     if path == _HERE:
@@ -43,9 +58,11 @@ def _restore_path() -> None:
 
 def _begin() -> None:
     sys.path[:] = [path for path in sys.path if path != _HERE]
-    if _is_rank() and "_MPISTRAT_REPORTS" in os.environ:
+    rank = _rank()
+    if rank is not None and "_MPISTRAT_REPORTS" in os.environ:
         _restore_path()
         sys.excepthook = _report
+        atexit.register(_say_without_init, rank)
     own = sys.modules.pop(__name__)
     try:
         importlib.import_module(__name__)  # the user's
