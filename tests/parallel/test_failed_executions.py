@@ -56,6 +56,28 @@ def test_a_collective_that_one_rank_has_left_behind_ends_the_engines(where: str,
     assert step(tf.constant(7.0), tf.constant(1.0)) == 7 * size
 
 
+def test_a_step_that_is_ahead_does_not_meet_one_that_has_yet_to_fail(rank: int, size: int,
+                                                                    restart: Callable[[], None]) -> None:
+    """The error comes late on the last rank, when the others may have submitted the next step's collective."""
+    is_last = rank == size - 1
+
+    @tf.function(autograph=False)
+    def step(x: Any, diagonal: Any) -> Any:
+        first = total(x, "ahead")
+        inverse = tf.linalg.inv(tf.eye(3) * diagonal + (late(x) if is_last else 0.0))[0, 0]
+        second = total(x if is_last else x + 0.0 * inverse, "behind")
+        return first + second + 0.0 * inverse
+
+    errors = 0
+    for number in range(1, 6):
+        try:
+            assert step(tf.constant(float(number)), tf.constant(0.0 if number == 2 else 1.0)) == 2 * number * size
+        except tf.errors.OpError:
+            errors += 1
+    assert errors >= 1
+    restart()
+
+
 @pytest.mark.parametrize("kind", ["assert", "end of data", "inverse"])
 def test_after_an_error_without_a_collective_in_flight_training_goes_on(kind: str, rank: int, size: int) -> None:
     data = iter(tf.data.Dataset.range(100 if kind != "end of data" else 3))

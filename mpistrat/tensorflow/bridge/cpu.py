@@ -71,10 +71,11 @@ class Wait(Enum):
 
 
 class _CollectiveCounter:
-    """The number of collectives in a graph so far."""
+    """The number of collectives in a graph so far, and the name of the first, once it has run."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.first = ""
 
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.WeakKeyDictionary()
@@ -245,9 +246,14 @@ class _CpuCallSite:
         request = self._latest[1]
         if self._origin is None:
             self._origin = Origin(self.place, is_in_order(request.name))
+        number = executions.next_number(request.name, request.process_set) if self._counts else 0
         if past is not None:
-            request = dataclasses.replace(request, name=request.name + executions.suffix(past))
-        return request, arrays, executions.next_number(request.name, request.process_set) if self._counts else 0
+            suffix = executions.suffix(past)
+        else:
+            if self._position == 1:
+                self._counter.first = request.name
+            suffix = executions.missed(self._counter.first, request.name, request.process_set)
+        return dataclasses.replace(request, name=request.name + suffix) if suffix else request, arrays, number
 
 
 def as_tf_error(error: MpistratError) -> Exception:
