@@ -46,7 +46,7 @@ from ._private import is_compiled_by_xla
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .observers import Observer
-from .program_order import in_order
+from .program_order import in_order, is_ordered
 from .python_op import host_call, keep_thread_state
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
@@ -204,7 +204,7 @@ class _CpuCallSite:
         self._observer = observer
         self._has_past, self._counts = execution.is_past, execution.number is None
         counter.count += 1
-        self._position = counter.count
+        self._position, self._is_ordered = counter.count, is_ordered()
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: tuple[list[tuple[int, ...]], Request] | None = None
         self._origin: Origin | None = None
@@ -247,9 +247,10 @@ class _CpuCallSite:
         if self._origin is None:
             self._origin = Origin(self.place, is_in_order(request.name))
         number = executions.next_number(request.name, request.process_set) if self._counts else 0
+        suffix = ""
         if past is not None:
             suffix = executions.suffix(past)
-        else:
+        elif self._is_ordered:
             if self._position == 1:
                 self._counter.first = request.name
             suffix = executions.missed(self._counter.first, request.name, request.process_set)

@@ -59,6 +59,11 @@ def _token() -> tf.Tensor | None:
     return seen
 
 
+def is_ordered() -> bool:
+    """Whether the collectives that are being traced run in program order: not in the gradient of a function."""
+    return not _is_gradient(current_function())
+
+
 def current_function() -> tf.Graph:
     """The graph of the function that is being traced, also inside of its branches and loops."""
     return function_of(tf.compat.v1.get_default_graph())
