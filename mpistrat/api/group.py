@@ -47,8 +47,6 @@ class Group:
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
-        # The same for executions of graphs: how many have begun, and the latest that had a collective.
-        self._executions: tuple[int, dict[str, int], dict[tuple[str, str], int]] = 0, {}, {}
         self._device = GpuExecutor(topology, backends.data, settings)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
         self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
@@ -85,27 +83,6 @@ class Group:
         if self._numbers[0] != joins:
             self._numbers = joins, defaultdict(itertools.count)
         return next(self._numbers[1][key])
-
-    def missed(self, first: str, name: str) -> int:
-        """How many executions of a graph have ended in an error before they came to its collective `name`.
-
-        Those since the latest that came to it. To be called with each execution of each collective of the graph. Local.
-        Counting restarts after a join().
-
-        Args:
-            first: The name of the first collective of the graph, which begins an execution.
-            name: The name of the collective.
-        """
-        joins = self.joins
-        if self._executions[0] != joins:
-            self._executions = joins, {}, {}
-        _, begun, latest = self._executions
-        if name == first:
-            begun[first] = begun.get(first, 0) + 1
-            return 0
-        number, before = begun.get(first, 0), latest.get((first, name), 0)
-        latest[first, name] = number
-        return max(number - before - 1, 0)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return the payloads of all ranks of the group, in rank order. Collective over the group."""

@@ -71,11 +71,11 @@ class Wait(Enum):
 
 
 class _CollectiveCounter:
-    """The number of collectives in a graph so far, and the name of the first, once it has run."""
+    """The number of collectives in a graph so far, and of its executions: since when, and how many have begun."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.first = ""
+        self.count = self.begun = 0
+        self.job: object = None
 
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.WeakKeyDictionary()
@@ -208,6 +208,7 @@ class _CpuCallSite:
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: tuple[list[tuple[int, ...]], Request] | None = None
         self._origin: Origin | None = None
+        self._latest_execution: tuple[object, int] = None, 0
 
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result."""
@@ -251,10 +252,24 @@ class _CpuCallSite:
         if past is not None:
             suffix = executions.suffix(past)
         elif self._is_ordered:
-            if self._position == 1:
-                self._counter.first = request.name
-            suffix = executions.missed(self._counter.first, request.name, request.process_set)
+            missed = self._missed_executions()
+            suffix = f" (after {missed} executions that ended in an error)" if missed else ""
         return dataclasses.replace(request, name=request.name + suffix) if suffix else request, arrays, number
+
+    def _missed_executions(self) -> int:
+        """How many executions of this graph have ended in an error since the latest that came to this collective.
+
+        The same executions may have submitted it on another rank, where it is still in flight. A name without the
+        number would meet it. If they have failed before it on all ranks, all have the number.
+        """
+        counter, job = self._counter, weakref.ref(runtime.current())  # One job has one reference.
+        if counter.job is not job:
+            counter.job, counter.begun = job, 0
+        if self._position == 1:
+            counter.begun += 1
+        before = self._latest_execution[1] if self._latest_execution[0] is job else 0
+        self._latest_execution = job, counter.begun
+        return max(counter.begun - before - 1, 0)
 
 
 def as_tf_error(error: MpistratError) -> Exception:

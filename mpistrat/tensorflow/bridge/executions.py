@@ -53,16 +53,6 @@ def next_number(name: str, process_set: int = 0) -> int:
     return runtime.current().group_of(name, process_set).next_number(("execution", name))
 
 
-def missed(first: str, name: str, process_set: int) -> str:
-    """The suffix of the name of a collective that earlier executions of its graph have not submitted: they have failed.
-
-    The same executions may have submitted it on another rank, where it is still in flight. A name without the suffix
-    would meet it. If they have failed before it on all ranks, all have the suffix. For the arguments see Group.missed.
-    """
-    count = runtime.current().group_of(name, process_set).missed(first, name)
-    return f" (after {count} executions without it)" if count else ""
-
-
 def suffix(number: int) -> str:
     """The suffix of the names of the collectives in the gradient of an execution.
 
