@@ -42,7 +42,8 @@ MOST_GROWTH_BYTES = 32 * 10**6
 
 @pytest.mark.parametrize("operations", ["shared_memory", "mpi"])
 def test_ten_thousand_collectives_of_other_sizes_leave_neither_memory_nor_descriptors(operations: str) -> None:
-    job = run_job(2, ["python", "tests/scripts/varied_sizes.py", "10000"], env={"MPISTRAT_CPU_OPERATIONS": operations})
+    job = run_job(2, ["python", "tests/scripts/varied_sizes.py", "10000"], limit_s=300,
+                  env={"MPISTRAT_CPU_OPERATIONS": operations})
     assert job.code == 0, job.output
     for rank in range(2):
         line, = job.of_rank(rank)
