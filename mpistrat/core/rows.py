@@ -1,4 +1,4 @@
-"""Which rows of a tensor go to which rank, in reduce-scatters and all-to-alls. Pure."""
+"""Which rows of a tensor go to which rank, in reduce-scatters and all-to-alls; and rows for a digest. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -78,3 +78,13 @@ def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[lis
     """
     parts = table[:, 1:] * elements
     return parts[rank].tolist(), parts[:, rank].tolist(), int(parts.max())
+
+
+# At most so many rows of an array, and of large rows no more than have this size, but at least a few.
+_SAMPLE_ROWS, _SAMPLE_BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
+
+
+def places_of_sample(rows: int, row_bytes: int) -> np.ndarray:
+    """The places of rows at equal distances, for a digest of an array with so many rows, at least one, of this size."""
+    count = min(rows, _SAMPLE_ROWS, max(_FEWEST_ROWS, _SAMPLE_BYTES // max(row_bytes, 1)))
+    return np.linspace(0, rows - 1, count).astype(np.int64)

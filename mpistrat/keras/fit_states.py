@@ -11,7 +11,7 @@ from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, Mode
 from ..core.topology import describe_by_rank, rank_list
 from .adapted import Adapted
 from .callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
-from .rates import are_equal
+from .rates import different_rate
 from .save_schedules import SaveSchedule
 
 # They communicate, so all ranks must have them.
@@ -131,15 +131,13 @@ def problem_of_rates(steps: Sequence[Step]) -> str:
     """Which number of the optimizers the ranks have different values of, with the way out; "" if none."""
     if len({len(step.rates) for step in steps}) > 1:
         return ""
-    for of_ranks in zip(*(step.rates for step in steps), strict=True):
-        label, values = of_ranks[0][0], [value for _, value in of_ranks]
-        if not all(are_equal(value, values[0]) for value in values):
-            advice = setters_on_some(steps) or (
-                "Compute it from what is equal on all ranks: not from rank() or from this rank's rows; and give all "
-                "ranks the same callbacks, after an hvd.callbacks.MetricAverageCallback() if they read metrics.")
-            found = describe_by_rank([f"{value:.6g}" for value in values])
-            return f"the ranks have different values of the {label}: {found}. Their weights would drift apart. {advice}"
-    return ""
+    different = different_rate([step.rates for step in steps])
+    if not different:
+        return ""
+    advice = setters_on_some(steps) or (
+        "Compute it from what is equal on all ranks: not from rank() or from this rank's rows; and give all ranks the "
+        "same callbacks, after an hvd.callbacks.MetricAverageCallback() if they read metrics.")
+    return f"{different} {advice}"
 
 
 def problem_at_begin(begins: Sequence[Begin]) -> str:

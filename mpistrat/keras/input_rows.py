@@ -11,12 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from ..api.sharding import OWN_ORDER, is_sharded_in_own_order
+from ..core.rows import places_of_sample
 
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 8
-# At most so many rows of an array, and of large rows no more than have this size, but at least a few.
-_ROWS, _BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
 
 
 def digest_of_rows(inputs: Any) -> bytes:
@@ -52,6 +51,5 @@ def warn_of_own_order(inputs: object) -> None:
 
 def _some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:
     size = int(np.prod(array.shape[1:])) * (array.itemsize if isinstance(array, np.ndarray) else array.dtype.size)
-    count = min(len(array), _ROWS, max(_FEWEST_ROWS, _BYTES // max(size, 1)))
-    places = np.linspace(0, len(array) - 1, count).astype(np.int64)
+    places = places_of_sample(len(array), size)
     return array[places] if isinstance(array, np.ndarray) else tf.gather(array, places).numpy()

@@ -5,12 +5,13 @@ Called by what mpistrat adds to fit; local.
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import keras
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
+from ..core.topology import describe_by_rank
 from ._private import objects_given_to
 from .optimizer_parts import passes_on
 
@@ -38,6 +39,16 @@ def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
 def are_equal(a: float, b: float) -> bool:
     """Whether two ranks may have computed the same number. NaN equals NaN."""
     return math.isclose(a, b, rel_tol=_RELATIVE) or (math.isnan(a) and math.isnan(b))
+
+
+def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
+    """The sentences on the first number that the ranks have different values of; "" if there is none."""
+    for values in zip(*of_ranks, strict=False):
+        label, numbers = values[0][0], [value for _, value in values]
+        if not all(are_equal(value, numbers[0]) for value in numbers):
+            found = describe_by_rank([f"{value:.6g}" for value in numbers])
+            return f"the ranks have different values of the {label}: {found}. Their weights would drift apart."
+    return ""
 
 
 def _rates_of_one(optimizer: Optimizer) -> dict[str, float]:

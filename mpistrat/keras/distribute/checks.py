@@ -12,11 +12,10 @@ from keras.optimizers import Optimizer
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import MismatchError
-from ...core.topology import describe_by_rank
 from ...tensorflow.names import eager
 from ..equal_weights import require_equal_weights
 from ..optimizer_parts import parts_of
-from ..rates import are_equal, rates_of
+from ..rates import different_rate, rates_of
 
 _CAUSES = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights on "
            "all ranks), and a callback or a learning rate on some ranks only.")
@@ -34,12 +33,8 @@ def require_same_training(variables: Sequence[keras.Variable], optimizers: Itera
     if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
         return
     own = rates_of(part for optimizer in optimizers for part in parts_of(optimizer))
-    of_ranks = array_ops.allgather_object(own, eager("strategy/rates"))
-    for values in zip(*of_ranks, strict=False):
-        label, numbers = values[0][0], [number for _, number in values]
-        if not all(are_equal(number, numbers[0]) for number in numbers):
-            raise MismatchError(
-                f"{place} the ranks have different values of the {label}: "
-                f"{describe_by_rank([f'{number:.6g}' for number in numbers])}. Their weights would drift apart. Set it "
-                "to the same value on all ranks, and give all ranks the same callbacks.")
+    different = different_rate(array_ops.allgather_object(own, eager("strategy/rates")))
+    if different:
+        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
+                            "callbacks.")
     require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES)

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from ...core.rows import places_of_sample
 from ...core.topology import rank_list
 from .._private import arrays_of, inputs_of, numbers_of
-
-# At most so many rows of an array, and of large rows no more than have this size, but at least a few.
-_ROWS, _BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
 
 ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
           "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
@@ -57,8 +55,7 @@ def _some_rows(array: tf.Tensor) -> Iterator[bytes]:
         return
     if array.shape.rank and array.shape[0]:
         size = int(np.prod(array.shape[1:])) * max(array.dtype.size, 1)
-        count = min(array.shape[0], _ROWS, max(_FEWEST_ROWS, _BYTES // max(size, 1)))
-        array = tf.gather(array, np.linspace(0, array.shape[0] - 1, count).astype(np.int64))
+        array = tf.gather(array, places_of_sample(array.shape[0], size))
     rows = array.numpy()
     if array.dtype == tf.string:
         yield from np.ravel(np.asarray(rows, dtype=object)).tolist()
