@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
+from ...core.cores import own_cpus
 from ...core.errors import InvalidRequestError
 from ...core.roles import Role
 from .rendezvous import form
@@ -98,8 +99,13 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         """
         if self._cluster.role not in (Role.WORKER, Role.PS):
             raise InvalidRequestError(f"a {self.task_type} has no server to run; serve() is for workers and ps.")
+        # TensorFlow's default is a thread for each core. With one core, a function that waits for values of another
+        # task takes the thread that would receive them, and waits for ever. TensorFlow's tutorial sets it too:
+        # https://www.tensorflow.org/tutorials/distribute/parameter_server_training#in-process_cluster
+        threads = max(len(own_cpus()), sum(map(len, self._cluster.spec.values())) + 1)
         self._server = tf.distribute.Server(self.cluster_spec(), job_name=self.task_type, task_index=self.task_id,
-                                            protocol=self.rpc_layer)
+                                            protocol=self.rpc_layer,
+                                            config=tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads))
         self._cluster.wait_for_chief()
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
