@@ -1,4 +1,4 @@
-"""Random programs of collectives against numpy: no difference, and no rank waits for ever.
+"""Random programs of collectives against numpy, and random training scripts against one process.
 
 A few of them; any number is run by hand, as the scripts say.
 """
@@ -35,3 +35,11 @@ def test_gradients_of_programs_under_a_strategy() -> None:
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: 5 programs are right" in job.output, job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks, first", [(2, "0"), (3, "200")])
+def test_whole_scripts(ranks: int, first: str) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/random_scripts.py", "6", first], limit_s=600)
+    assert job.code == 0, job.output
+    assert job.output.count("6 of 6 scripts are right") == ranks, job.output

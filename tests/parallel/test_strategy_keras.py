@@ -315,7 +315,7 @@ def test_what_one_rank_changes_is_an_error_on_every_rank(strategy: MPIStrategy, 
     if rank == 0 and not place:
         change(model)
     own = {place: lambda *_, **__: change(model)} if rank == 0 and place else {}
-    when = "at the end of epoch 1" if place == "on_train_batch_end" else "at the beginning of epoch 1"
+    when = "at the end of epoch 1" if place else "when training begins"
     with pytest.raises(mpistrat.MismatchError, match=f"fit: {when} the ranks have different {what}"):
         model.fit(*global_data(24), batch_size=BATCH, verbose=0, callbacks=[keras.callbacks.LambdaCallback(**own)])
 

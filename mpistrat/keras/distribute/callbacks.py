@@ -52,8 +52,13 @@ _READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore)
 # -- the list of callbacks --------------------------------------------------------------------------------------------
 
 
-@replaces(CallbackList, "on_train_begin", "logs that no callback reads would be reduced in every step")
-@replaces(CallbackList, "on_test_begin", "likewise")
+@replaces(CallbackList, "on_train_begin", "a rank that has loaded weights, or set a rate, would train apart")
+def on_train_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
+    on_begin(original, self, logs)
+    _require_same_training(self, "when training begins")
+
+
+@replaces(CallbackList, "on_test_begin", "logs that no callback reads would be reduced in every step")
 def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
     model = getattr(self, "model", None)
     strategy = strategy_of(model)
@@ -71,12 +76,6 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
     with _errors_shared(self):
         _write_deferred(self)
         original(self, logs)
-
-
-@replaces(CallbackList, "on_epoch_begin", "a rank that has loaded weights, or set a rate, would train apart")
-def on_epoch_begin(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
-    original(self, epoch, logs)
-    _require_same_training(self, f"at the beginning of epoch {epoch + 1}")
 
 
 @replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only")
