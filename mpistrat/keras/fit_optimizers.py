@@ -13,7 +13,7 @@ from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.gradients import GradientReducer
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import Variable
-from ._private import calls_of, trained_by
+from ._private import accumulators_of, calls_of, trained_by
 from .optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
@@ -73,6 +73,11 @@ class FitOptimizers:
         """The state of the optimizers."""
         return [variable for optimizer in self._optimizers for variable in optimizer.variables]
 
+    @property
+    def accumulators(self) -> list[keras.Variable]:
+        """The sums of gradients that wait for an update."""
+        return accumulators_in(self._optimizers)
+
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         """Those of the variables that are neither local to each rank nor trained in another process set.
 
@@ -100,6 +105,12 @@ def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
     for name, value in vars(model).items():
         if not name.startswith("_"):
             yield from optimizers_in(value)
+
+
+def accumulators_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
+    """The sums of gradients in the optimizers that accumulate them."""
+    return [variable for optimizer in optimizers if optimizer.built and optimizer.gradient_accumulation_steps
+            for variable in accumulators_of(optimizer)]
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:

@@ -2,7 +2,8 @@
 
 When an epoch ends all ranks get the same: of floating-point numbers the mean, as for moving averages; of int32 and
 int64, which count, the largest. A variable that was made with aggregation="sum" gets what all ranks have added to it;
-under a strategy assign_add does so at once.
+under a strategy assign_add does so at once. The sums of gradients that wait for an update get their mean, which does
+not change the update: a file that one rank writes then has the gradients of all.
 
 Called by what mpistrat adds to fit, and under a strategy; averaging is collective.
 """
@@ -77,8 +78,9 @@ class AverageStatistics(keras.callbacks.Callback):
         self.average()
 
     def average(self) -> None:
-        """Give all ranks the same state of the model's layers. Collective."""
-        average(self._optimizers.shared(running_statistics(self.model)), partial(self._reduced, Average))
+        """Give all ranks the same state of the model's layers, and of its optimizers. Collective."""
+        average(self._optimizers.shared(running_statistics(self.model) + self._optimizers.accumulators),
+                partial(self._reduced, Average))
         average(self._optimizers.shared(counters(self.model)), partial(self._reduced, Max))
         self._sum(self._optimizers.shared(_sums(self.model)))
 

@@ -27,6 +27,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..api import runtime
+from ..api.job import Runtime
 from ..core.errors import InvalidRequestError
 from .bridge.program_order import current_function
 
@@ -124,10 +126,11 @@ class OptimizerName:
     def __init__(self, process_set: int, original: "OptimizerName | None" = None):
         self.place = next(_places)
         self._thread, self._process_set = _kind_of_this_thread(), process_set
+        self._group = self._thread, process_set, _run_of(process_set)
         self._name, self._original, self._copies = "", original, itertools.count(1)
         _by_place[self.place] = self
         if original is None:
-            _unnamed[self._thread, process_set].append(weakref.ref(self))
+            _unnamed[self._group].append(weakref.ref(self))
         else:
             self._number = next(original._copies)
 
@@ -149,7 +152,7 @@ class OptimizerName:
         return self._name
 
     def _name_all(self) -> None:
-        group = self._thread, self._process_set
+        group = self._group
         start = prefix(self._process_set != 0) if self._thread else ""
         with _naming:
             if sum(other() is not None for other in _unnamed[group]) > 1:
@@ -165,12 +168,21 @@ def _at(place: int, process_set: int) -> OptimizerName:
     return _by_place.get(place) or OptimizerName(process_set)
 
 
+def _run_of(process_set: int) -> int:
+    """What tells the process sets of one init() from those of the next, whose ids begin anew; 0 for all ranks."""
+    if process_set == 0 or not runtime.is_initialized():
+        return 0
+    return _runs.setdefault(runtime.current(), next(_run_numbers))
+
+
 _by_place: "weakref.WeakValueDictionary[int, OptimizerName]" = weakref.WeakValueDictionary()
 _naming = threading.RLock()  # The garbage collector may run any code.
 _places = itertools.count()
-# By the thread that makes them and the process set: the optimizers without a name, and the next number.
-_unnamed: defaultdict[tuple[str, int], "list[weakref.ref[OptimizerName]]"] = defaultdict(list)
-_numbers: defaultdict[tuple[str, int], itertools.count] = defaultdict(lambda: itertools.count(1))
+_run_numbers = itertools.count(1)
+_runs: "weakref.WeakKeyDictionary[Runtime, int]" = weakref.WeakKeyDictionary()
+# By the thread that makes them, the process set and its run: the optimizers without a name, and the next number.
+_unnamed: defaultdict[tuple[str, int, int], "list[weakref.ref[OptimizerName]]"] = defaultdict(list)
+_numbers: defaultdict[tuple[str, int, int], itertools.count] = defaultdict(lambda: itertools.count(1))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

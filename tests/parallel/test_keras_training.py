@@ -494,3 +494,30 @@ def test_the_short_forms_of_the_collectives(rank: int, size: int) -> None:
         [2.0 * size] * 2
     assert hvd.allgather([rank]).numpy().tolist() == list(range(size))
     assert int(hvd.broadcast(rank, size - 1)) == size - 1
+
+
+@pytest.mark.parametrize("way", ["optimizer", "strategy"])
+def test_a_fit_goes_on_with_gradients_that_it_has_accumulated(rank: int, size: int, way: str) -> None:
+    """Rank 0 broadcasts its sums, or writes them to a file, so they have to be the mean of all ranks."""
+    x, y = (array[:3 * size * BATCH] for array in global_data(size))
+    own = [array.reshape(3, size, BATCH, -1)[:, rank].reshape(3 * BATCH, -1) for array in (x, y)]
+    strategy = MPIStrategy() if way == "strategy" else None
+
+    def optimizer() -> Any:
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    reference = new_model("input", 5)
+    fit(reference, optimizer(), (x, y), size * BATCH, 1)
+    reference.fit(x, y, batch_size=size * BATCH, shuffle=False, verbose=0)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = new_model("input", 5)
+        fit(model, optimizer() if strategy is not None else hvd.DistributedOptimizer(optimizer()),
+            (x, y) if strategy is not None else own, BATCH * (size if strategy is not None else 1), 1)
+    assert_equal_on_all_ranks(model.optimizer.variables)
+    if strategy is None:
+        model.fit(*own, batch_size=BATCH, shuffle=False, verbose=0,
+                  callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    else:
+        model.fit(x, y, batch_size=size * BATCH, shuffle=False, verbose=0)
+    for value, expected in zip(values_of(model.weights), values_of(reference.weights), strict=True):
+        np.testing.assert_allclose(value, expected, atol=1e-5)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -191,6 +192,20 @@ def test_the_numbers_of_unnamed_calls_start_again_with_each_set(rank: int, size:
             names.append(result.name)
         assert mpistrat.remove_process_set(process_set)
     assert set(names) == {"allreduce.0"}
+
+
+def test_the_numbers_of_optimizers_start_again_with_init(rank: int, size: int) -> None:
+    """A rank that has averaged in a set, and is in the set with the same id of the next init, has no more of them."""
+    for ranks in ([0, size - 1], [0, 1])[:size - 1]:  # With three ranks, rank 0 alone is in both.
+        mpistrat.shutdown()
+        mpistrat.init()
+        process_set = mpistrat.add_process_set(ranks)
+        if process_set.included():
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=process_set)
+            weight = keras.Variable(np.zeros(2, np.float32))
+            optimizer.apply([tf.fill([2], float(rank))], [weight])
+            assert weight.numpy().tolist() == [-sum(ranks) / len(ranks)] * 2
+        mpistrat.barrier()
 
 
 def test_a_function_traced_for_a_removed_set_does_not_run_in_a_later_one(rank: int, size: int) -> None:

@@ -33,7 +33,8 @@ from .._private import (
     set_number_of_batches,
 )
 from .._private import trainer as keras_trainer
-from ..optimizer_parts import distributed_in
+from ..fit_optimizers import accumulators_in, optimizers_of
+from ..optimizer_parts import distributed_in, parts_of
 from ..running_statistics import average, counters, running_statistics
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
@@ -277,11 +278,16 @@ def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, 
 
 
 def average_statistics(model: keras.Model) -> None:
-    """Set running statistics on all ranks to their mean, counters to the largest. Collective; outside of a replica."""
+    """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest.
+
+    Collective; outside of a replica.
+    """
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
-    average(running_statistics(model), lambda variables, labels: collectives.all_reduce(
+    accumulators = accumulators_in(IdentitySet(part for optimizer in (model.optimizer, *optimizers_of(model))
+                                               for part in parts_of(optimizer)))
+    average(running_statistics(model) + accumulators, lambda variables, labels: collectives.all_reduce(
         [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
     average(counters(model), lambda variables, labels: reduce_list(
         [strategy.extended.local(v.value) for v in variables], names.eager("strategy/counters"), ScaledOp(Max), labels))
