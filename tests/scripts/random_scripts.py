@@ -328,7 +328,7 @@ class Run:
         for place, name in enumerate(self.script.stages):
             self.results = {}
             getattr(self, name)(random.Random(f"{self.script.number} {place}"))
-            yield name, self.state() | {name: np.asarray(value) for name, value in self.results.items()}
+            yield name, {name: np.asarray(value) for name, value in self.results.items()} | self.state()
 
     def state(self) -> dict[str, np.ndarray]:
         own = {id(v) for layer in self.local for v in layer.weights}
@@ -607,7 +607,8 @@ class Run:
     def process_set(self, draw: random.Random) -> None:
         """Some ranks train another model meanwhile."""
         way, steps = self.way, draw.randint(1, 3)
-        ranks = sorted(draw.sample(range(way.size), max(1, way.size - 1)))
+        # One process has to draw as much.
+        ranks = sorted(random.Random(draw.randrange(10**9)).sample(range(way.size), max(1, way.size - 1)))
         if way.size > 1:
             members = mpistrat.add_process_set(ranks)
             if members.included():
@@ -702,8 +703,10 @@ def exchanged(own: Any) -> list[Any]:
 def worst(state: dict[str, np.ndarray], right: Sequence[np.ndarray], where: str) -> tuple[float, str]:
     """The largest difference, and where it is."""
     found = (0.0, "")
-    assert len(state) == len(right), f"{where}: {len(state)} values, and {len(right)} in one process"
-    for (name, value), wanted in zip(state.items(), right, strict=True):
+    # An optimizer, which comes last, may be built by an evaluation already.
+    assert all(name.startswith("optimizer") for name in list(state)[len(right):]), \
+        f"{where}: {len(state)} values, and {len(right)} in one process"
+    for (name, value), wanted in zip(state.items(), right, strict=False):
         assert value.shape == wanted.shape, f"{where}: {name} {value}, and {wanted} in one process"
         if value.size:
             # NaN is no difference where both are.
@@ -759,9 +762,11 @@ def outcome_of(script: Script, folder: str) -> str:
         failed = [each for each in everybody if isinstance(each, BaseException)]
         if failed:
             said = {f"{type(e).__name__}: {str(e)[:300]}" for e in failed}
-            assert script.may_fail and len(failed) == len(everybody) and all(map(is_clear, failed)), \
+            # After "wrong_error" the rank that has had the error has caught it.
+            least = len(everybody) - ("wrong_error" in script.stages)
+            assert script.may_fail and len(failed) >= least and all(map(is_clear, failed)), \
                 f"after stage {place} ({name}): {len(failed)} ranks failed: {said}"
-            return f"an error on all ranks after stage {place} ({name}): {sorted(said)}"
+            return f"an error on {len(failed)} ranks after stage {place} ({name}): {sorted(said)}"
         if own == "end":
             assert all(each == "end" for each in everybody), "the ranks have different stages"
             return f"right, off by {largest[0]:.1e} {largest[1]}"
