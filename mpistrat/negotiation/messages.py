@@ -84,7 +84,6 @@ class Announcement(NamedTuple):
         failure: Why a rank's engine failed.
         ends_vote: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
-        blocked: The number of decisions after which the whole subtree is blocked (see blocked.py); None: it is not.
         joined: Ranks of the subtree that have called join(), in the order in which they did so.
     """
 
@@ -94,12 +93,11 @@ class Announcement(NamedTuple):
     failure: str | None = None
     ends_vote: bool = False
     is_stalled: bool = False
-    blocked: int | None = None
     joined: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if self.blocked is None and not any(self[1:]):
+        if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
         return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, *self[2:]))
@@ -115,7 +113,7 @@ class Announcement(NamedTuple):
         fields = _fields_of(data, _ANNOUNCEMENT, len(cls._fields))
         if len(fields) == 1:
             return cls(*fields)
-        ids, requests, ended, failure, ends_vote, is_stalled, blocked, joined = fields
+        ids, requests, ended, failure, ends_vote, is_stalled, joined = fields
         _require(are_in(COUNTS, ids), "invalid numbers of requests")
         _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "invalid requests")
         for _, ranks in requests:
@@ -125,10 +123,9 @@ class Announcement(NamedTuple):
         _require(failure is None or type(failure) is str, "a failure that is not a text")
         _require(type(ends_vote) is bool, "ends_vote is not a bool")
         _require(type(is_stalled) is bool, "is_stalled is not a bool")
-        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "an invalid number of decisions")
         _require(are_in(RANKS, joined), "invalid ranks that have joined")
         return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   ends_vote, is_stalled, blocked, joined)
+                   ends_vote, is_stalled, joined)
 
 
 class EndReason(str, Enum):

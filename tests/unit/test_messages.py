@@ -39,9 +39,8 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     Announcement((1,), ((BARRIER, None),), ended=((4, 12), (5, 0)), failure="Traceback: ä\nline 2"),
     Announcement(failure="a name of a file that is not UTF-8: \udcff"),
     Announcement(ids=(2**63 - 1,), ends_vote=True),
-    Announcement(blocked=0),
     Announcement(joined=(7, 2)),
-    Announcement(ids=(3,), requests=((PLAIN, (1, 2)),), blocked=2**40)])
+    Announcement(ids=(3,), requests=((PLAIN, (1, 2)),))])
 def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> None:
     copy = Announcement.from_bytes(message.to_bytes())
     assert copy == message
@@ -149,7 +148,7 @@ WRONG: list[Any] = [None, True, -1, 2**63, 2**64 - 1, 1.5, "x", (), (0,), (-1,),
 
 
 @pytest.mark.parametrize("message", [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True,
-                                                  False, 5, (3, 1)),
+                                                  False, (3, 1)),
                                      Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, EndReason.STALL,
                                               "why", True, ((), (1,), (0, 2)), (4,))])
 def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(message: Announcement | Decision) -> None:
@@ -181,7 +180,7 @@ def test_a_field_of_another_type_or_range_is_refused_or_read_as_what_it_is(messa
 @pytest.mark.parametrize("message", [Announcement, Decision])
 def test_random_bytes_are_refused_by_the_one_error(message: type) -> None:
     chance = random.Random(16)
-    valid = [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True, False, 5).to_bytes(),
+    valid = [Announcement((1,), ((FULL, (0, 2)), (GATHER, None)), ((4, 12),), "why", True).to_bytes(),
              Decision((0, (7, PLAIN), (None, FULL)), (("a", "text"),), True, EndReason.STALL, "why", (("b",
                                                                                                        1),)).to_bytes(),
              Decision(tuple(range(9))).to_bytes()]
