@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..api.launch_env import RUN_CORES, RUN_REPORTS
 from ..core.cores import own_cpus, physical_cores
 from ..core.errors import LaunchError
 from ..core.install import pip_extra
+from ..process.launch_env import RUN_CORES, RUN_REPORTS
 from .hostfile import HYDRA, OPEN_MPI, HostList
 
 INTEL_MPI = "Intel MPI"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..api.launch_env import RUN_CORES
 from ..core.errors import LaunchError
+from ..process.launch_env import RUN_CORES
 from . import check, horovodrun
 from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .capacity import check_count

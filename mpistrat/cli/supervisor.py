@@ -27,12 +27,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from ..api import processes
-from ..api.launch_env import RUN_NAME, RUN_REPORTS
-from ..api.launcher_watch import ABORTED
-from ..api.report import SUMMARY
 from ..core.errors import LaunchError
 from ..core.tuning import SUPERVISOR_POLL_S
+from ..process import procfs
+from ..process.launch_env import RUN_NAME, RUN_REPORTS
+from ..process.launcher_watch import ABORTED
+from ..process.report import SUMMARY
 from .forward import Forwarder
 from .mpirun import LaunchCommand
 from .output import Output
@@ -286,12 +286,12 @@ class _Run:
                 return
             self._next_signal(SUPERVISOR_POLL_S)
 
-    def _remaining(self) -> list[processes.Process]:
+    def _remaining(self) -> list[procfs.Process]:
         """The processes on this host that the job has started."""
-        def belongs(process: processes.Process) -> bool:
-            environ = processes.environment_of(process.pid)
+        def belongs(process: procfs.Process) -> bool:
+            environ = procfs.environment_of(process.pid)
             return environ is not None and environ.get(RUN_NAME) == self._name
-        return [process for process in processes.running() if belongs(process)]
+        return [process for process in procfs.running() if belongs(process)]
 
     def _say(self, text: str) -> None:
         self._forwarder.say(f"{self._speaker}: {text}")

@@ -24,7 +24,7 @@ from ..support.jobs import ROOT, job_environment, kill_processes_of, living_afte
 SOON_S = 60  # for what takes a second on a machine that is not busy
 LONG = {"abort_s": 1e4, "signal_s": 1e4, "second_s": 0.3, "kill_s": 1e4, "left_s": 1e4}
 MPIRUN = "tests/scripts/stubborn_mpirun.py"
-ABORT = "import os, mpistrat.api.launcher_watch as watch; watch.notify_abort(os.environ); "
+ABORT = "import os, mpistrat.process.launcher_watch as watch; watch.notify_abort(os.environ); "
 KILLED = 256 - signal.SIGKILL  # as stubborn_mpirun.py reports a rank that was killed
 SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 

@@ -25,7 +25,6 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.error_text import is_users
 from ...core.errors import (
     DuplicateNameError,
     EngineError,
@@ -39,6 +38,7 @@ from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
 from ...gpu.arrays import GpuInput
+from ...process.error_text import is_users
 from ..names import is_in_order
 from ..types import Arrays
 from . import executions, gpu_eager
