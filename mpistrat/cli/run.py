@@ -13,7 +13,6 @@ from ..core.errors import LaunchError
 from ..process.launch_env import RUN_CORES
 from . import check, horovodrun
 from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
-from .capacity import check_count
 from .inventory import has_nvidia_driver
 from .mpirun import (
     INTEL_MPI,
@@ -33,9 +32,13 @@ from .rank_shell import in_shell
 from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
 from .supervisor import Start, launch
+from .text import counted
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
+# Ranks for each core or slot: above the first number a warning, above the second an error.
+MANY_PER_SLOT = 4
+MOST_PER_SLOT = 100
 # Options of mpirun with which the output of ranks goes to files.
 _FILE_OPTIONS = ("outfile-pattern", "errfile-pattern")
 
@@ -148,6 +151,30 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
               options.oversubscribe, passed)
     return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
                 check_count(job, machine, options.force))
+
+
+def check_count(job: Job, machine: Machine, is_forced: bool) -> str:
+    """Compare the number of ranks with the cores of this host, or with the slots of the hosts.
+
+    Returns:
+        A warning, or "".
+
+    Raises:
+        LaunchError: There are more than MOST_PER_SLOT ranks for each, and `is_forced` is False.
+    """
+    if is_local(job, machine):
+        slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
+    elif job.hosts is not None and job.hosts.slots is not None:
+        slots, found = job.hosts.slots, f"{job.hosts.slots} slots of the hosts"
+    else:
+        return ""  # The batch system, or mpirun, knows the number of slots.
+    if job.ranks > MOST_PER_SLOT * slots and not is_forced:
+        raise LaunchError(f"-np {job.ranks} is more than {MOST_PER_SLOT} ranks for each slot; there are {slots} slots "
+                          f"(the {found}). Lower -np, name more hosts (-H node1:4,node2:4), or add --force.")
+    if job.ranks > MANY_PER_SLOT * slots:
+        return (f"-np {job.ranks} is more than {MANY_PER_SLOT} ranks for each of the {found}. They take turns on them, "
+                "and each takes memory of its own.")
+    return ""
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
