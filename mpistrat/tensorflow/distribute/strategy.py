@@ -5,6 +5,7 @@ For users; each method says whether it is collective.
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
@@ -18,7 +19,10 @@ from ...process.launch_env import launched_rank
 from .. import names
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
+from . import checkpoints
+from .extended import RankExtended
 from .options import CommunicationOptions, agreed
+from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +80,6 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
-        # Not imported at the top of the module: they need private names of TensorFlow, which may be missing.
-        from .._private import require_for_strategy
-        require_for_strategy()
-        from . import checkpoints
-        from .extended import RankExtended
-        from .seeds import seed_alike
         keras_integration = _keras_integration()
         runtime.init()
         options = agreed(communication_options)
@@ -163,19 +161,20 @@ def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
 
 
 def _keras_integration() -> ModuleType | None:
-    """The package that adapts Keras to MPIStrategy, after a check that it can; None if there is no Keras 3.
+    """The package that adapts Keras to MPIStrategy; None if there is no Keras 3.
 
     Raises:
-        MissingDependencyError: It cannot. Without it each rank would train a model of its own, and no error would say
-            so.
+        MissingDependencyError: It cannot adapt this version of Keras. Without it each rank would train a model of its
+            own, and no error would say so.
     """
     try:
         import_module("mpistrat.keras")
     except MissingDependencyError as error:
+        keras = sys.modules.get("keras")
+        if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
+            raise
         rank = launched_rank(os.environ)  # The strategy has not called init() yet.
         logger.log(logging.DEBUG if rank else logging.INFO,
                    "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
         return None
-    integration = import_module("mpistrat.keras.distribute")
-    integration.check()
-    return integration
+    return import_module("mpistrat.keras.distribute")
