@@ -33,7 +33,7 @@ from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
-from .bridge.observers import Observer
+from .bridge.cpu import Observer
 from .bridge.own_executor import SynchronousExecution
 from .types import Variable
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
-from . import cpu, gpu_graph, observers
-from .cpu import Wait
+from . import cpu, gpu_graph
+from .cpu import Observer, Wait
 
 
 @dataclass
@@ -67,7 +67,8 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
                 may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES, wire_dtype: str = "",
-                process_set: int = 0, places: Sequence[int] = ()) -> list[tf.Tensor]:
+                process_set: int = 0, places: Sequence[int] = (),
+                observer: Observer | None = None) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -82,6 +83,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         process_set: The id of the process set.
         places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
             The same on all ranks.
+        observer: In a graph, called with the arrays of the first bucket before they are submitted.
     """
     if not tensors:
         return []
@@ -104,7 +106,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name,
                                                                          process_set=process_set)
-        run = partial(run, observer=observers.claim())
+        run = partial(run, observer=observer if number == 0 else None)
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run,
                                      bucket.layout(places))

@@ -45,12 +45,15 @@ from . import executions, gpu_eager
 from ._private import is_compiled_by_xla
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
-from .observers import Observer
 from .program_order import in_order, is_ordered
 from .python_op import host_call, keep_thread_state
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
 MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
+# Called with this rank's arrays when a collective of a graph runs, before they are submitted. Returns whether it wants
+# to be called again. What it raises becomes the error of the graph. It must not refer to the graph, and must not change
+# the arrays or keep them.
+Observer = Callable[[Sequence[np.ndarray]], bool]
 
 _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
     (MismatchError, tf.errors.FailedPreconditionError),

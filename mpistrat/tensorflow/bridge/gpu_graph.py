@@ -47,10 +47,9 @@ from ..names import is_in_order
 from ..types import Arrays
 from . import cpu, executions, gpu_eager
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
-from .cpu import MakeRequest
+from .cpu import MakeRequest, Observer
 from .executions import Execution
 from .gpu_memory import Shared, copied, shared, without_elements
-from .observers import Observer
 from .own_executor import SynchronousExecution
 from .program_order import in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
