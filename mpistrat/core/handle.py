@@ -41,10 +41,6 @@ _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, object]
 
 
-def _never(_: "Handle") -> bool:
-    return False
-
-
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it.
 
@@ -54,15 +50,15 @@ class Handle:
 
     Attributes:
         name: The name of the collective.
-        was_given_up: Called with the handle: whether nothing waits for the result any more, although the collective is
-            not complete. That happens only in graphs.
+        was_given_up: In a graph, called with the handle: whether nothing waits for the result any more, although the
+            collective is not complete.
     """
 
     __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name", "was_given_up")
 
     def __init__(self, name: str):
         self.name = name
-        self.was_given_up: Callable[[Handle], bool] = _never
+        self.was_given_up: Callable[[Handle], bool] | None = None
         self._is_done = False
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []
@@ -122,7 +118,9 @@ class Handle:
     def complete(self, arrays: list[_A]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
-        _call(self._finish())
+        calls = self._finish()
+        if calls:
+            _call(calls)
 
     def fail(self, error: Exception) -> None:
         """Deliver an error. Engine only."""
@@ -133,7 +131,7 @@ class Handle:
         self._is_done = True
         for waiter in tuple(self._waiters):
             waiter.release()
-        return self._take_callbacks()
+        return self._take_callbacks() if self._callbacks else []
 
     def _take_callbacks(self) -> list[_Call]:
         """The callbacks that no other thread has taken."""

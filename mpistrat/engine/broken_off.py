@@ -22,7 +22,8 @@ def require_wanted(entries: Iterable[Entry], rank: int) -> None:
         rank: This rank in the job.
     """
     for entry in entries:
-        if entry.handle.was_given_up(entry.handle):
+        was_given_up = entry.handle.was_given_up
+        if was_given_up is not None and was_given_up(entry.handle):
             raise BrokenOffError(
                 f"{entry.request.name}: on rank {rank} the tf.function that has submitted it ended in an error before "
                 f"it was complete. The error was raised on rank {rank}, and says why. {_WAY_OUT}")

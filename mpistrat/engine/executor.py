@@ -119,11 +119,10 @@ class Executor:
         """
         request = entry.request
         self._prepared = None
-        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays \
-                or not is_fused(request):
+        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU:
             return False
         buckets = self._plans.plan([entry], self._fusion_bytes)
-        if buckets[0].whole is None:
+        if not buckets or buckets[0].whole is None:
             return False
         job, = self._begin([entry], buckets)
         job.prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
@@ -133,9 +132,7 @@ class Executor:
     def prepare_more(self) -> None:
         """Go on with what `prepare` has begun, as far as that is local. Local."""
         if self._prepared is not None:
-            prepared = self._prepared[1].prepared
-            assert prepared is not None
-            self._data.pack_ahead(prepared)
+            self._prepared[1].prepared.pack_ahead()  # type: ignore[union-attr]
 
     def _take_prepared(self, entries: Sequence[Entry], all_ready: bool) -> list[_Job] | None:
         """What `prepare` has begun, if `entries` is exactly that. It is dropped otherwise."""
@@ -158,7 +155,7 @@ class Executor:
     def _run(self, job: _Job, all_ready: bool) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
         if job.prepared is not None:
-            self._data.finish(job.prepared, all_ready)
+            job.prepared.finish(all_ready)
         elif request.kind is CollectiveType.ALLREDUCE:
             self._data.allreduce(sources, targets, job.bucket.reduction)
         else:

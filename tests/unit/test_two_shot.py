@@ -259,11 +259,11 @@ def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
             source, target = np.full(size, float(step + index)), np.empty(size)
             arguments: tuple = [source], [target], Reduction(ReduceOp.SUM)
             if chance.random() < 0.3:
-                data[index].pack_ahead(data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:]))
+                data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:]).pack_ahead()
             if chance.random() < 0.5:
                 prepared = data[index].prepare(*arguments)
-                data[index].pack_ahead(prepared)
-                data[index].finish(prepared, all_packed=False)
+                prepared.pack_ahead()
+                prepared.finish(all_packed=False)
             else:
                 data[index].allreduce(*arguments)
             right.append(bool((target == 3 * step + 3).all()))
@@ -279,8 +279,8 @@ def test_nobody_waits_where_all_have_packed_before() -> None:
         prepared = [plane.prepare([source], [target], Reduction(ReduceOp.SUM))
                     for plane, source, target in zip(data, sources, targets, strict=True)]
         assert all(one.is_packed for one in prepared)
-        for plane, one in zip(data, prepared, strict=True):
-            plane.finish(one, all_packed=True)  # one after the other, in one thread
+        for one in prepared:
+            one.finish(all_packed=True)  # one after the other, in one thread
         np.testing.assert_array_equal(targets, 2 * step + 1)
 
 
@@ -289,7 +289,7 @@ def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
     blocked = planes(2)[0]
     blocked._free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
     before = blocked._bytes.copy()
-    blocked.pack_ahead(blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)))
+    blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)).pack_ahead()
     assert not blocked.prepare([full[:1]], [full[:1]], Reduction(ReduceOp.SUM)).is_packed
     np.testing.assert_array_equal(blocked._bytes, before)
 
