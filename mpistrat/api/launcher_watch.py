@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from ..core.tuning import LAUNCHER_POLL_S
-from ..engine.parked import WATCH_THREAD
 from . import processes
 from .launch_env import RUN_NAME, identity
 from .processes import Process
@@ -38,7 +37,7 @@ class LauncherWatch:
     def __init__(self, launcher: Process):
         self._launcher = launcher
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=WATCH_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpistrat-launcher-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

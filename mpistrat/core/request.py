@@ -15,7 +15,6 @@ import numpy as np
 
 from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
-from .plain_values import COUNTS, EXTENTS, RANKS, are_in, is_tuple_of
 from .protocols import Array
 from .topology import rank_list
 from .tuning import KEPT_REQUESTS
@@ -114,39 +113,15 @@ class Request:
                 self.in_graph)
 
     @classmethod
-    def from_tuple(cls, values: object) -> "Request":
-        """The inverse of to_tuple. `values` comes from another process and may have any form.
+    def from_tuple(cls, values: tuple) -> "Request":
+        """The inverse of to_tuple.
 
         Raises:
-            ValueError: It is not a request.
+            TypeError, ValueError: It is not a request.
         """
-        if type(values) is not tuple or tuple(map(type, values)) != _REQUEST_TYPES:
-            raise ValueError("a request with other fields")
-        (kind, name, tensors, reduce_op, root_rank, prescale, postscale, device, layout, wire_dtype, labels,
-         in_graph) = values
-        if root_rank not in RANKS:
-            raise ValueError("a root that is no rank")
-        if device not in (DEVICE_CPU, DEVICE_GPU):
-            raise ValueError("an unknown device")
-        if layout and not (is_tuple_of(layout, tuple) and all(are_in(COUNTS, places) for places in layout)):
-            raise ValueError("a wrong layout")
-        if labels and not is_tuple_of(labels, str):
-            raise ValueError("labels that are no texts")
-        return cls(CollectiveType(kind), name, tuple(map(_spec_from, tensors)), ReduceOp(reduce_op), root_rank,
-                   prescale, postscale, device, layout, wire_dtype, labels, in_graph)
-
-
-def _spec_from(values: object) -> TensorSpec:
-    if type(values) is not tuple or tuple(map(type, values)) != (str, tuple):
-        raise ValueError("a tensor that is no pair of dtype and shape")
-    for extent in values[1]:
-        if type(extent) is not int or extent not in EXTENTS:
-            raise ValueError("a shape that is none")
-    return TensorSpec(*values)
-
-
-# The types of the fields in Request.to_tuple.
-_REQUEST_TYPES = (str, str, tuple, int, int, float, float, str, tuple, str, tuple, bool)
+        kind, name, tensors, reduce_op, *others = values
+        return cls(CollectiveType(kind), name, tuple(TensorSpec(*tensor) for tensor in tensors), ReduceOp(reduce_op),
+                   *others)
 
 
 Average, Sum, Adasum, Min, Max, Product = (

@@ -23,7 +23,7 @@ from ..core.interfaces import AgreementRound, ControlPlane, RankLeftError
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S, STANDSTILL_POLL_S
+from ..core.tuning import ENGINE_SPIN_S, GIVEN_UP_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
@@ -31,10 +31,8 @@ from ..negotiation.messages import Decision, EndReason
 from .broken_off import require_wanted
 from .executor import Executor
 from .life_cycle import LifeCycle
-from .parked import ThreadScan
 from .proposals import Proposals
 from .queue import TensorQueue
-from .standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +59,6 @@ class Controller:
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
-        scan: Looks at the threads of this process; None: a deadlock of all ranks is a stall like any other.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -70,21 +67,17 @@ class Controller:
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
-                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
-                 scan: ThreadScan | None = None):
+                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic):
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
         self.queue = TensorQueue()
         self._coordinator = Coordinator(topology.rank, topology.size, settings.cache_capacity, warning_s, abort_s,
-                                        topology)
+                                        topology, None if settings.stall_check_disable else settings.deadlock_s or None)
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
         self._proposals = Proposals(self._fast_path, self._coordinator, executor, self.queue, control)
         self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
                               clock)
-        is_checked = topology.size > 1 and not (settings.stall_check_disable or settings.deadlock_check_disable)
-        self._standstill = Standstill(scan if is_checked else None, self.queue, self._coordinator, self._fast_path,
-                                      executor.device, self.life)
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
@@ -147,8 +140,8 @@ class Controller:
             timeout_s = device.next_check_s(now)
             spins = timeout_s == 0.0
         else:
-            timeout_s, spins = min(self._coordinator.next_check_s(), self._fast_path.next_check_s(),
-                                   max(self._standstill.next_look_at - now, 0.0)), is_awaited
+            timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
+            spins = is_awaited
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -170,12 +163,11 @@ class Controller:
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_learned(now)
-        if now >= self._standstill.next_look_at:
-            self._standstill.look(now)
         if self.queue.outstanding and now >= self._next_look_at:
-            self._next_look_at = now + STANDSTILL_POLL_S
+            self._next_look_at = now + GIVEN_UP_POLL_S
             require_wanted(self.queue.in_flight(), self.topology.job_rank)
-        announcement, decision = self._coordinator.advance(now)
+        is_quiet = not (messages or entries or has_settled or self.executor.device.is_busy)
+        announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
@@ -190,7 +182,7 @@ class Controller:
             logger.warning("%s", report)
         is_busy = bool(has_finished or entries or has_settled or messages or announcement or decision)
         if is_busy:
-            self._busy_at = now
+            self._busy_at = self.clock()  # What was executed may have taken long.
         return is_busy
 
     def _may_open_vote(self, decision: Decision) -> bool:

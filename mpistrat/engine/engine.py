@@ -36,7 +36,6 @@ from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S
 from .broken_off import of_duplicate
 from .controller import Controller
-from .parked import ENGINE_THREAD
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the background thread."""
-        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpistrat-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, arrays: Sequence[Array], origin: Origin | None = None) -> Handle:

@@ -102,11 +102,6 @@ class TensorQueue:
         with self._lock:
             return name in self._in_flight
 
-    def has_in_graph(self) -> bool:
-        """Whether a collective of a graph is in flight."""
-        with self._lock:
-            return any(entry.request.in_graph for entry in self._in_flight.values())
-
     def in_flight(self) -> tuple[Entry, ...]:
         """The entries that are in flight, and those that wait behind one of their name."""
         with self._lock:
@@ -157,7 +152,6 @@ class TensorQueue:
                        *self._later]
             for each in (self._in_flight, self._behind, self._executing, self._new, self._later):
                 each.clear()
-        self.outstanding = 0  # Other engines of the process look at it, also after this one has ended.
         return entries
 
 

@@ -133,16 +133,19 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
             + _network_hint(topology, all_pending, stalled))
 
 
-def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending]) -> str:
+def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], after_s: float) -> str:
     """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
 
     Args:
         topology: Where the ranks are, seen from rank 0.
         all_pending: All names that are incomplete.
+        after_s: Seconds for which no rank has called anything (MPISTRAT_DEADLOCK_S).
     """
     missing = {name: pending.missing() for name, pending in all_pending.items()}
-    return ("This is a deadlock: every rank waits for a collective that another rank cannot reach. "
-            + _describe_waits(topology, all_pending, missing) + f" {_CAUSES}")
+    return (f"This is a deadlock: every rank waits for a collective that another rank has not called, and none has "
+            f"called another one for {after_s:g} s. {_describe_waits(topology, all_pending, missing)} {_CAUSES} If a "
+            "rank would have called its next one later (in another thread, or after long work), raise "
+            "MPISTRAT_DEADLOCK_S (0: never).")
 
 
 def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from ..core.errors import MessageError
 from ..core.request import Request
 from ..core.topology import Topology
-from .blocked import BlockedRanks
 from .joined import JOIN, JoinedRanks
 from .numbers import RequestNumbers
 from .pending import Pending
@@ -51,7 +50,7 @@ class EndedRanks:
 
 
 class Subtree:
-    """The requests in flight in a rank's subtree, and which of its ranks are blocked, have joined or have ended.
+    """The requests in flight in a rank's subtree, and which of its ranks have joined or have ended.
 
     A *source* is this rank itself, or a child with all ranks under it.
 
@@ -64,7 +63,7 @@ class Subtree:
         node, topology: As given.
         numbers: The numbers that stand for requests.
         pending: The incomplete requests, by name.
-        blocked, joined, ended: The ranks in these states.
+        joined, ended: The ranks in these states.
         must_end_vote: Some rank has asked for a decision, which ends an open vote.
     """
 
@@ -72,7 +71,7 @@ class Subtree:
         self.node, self.topology = node, topology
         self.numbers = RequestNumbers(cache_capacity)
         self.pending: dict[str, Pending] = {}
-        self.blocked, self.joined, self.ended = BlockedRanks(node), JoinedRanks(node), EndedRanks()
+        self.joined, self.ended = JoinedRanks(node), EndedRanks()
         self.must_end_vote = False
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
 

@@ -12,9 +12,6 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.negotiation import root
-
-from ..support.system_calls import needs_system_calls
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
@@ -456,11 +453,10 @@ def test_all_ranks_may_stop_together(batch: int | None, rank: int) -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadlock is reported at once, although a graph waits."""
-    monkeypatch.setattr(root, "_GRAPHS_S", 0.0)
+    """A deadlock is reported after a second."""
+    monkeypatch.setattr(runtime.current().world.engine.controller._coordinator.stalls, "deadlock_s", 1.0)
 
 
-@needs_system_calls
 @pytest.mark.usefixtures("soon")
 def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int, restart: Callable) -> None:
     text = r"This rank has stopped within epoch 1 \(stopped by Stop\), and others have not" if rank == 0 \
@@ -470,7 +466,6 @@ def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int,
     restart()
 
 
-@needs_system_calls
 @pytest.mark.usefixtures("soon")
 def test_ranks_whose_inputs_of_unknown_size_differ_are_told_their_steps(rank: int, restart: Callable) -> None:
     def batches() -> Iterator[Any]:

@@ -301,15 +301,6 @@ def test_tapes_of_several_sets_do_not_wait_for_each_other(rank: int, two_sets: t
     assert not any(group.engine.controller.queue.in_flight() for group in groups.values())
 
 
-def test_a_set_that_is_removed_is_no_longer_looked_at_in_search_of_deadlocks(size: int) -> None:
-    scan = runtime.current().world.scan
-    before = len(scan.queues)
-    process_set = mpistrat.add_process_set(range(size - 1))
-    assert len(scan.queues) == before + (size > 2 and process_set.included())  # A rank alone has no deadlock.
-    mpistrat.remove_process_set(process_set)
-    assert len(scan.queues) == before
-
-
 @pytest.mark.horovod("one-rank")
 def test_optimizers_tapes_and_callbacks_take_a_set(rank: int, size: int, two_sets: tuple) -> None:
     import keras
