@@ -17,7 +17,7 @@ from mpistrat.core.tuning import PIGGYBACK_MOST_HOSTS, VOTE_MESSAGE_BYTES
 from mpistrat.transport.hierarchical import leader_exchange
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.piggyback import Piggyback
-from mpistrat.transport.local import LocalData
+from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
 EACH = 4 * VOTE_MESSAGE_BYTES  # bytes that may go with a vote
@@ -183,7 +183,8 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
         if host.ranks[i] != unready:
             cut = arrays[i].size // 2
             sources = [arrays[i]] if whole else [arrays[i][:cut], arrays[i][cut:]]
-            loads[i] = piggyback.pack(LocalData(), sources, [targets[i]], Reduction(op, prescale, scale), arrays[i].size)
+            loads[i] = piggyback.pack(MpiData(MPI.COMM_WORLD), sources, [targets[i]], Reduction(op, prescale, scale),
+                                      arrays[i].size)
         agreement.vote(number, is_ready=i in loads)
     outcomes = host.outcomes()
     first = host.piggybacks[0]
