@@ -34,6 +34,7 @@ from ..core.request import (
     specs_of,
 )
 from ..core.rows import even_splits, int32_splits
+from ..gpu.arrays import GpuInput
 from . import runtime
 from .group import Group
 from .interop import Tensor, tensors_of
@@ -326,11 +327,13 @@ def _submit(group: Group, request: Request, tensors: Sequence[Tensor], finish: C
 
 
 def _device_of(name: str, tensors: Sequence[Tensor]) -> str:
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
+    on_gpu = [isinstance(tensor.array, GpuInput) for tensor in tensors]
+    if not any(on_gpu):
+        return DEVICE_CPU
+    if not all(on_gpu):
         raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. "
-                                  f"Received: {[tensor.device for tensor in tensors]}")
-    return DEVICE_GPU if DEVICE_GPU in devices else DEVICE_CPU
+                                  f"Received: {[DEVICE_GPU if each else DEVICE_CPU for each in on_gpu]}")
+    return DEVICE_GPU
 
 
 def _first(arrays: list[Any]) -> Any:

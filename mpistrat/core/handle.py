@@ -79,7 +79,7 @@ class Handle:
             NotInitializedError: In a process that was forked from this rank before the collective was complete.
             TimeoutError: Not complete after `timeout_s`. The collective goes on, and `wait` may be called again.
         """
-        if not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
+        if not self._is_done and not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
         if self._error is not None:
             raise self._error

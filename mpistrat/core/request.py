@@ -272,7 +272,7 @@ def join_request(process_set: int = 0) -> Request:
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
-    return tuple(TensorSpec(name_of(array.dtype), array.shape) for array in arrays)
+    return tuple([TensorSpec(name_of(array.dtype), array.shape) for array in arrays])
 
 
 def _check_bytes(name: str, dtype: str) -> None:

@@ -92,7 +92,7 @@ class Engine:
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True, origin=origin)
         drives: list[bool] = []
-        thread, may_drive = threading.get_ident(), not self._may_be_interrupted()
+        thread, may_drive = threading.get_ident(), self._thread is None or not signal_handlers.may_interrupt()
         try:
             if may_drive:
                 handles.drivers.add(thread)
@@ -115,12 +115,8 @@ class Engine:
             handle.await_done(-1 if limit_s == math.inf else limit_s)
         return handle
 
-    def _may_be_interrupted(self) -> bool:
-        """Whether a signal handler of the script may interrupt the calling thread, so that it must not drive."""
-        return self._thread is not None and signal_handlers.may_interrupt()
-
     def _put(self, entry: Entry) -> None:
-        if self._may_be_interrupted():
+        if self._thread is not None and signal_handlers.may_interrupt():
             self._queue.put_later(entry)
         else:
             self._put_now(entry)
