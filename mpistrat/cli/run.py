@@ -37,8 +37,8 @@ prints the whole command. The ranks of a host get equal shares of its cores (MPI
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once
-for all ranks.
+share it) and the exit code. Of TensorFlow's log lines only errors are printed, once for all ranks
+(TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
 kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
@@ -111,7 +111,7 @@ def _run_once(command: tuple[str, ...]) -> NoReturn:
 def _added(options: argparse.Namespace, job: Job, command: Sequence[str], is_here: bool,
            environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
-    added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "1"}
+    added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "2"}
     # What a rank says why it fails would not reach the summary.
     return added if _goes_elsewhere(job.options) else added | variables(command, is_here, environ, options.traceback)
 

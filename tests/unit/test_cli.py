@@ -135,7 +135,7 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
     monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: True)
     launch, environ, options = supervised("python", "train.py")
     assert environ["_MPISTRAT_REPORTS"] == "summary"
-    assert environ["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
     assert environ["PYTHONPATH"] == startup.HERE
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
