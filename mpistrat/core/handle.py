@@ -41,10 +41,6 @@ _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, object]
 
 
-def _never(_: "Handle") -> bool:
-    return False
-
-
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it.
 
@@ -54,15 +50,12 @@ class Handle:
 
     Attributes:
         name: The name of the collective.
-        was_given_up: Called with the handle: whether nothing waits for the result any more, although the collective is
-            not complete. That happens only in graphs.
     """
 
-    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name", "was_given_up")
+    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
 
     def __init__(self, name: str):
         self.name = name
-        self.was_given_up: Callable[[Handle], bool] = _never
         self._is_done = False
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []

@@ -83,6 +83,10 @@ ENGINE_IDLE_POLL_S = 0.05
 # Not measured: three looks make a rank blocked, 1 to 1.5 s after its last progress. Each look reads /proc.
 STANDSTILL_POLL_S = 0.5
 
+# Seconds for which an execution of a graph that ends in an error waits until what it has submitted is complete, before
+# the engines end. Not measured: the other ranks come to the same collective, if a little later.
+FAILED_EXECUTION_S = 2.0
+
 # -- api --------------------------------------------------------------------------------------------------------------
 
 # Seconds between two looks of a rank at whether its launcher is alive.

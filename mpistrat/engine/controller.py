@@ -23,12 +23,11 @@ from ..core.interfaces import AgreementRound, ControlPlane, RankLeftError
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S, STANDSTILL_POLL_S
+from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
 from ..negotiation.messages import Decision, EndReason
-from .broken_off import require_wanted
 from .executor import Executor
 from .life_cycle import LifeCycle
 from .parked import ThreadScan
@@ -88,7 +87,7 @@ class Controller:
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
-        self._busy_at = self._next_look_at = clock()
+        self._busy_at = clock()
         logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
                      topology.job_rank, topology.size, self._coordinator.parent,
                      list(self._coordinator.children), "off" if agreement is None else "on")
@@ -172,9 +171,6 @@ class Controller:
         self._execute_learned(now)
         if now >= self._standstill.next_look_at:
             self._standstill.look(now)
-        if self.queue.outstanding and now >= self._next_look_at:
-            self._next_look_at = now + STANDSTILL_POLL_S
-            require_wanted(self.queue.in_flight(), self.topology.job_rank)
         announcement, decision = self._coordinator.advance(now)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
@@ -250,6 +246,7 @@ class Controller:
         self.queue.executed()
         if decision.last_joined:
             self.joins += 1
+            self.queue.forget_failures()
             self.queue.finish(JOIN.name).handle.complete([np.array(decision.last_joined[0], np.int32)])
             self.queue.executed()
         if decision.opens_vote:

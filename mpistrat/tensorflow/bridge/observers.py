@@ -10,9 +10,10 @@ from contextvars import ContextVar
 
 import numpy as np
 
-# Returns whether it wants to be called again. What it raises becomes the error of the graph. It must not refer to the
-# graph, and must not change the arrays or keep them.
-Observer = Callable[[Sequence[np.ndarray]], bool]
+# Called with the arrays, and with the part of names that stands for the thread that runs the graph. Returns whether it
+# wants to be called again. What it raises becomes the error of the graph. It must not refer to the graph, and must not
+# change the arrays or keep them.
+Observer = Callable[[Sequence[np.ndarray], str], bool]
 
 _unclaimed: ContextVar[Observer | None] = ContextVar("mpistrat_observer", default=None)
 
