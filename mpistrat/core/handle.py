@@ -50,15 +50,12 @@ class Handle:
 
     Attributes:
         name: The name of the collective.
-        was_given_up: In a graph, called with the handle: whether nothing waits for the result any more, although the
-            collective is not complete.
     """
 
-    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name", "was_given_up")
+    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
 
     def __init__(self, name: str):
         self.name = name
-        self.was_given_up: Callable[[Handle], bool] | None = None
         self._is_done = False
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []

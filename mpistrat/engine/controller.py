@@ -23,12 +23,11 @@ from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftErr
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S, GIVEN_UP_POLL_S
+from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
 from ..negotiation.messages import Decision, EndReason
-from .broken_off import require_wanted
 from .executor import Executor
 from .life_cycle import LifeCycle
 from .queue import TensorQueue
@@ -81,7 +80,7 @@ class Controller:
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
-        self._busy_at = self._next_look_at = clock()
+        self._busy_at = clock()
         logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
                      topology.job_rank, topology.size, self._coordinator.parent,
                      list(self._coordinator.children), "off" if agreement is None else "on")
@@ -169,9 +168,6 @@ class Controller:
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_learned(now)
-        if self.queue.outstanding and now >= self._next_look_at:
-            self._next_look_at = now + GIVEN_UP_POLL_S
-            require_wanted(self.queue.in_flight(), self.topology.job_rank)
         is_quiet = not (messages or entries or has_settled or self.executor.device.is_busy)
         announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
@@ -285,6 +281,7 @@ class Controller:
         self.queue.executed()
         if decision.last_joined:
             self.joins += 1
+            self.queue.forget_failures()
             self.queue.finish(JOIN.name).handle.complete([np.array(decision.last_joined[0], np.int32)])
             self.queue.executed()
         if decision.opens_vote:

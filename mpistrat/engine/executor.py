@@ -20,7 +20,6 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .absent import neutral_arrays
 from .adasum import adasum
-from .broken_off import require_wanted
 
 
 @dataclass(slots=True)
@@ -74,12 +73,10 @@ class Executor:
             divisor: What an average divides by; None: the number of ranks.
 
         Raises:
-            BrokenOffError: The graph that has submitted an entry has ended in an error.
             EngineError: The other ranks rely on `prepare`, and its result is gone.
         """
         if not entries:
             return
-        require_wanted(entries, self._topology.job_rank)
         jobs = self._take_prepared(entries, all_ready)
         if divisor is not None:
             jobs = None  # It was prepared for an average over all ranks.

@@ -131,7 +131,8 @@ class GradientReducer:
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
         if not variables:
             return None
-        checks = self.checks or first_steps.of_tapes(names.eager(purpose, process_set), self.process_set)
+        checks = self.checks or first_steps.of_tapes(
+            names.eager(purpose, process_set) if tf.executing_eagerly() else purpose, self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
         # after the callback that reads the variable. What follows on a tape is not known here.
         may_read = self.checks_weights and (tf.executing_eagerly() or (self.checks is not None
@@ -151,7 +152,7 @@ class GradientReducer:
 def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     try:
-        observer([to_array(tf.convert_to_tensor(part)) for part in parts])
+        observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
 

@@ -164,11 +164,10 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0,
     """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable."""
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
-    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name,
-                                                                 process_set=process_set)
-    return run(lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors,
-               [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors],
-               observer=observer)
+    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device)
+    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    return run(name, lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors, shapes,
+               process_set, observer=observer)
 
 
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
@@ -176,6 +175,7 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labe
     """Root_rank's values of dense tensors, in one collective. Collective."""
     ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
-    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
-    return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
-                                                process_set=process_set), tensors, [t.shape for t in tensors])
+    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
+    return run(name, lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
+                                                      process_set=process_set),
+               tensors, [t.shape for t in tensors], process_set)

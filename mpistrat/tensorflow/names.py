@@ -2,7 +2,8 @@
 
 The ranks match collectives by name. A name that is made here has only parts that the program determines:
 
-- the thread, if it is not the main thread: the name that the user gave it, or the function that it runs;
+- the thread that runs the collective, if it is not the main thread: the name that the user gave it, or the function
+  that the thread runs. In a graph it is put before the name when Python calls the graph (see `bridge.calls`);
 - in a graph the Python function whose trace contains the collective, as `step()`. It is the innermost one, because
   TensorFlow uses one trace of an inner function in several outer ones;
 - the operation, and in a graph its number among those of the process set in that function, with branches and loops.
@@ -37,6 +38,7 @@ _NUMBERED = re.compile(r"(?:(?P<thread>Thread)-\d+(?P<target> \(.*\))?|(?P<forei
 _FOREIGN = "Dummy"
 # TensorFlow numbers the gradients of functions in the order in which the process traces them.
 _GRADIENT = re.compile(r"__backward_(.*)_\d+")
+_GRADIENT_OF = "gradient of "
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]]" = weakref.WeakKeyDictionary()
 
@@ -56,8 +58,8 @@ def eager(operation: str, process_set: int = 0) -> str:
 
 
 def made(operation: str, process_set: int = 0) -> str:
-    """As `eager`, and in a graph the name of a collective of the function that is being traced."""
-    return eager(operation if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}", process_set)
+    """As `eager`; in a graph the name of a collective of the function that is being traced, without the thread."""
+    return eager(operation, process_set) if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}"
 
 
 def of(owner: str, process_set: int = 0) -> str:
@@ -88,19 +90,24 @@ def given(name: str, ignore_name_scope: bool) -> str:
     return unique.rsplit("/", 1)[-1] if ignore_name_scope else unique
 
 
+def is_made(name: str) -> bool:
+    """Whether a name in a graph comes from `made`: neither the user's nor that of an optimizer."""
+    return "()/" in name
+
+
 def is_in_order(name: str) -> bool:
     """Whether all collectives of this name in graphs are submitted in the order of the program, on every rank.
 
     Those of the gradient of a function are not. Their names differ by the number of the execution.
     """
-    return "()/" in name
+    return is_made(name) and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:
-    """What names say of the function that is being traced: `step()`, or `gradient of step`."""
+    """What names say of the function that is being traced: `step()`, or `gradient of step()`."""
     name = getattr(current_function(), "name", "")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
-    return f"gradient of {gradient[1]}" if gradient else f"{name}()"
+    return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
             return tf.constant(array_ops.join(process_set), tf.int32)
         except MpistratError as error:
             raise cpu.as_tf_error(error) from error
-    last, = cpu.run(lambda _: join_request(number), [tf.constant(0)], [tf.TensorShape([])])
+    request = join_request(number)
+    last, = cpu.run(request.name, lambda _: request, [tf.constant(0)], [tf.TensorShape([])], number)
     return tf.gather(tf.constant(topology_of(number).job_ranks, tf.int32), last)
 
 

@@ -241,7 +241,7 @@ def test_the_variable_that_differs_is_named_as_in_its_own_step(rank: int, size: 
             variables = [first, second] if number < 2 else [last]
             observe = checks.observer(variables, [v.name.split(":")[0] for v in variables])
             assert observe is not None
-            observe([np.array([rank + 1.0])])
+            observe([np.array([rank + 1.0])], "")
             mpistrat.barrier()
 
 

@@ -104,8 +104,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
-        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name,
-                                                                         process_set=process_set)
+        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
         run = partial(run, observer=observer if number == 0 else None)
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run,
@@ -132,7 +131,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
         return allreduce_request(name, single_specs + joined_specs, scaled, labels, layout, wire_dtype=wire_dtype,
                                  process_set=process_set)
 
-    reduced = run(make_request, submitted, shapes)
+    reduced = run(name, make_request, submitted, shapes, process_set)
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])
