@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +27,7 @@ class GraphBucket:
     @property
     def order(self) -> list[int]:
         """All indices, in the order of the bucket's results."""
-        return self.single + [i for indices in self.joined.values() for i in indices]
+        return [*self.single, *chain.from_iterable(self.joined.values())]
 
     def layout(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
@@ -34,10 +35,11 @@ class GraphBucket:
         Args:
             places: The place of each tensor in the caller's list. () means that none is left out of that list.
         """
-        arrays = tuple(tuple(places[i] for i in indices) for indices in (*([i] for i in self.single),
-                                                                         *self.joined.values()))
         is_simple = not self.joined and self.single == sorted(self.single)
-        return () if is_simple and list(places) == list(range(len(places))) else arrays
+        if is_simple and list(places) == list(range(len(places))):
+            return ()
+        return tuple([(places[i],) for i in self.single]
+                     + [tuple([places[i] for i in indices]) for indices in self.joined.values()])
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
@@ -100,7 +102,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
     results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
-        bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
+        bucket_labels = tuple([labels[i] for i in bucket.order]) if labels else ()
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
@@ -119,8 +121,8 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
                    run: Callable, layout: tuple[tuple[int, ...], ...]) -> list[tuple[int, tf.Tensor]]:
     submitted = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in submitted]
-    joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
-                         for indices in bucket.joined.values() for i in indices)
+    joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
+                          for i in bucket.order[len(bucket.single):]])
     for indices in bucket.joined.values():
         submitted.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
         shapes.append(submitted[-1].shape)

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.error_text import is_users
+from ...api.group import Group
 from ...core.errors import InvalidRequestError, NotInitializedError
 from ...core.handle import Origin
 from .. import names
@@ -53,6 +54,11 @@ class CallSite:
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
         self.thread = ""
         self.running: list[int] = []  # Operations on lists are atomic.
+
+    @property
+    def group(self) -> Group:
+        """The ranks that take part. Raises InvalidRequestError if the process set has been removed."""
+        return runtime.current().group_of(self.name, self.process_set)
 
     def belongs_to(self, submit: tf.Operation) -> None:
         """Note the node, which is a callback."""
@@ -151,7 +157,7 @@ def _refuse(site: CallSite) -> None:
                f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up what they "
                f"reduce. Give each thread a tf.function of its own. The collective is made by {site.origin.place()}.")
     # On all ranks: which one of the threads comes first is another one on each.
-    runtime.current().group_of(site.name, site.process_set).engine.break_off(problem)
+    site.group.engine.break_off(problem)
     raise InvalidRequestError(problem)
 
 
@@ -160,10 +166,10 @@ def _end_failed(sites: Sequence[CallSite]) -> None:
     by_set: defaultdict[int, list[CallSite]] = defaultdict(list)
     for site in sites:
         by_set[site.process_set].append(site)
-    for process_set, its in by_set.items():
+    for its in by_set.values():
         with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
-            engine = runtime.current().group_of(its[0].name, process_set).engine
-            engine.end_failed_execution({site.thread + site.name for site in its}, {site.origin for site in its})
+            its[0].group.engine.end_failed_execution({site.thread + site.name for site in its},
+                                                     {site.origin for site in its})
 
 
 if call_flat is not None:

@@ -20,6 +20,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter
 
 import numpy as np
 import tensorflow as tf
@@ -36,6 +37,7 @@ from ...core.errors import (
 from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
+from ...engine.engine import Engine
 from ...gpu.arrays import GpuInput
 from ..types import Arrays
 from . import executions, gpu_eager
@@ -52,6 +54,8 @@ MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
 # part of names that stands for the thread that runs the graph. Returns whether it wants to be called again. What it
 # raises becomes the error of the graph. It must not refer to the graph, and must not change the arrays or keep them.
 Observer = Callable[[Sequence[np.ndarray], str], bool]
+
+_SHAPE = attrgetter("shape")
 
 _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
     (MismatchError, tf.errors.FailedPreconditionError),
@@ -168,7 +172,8 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             return gpu_eager.run(make_request, tensors, shapes)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
-        results = runtime.current().engine_of(request).run(request, arrays).wait()
+        group = runtime.current().group_of(request.name, request.process_set)
+        results = group.engine.run(request, arrays).wait()
     except MpistratError as error:
         raise as_tf_error(error) from error
     return [to_tensor(result) for result in results]
@@ -194,15 +199,14 @@ class _CpuCallSite(CallSite):
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result."""
         keep_thread_state()
-        request, arrays, number = self._prepared(inputs)
-        handle = runtime.current().engine_of(request).submit(request, arrays, self.origin)
+        engine, request, arrays, number = self._prepared(inputs)
+        handle = engine.submit(request, arrays, self.origin)
         return COMPLETIONS.ticket_for(handle, number)
 
     def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
         """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
         keep_thread_state()
-        request, arrays, number = self._prepared(inputs)
-        engine = runtime.current().engine_of(request)
+        engine, request, arrays, number = self._prepared(inputs)
         if self._wait is Wait.ALWAYS or self._position == self._counter.count:
             handle = engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
             if handle.done():
@@ -216,20 +220,20 @@ class _CpuCallSite(CallSite):
         keep_thread_state()
         return COMPLETIONS.redeem(int(ticket)).wait()
 
-    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, Arrays, int]:
-        """The request, the arrays, and the number of the execution."""
-        arrays = [np.asarray(array) for array in inputs]
+    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Engine, Request, Arrays, int]:
+        """The engine, the request, the arrays, and the number of the execution."""
+        arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         past = int(arrays.pop()) if self._has_past else None
         if self._observer is not None and not self._observer(arrays, self.thread):
             self._observer = None
-        shapes, name = [array.shape for array in arrays], self.thread + self.name
+        shapes, name = list(map(_SHAPE, arrays)), self.thread + self.name
         if self._latest is None or self._latest[:2] != (shapes, name):
             self._latest = shapes, name, dataclasses.replace(self._make_request(arrays), name=name, in_graph=True)
-        request = self._latest[2]
-        number = executions.next_number(name, self.process_set) if self._counts else 0
+        request, group = self._latest[2], self.group
+        number = group.next_number(("execution", name)) if self._counts else 0
         if past is not None:
             request = dataclasses.replace(request, name=name + executions.suffix(past))
-        return request, arrays, number
+        return group.engine, request, arrays, number
 
 
 def as_tf_error(error: MpistratError) -> Exception:

@@ -206,7 +206,7 @@ class _GpuCallSite(CallSite):
         del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         pack = _packed[runtime.current()].pop(int(shape_of_key[0]))
         name = self.thread + self.name
-        execution = executions.next_number(name, self.process_set) if self._counts else 0
+        execution = self.group.next_number(("execution", name)) if self._counts else 0
         if past:
             name += executions.suffix(int(past[0]))
         try:
@@ -225,7 +225,7 @@ class _GpuCallSite(CallSite):
                     self._observer = None
         arrays = [_input(copy, result) for copy, result in zip(pack.copies, pack.results, strict=True)]
         request = dataclasses.replace(self._make_request(arrays), name=name, device=DEVICE_GPU, in_graph=True)
-        return runtime.current().engine_of(request).submit(request, arrays, self.origin)
+        return self.group.engine.submit(request, arrays, self.origin)
 
     def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
         """Return the results, or raise the collective's error.
