@@ -4,9 +4,6 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 
 from ..support.shared_memory_of_threads import host_files, shared_memory_planes
+from ..support.threads import on_all
 
 LIMIT_S = 20.0
 CHUNK = 4096
@@ -34,12 +32,6 @@ def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = N
     block = mmap.mmap(-1, HostMemory.size_for(count, 0))
     ranks = [10 + rank for rank in range(count)]
     return [HostMemory(block, index, ranks, limit_s, topology) for index in range(count)]
-
-
-def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(index)` in a thread for each rank, and what they return."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(work, range(count)))
 
 
 def planes(count: int) -> list[SharedMemoryData]:
