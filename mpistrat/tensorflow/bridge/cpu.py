@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
+from ...api.group import Group
 from ...core.errors import (
     DuplicateNameError,
     EngineError,
@@ -37,7 +38,6 @@ from ...core.errors import (
 from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
-from ...engine.engine import Engine
 from ...gpu.arrays import GpuInput
 from ..types import Arrays
 from . import executions, gpu_eager
@@ -199,20 +199,20 @@ class _CpuCallSite(CallSite):
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result."""
         keep_thread_state()
-        engine, request, arrays, number = self._prepared(inputs)
-        handle = engine.submit(request, arrays, self.origin)
+        group, request, arrays, number = self._prepared(inputs)
+        handle = group.engine.submit(request, arrays, self.origin)
         return COMPLETIONS.ticket_for(handle, number)
 
     def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
         """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
         keep_thread_state()
-        engine, request, arrays, number = self._prepared(inputs)
+        group, request, arrays, number = self._prepared(inputs)
         if self._wait is Wait.ALWAYS or self._position == self._counter.count:
-            handle = engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
+            handle = group.engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
             if handle.done():
                 return [*COMPLETIONS.done_ticket(number), *handle.wait()]
         else:
-            handle = engine.submit(request, arrays, self.origin)
+            handle = group.engine.submit(request, arrays, self.origin)
         return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
 
     def fetch(self, ticket: np.int64) -> Arrays:
@@ -220,8 +220,8 @@ class _CpuCallSite(CallSite):
         keep_thread_state()
         return COMPLETIONS.redeem(int(ticket)).wait()
 
-    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Engine, Request, Arrays, int]:
-        """The engine, the request, the arrays, and the number of the execution."""
+    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Group, Request, Arrays, int]:
+        """The ranks that take part, the request, the arrays, and the number of the execution."""
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         past = int(arrays.pop()) if self._has_past else None
         if self._observer is not None and not self._observer(arrays, self.thread):
@@ -233,7 +233,7 @@ class _CpuCallSite(CallSite):
         number = group.next_number(("execution", name)) if self._counts else 0
         if past is not None:
             request = dataclasses.replace(request, name=name + executions.suffix(past))
-        return group.engine, request, arrays, number
+        return group, request, arrays, number
 
 
 def as_tf_error(error: MpistratError) -> Exception:
