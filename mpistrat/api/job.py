@@ -13,8 +13,8 @@ from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
 from ..engine.engine import Engine
+from ..process import abort
 from ..transport.mpi import library
-from . import abort
 from .group import Group
 from .registry import Registry
 

@@ -19,14 +19,15 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
+from ..process import abort
+from ..process.child_guard import require_own_place
+from ..process.launch_env import launched_size
+from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..transport.mpi import library
-from . import abort, handshake, own_cores
+from . import handshake, own_cores
 from .backends import backends_alone, backends_over
 from .group import Group
 from .job import Runtime, log_step
-from .launch_env import launched_size
-from .launcher_watch import LauncherWatch, launcher_here
-from .own_place import require_own_place
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:

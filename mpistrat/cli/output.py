@@ -14,7 +14,7 @@ A line that is not complete passes after a moment, so that prompts and progress 
 import math
 import re
 
-from ..api.report import Report, ReportReader
+from ..process.report import Report, ReportReader
 from .banners import RULE, Words, understand
 from .records import Records
 

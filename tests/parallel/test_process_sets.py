@@ -12,9 +12,10 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.api import abort, registry, runtime
+from mpistrat.api import registry, runtime
 from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError
 from mpistrat.core.request import allreduce_request, scaled_op, specs_of
+from mpistrat.process import abort
 
 
 @pytest.fixture

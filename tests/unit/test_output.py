@@ -2,10 +2,10 @@
 
 import pytest
 
-from mpistrat.api.error_text import ErrorText
-from mpistrat.api.report import Report
 from mpistrat.cli.banners import Ending, understand
 from mpistrat.cli.output import BLOCK_S, PARTIAL_S, Output
+from mpistrat.process.error_text import ErrorText
+from mpistrat.process.report import Report
 
 RULE = b"-" * 74 + b"\n"
 KILLED_5 = RULE + b"""prterun noticed that process rank 1 with PID 25997 on node vm exited on

@@ -24,10 +24,10 @@ from typing import Any
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.error_text import is_users
 from ...api.group import Group
 from ...core.errors import InvalidRequestError, NotInitializedError
 from ...core.handle import Origin
+from ...process.error_text import is_users
 from .. import names
 from ._private import AtomicFunction, call_flat
 

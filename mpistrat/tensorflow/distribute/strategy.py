@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from ...api import basics, runtime
 from ...api import ops as array_ops
-from ...api.launch_env import launched_rank
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
+from ...process.launch_env import launched_rank
 from .. import names
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
