@@ -157,14 +157,15 @@ class OptimizerName:
 
     def _name_all(self) -> None:
         group = self._thread, self._process_set
-        start = prefix(self._process_set != 0) if self._thread else ""
+        if self._thread == _kind_of_this_thread():
+            prefix(self._process_set != 0)  # For its error.
         with _naming:
             if sum(other() is not None for other in _unnamed[group]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
             for other in _unnamed.pop(group):
                 found = other()
                 if found is not None and not found._name:
-                    found._name = f"{start}optimizer{next(_numbers[group])}"
+                    found._name = f"{self._thread}optimizer{next(_numbers[group])}"
 
 
 def _at(place: int, process_set: int) -> OptimizerName:
