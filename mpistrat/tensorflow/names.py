@@ -13,7 +13,11 @@ model, and no number of a trace. An optimizer has a name of its own, so that sev
 give stay as they are, as in Horovod with the name scope around them.
 
 Within a thread, collectives of one name are matched in the order of the program, which `bridge.program_order` keeps.
-Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names.
+Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names, and two
+threads must not run one function at the same time.
+
+An execution of a graph that ends in an error breaks that order. Requests have the number of such executions, so that
+those of different executions do not match: see `engine.queue`.
 """
 
 import gc
