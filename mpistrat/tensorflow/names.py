@@ -13,7 +13,11 @@ model, and no number of a trace. An optimizer has a name of its own, so that sev
 give stay as they are, as in Horovod with the name scope around them.
 
 Within a thread, collectives of one name are matched in the order of the program, which `bridge.program_order` keeps.
-Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names.
+Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names, and two
+threads must not run one function at the same time.
+
+An execution of a graph that ends in an error breaks that order. Requests have the number of such executions, so that
+those of different executions do not match: see `engine.queue`.
 """
 
 import gc
@@ -157,14 +161,15 @@ class OptimizerName:
 
     def _name_all(self) -> None:
         group = self._thread, self._process_set
-        start = prefix(self._process_set != 0) if self._thread else ""
+        if self._thread == _kind_of_this_thread():
+            prefix(self._process_set != 0)  # For its error.
         with _naming:
             if sum(other() is not None for other in _unnamed[group]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
             for other in _unnamed.pop(group):
                 found = other()
                 if found is not None and not found._name:
-                    found._name = f"{start}optimizer{next(_numbers[group])}"
+                    found._name = f"{self._thread}optimizer{next(_numbers[group])}"
 
 
 def _at(place: int, process_set: int) -> OptimizerName:

@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -83,7 +83,14 @@ def _place_of(node: tf.Operation) -> Callable[[], str]:
     return place
 
 
-def _sites_in(function: Any) -> tuple[CallSite, ...]:
+class _Function(Protocol):
+    """TensorFlow's AtomicFunction."""
+
+    cached_definition: Any
+    _bound_context: Any
+
+
+def _sites_in(function: _Function) -> tuple[CallSite, ...]:
     """The sites in a function and in all functions that it calls."""
     found: dict[CallSite, None] = {}
     todo, seen = [function.cached_definition], {""}
@@ -99,7 +106,7 @@ def _sites_in(function: Any) -> tuple[CallSite, ...]:
     return tuple(found)
 
 
-def _functions_of(node: Any) -> Iterator[str]:
+def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
     for value in node.attr.values():
         yield value.func.name
         for each in value.list.func:
@@ -108,7 +115,7 @@ def _functions_of(node: Any) -> Iterator[str]:
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def observed(function: Any, *args: Any) -> Any:
+    def observed(function: _Function, *args: tf.Tensor) -> Any:
         if not _sites or not tf.executing_eagerly():
             return call(function, *args)
         known = function.__dict__
