@@ -16,6 +16,7 @@ from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
+from . import many_calls
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
 from .compression import Compression, Compressor
@@ -61,6 +62,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     number = number_of(process_set, "Allreduce")
     scaled = _op_for([tensor], op, average, prescale_factor, postscale_factor)
     tensor = as_tensor(tensor)
+    many_calls.count(tensor, number)
     name = name_of("allreduce", name, number, ignore_name_scope)
     return reduce_tensors([tensor], name, scaled, compression=compression, process_set=number, may_wait=False)[0]
 
