@@ -75,7 +75,7 @@ class Group:
         It is the same on all ranks of the group that make the same calls in the same order. Counting restarts after a
         join(), before which some ranks have made fewer calls.
         """
-        joins = self.joins
+        joins = self.engine.controller.joins
         if self._numbers[0] != joins:
             self._numbers = joins, defaultdict(itertools.count)
         return next(self._numbers[1][key])

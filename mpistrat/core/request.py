@@ -67,6 +67,8 @@ class Request:
         layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
             concatenated or reordered; () for one array per tensor, in order.
         wire_dtype: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
+        failures: How many executions of graphs that submit this name have ended in an error on this rank since the
+            ranks last executed it. TensorQueue sets it.
         labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
         in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
         process_set: The id of the process set that it is for. Each set has its own engine, so it is not sent.
@@ -82,6 +84,7 @@ class Request:
     device: str = DEVICE_CPU
     layout: tuple[tuple[int, ...], ...] = ()
     wire_dtype: str = ""
+    failures: int = 0
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
     process_set: int = field(default=0, compare=False)
@@ -94,7 +97,7 @@ class Request:
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
-                     self.device, self.layout, self.wire_dtype))
+                     self.device, self.layout, self.wire_dtype, self.failures))
 
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
@@ -109,8 +112,8 @@ class Request:
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire_dtype, self.labels,
-                self.in_graph)
+                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire_dtype, self.failures,
+                self.labels, self.in_graph)
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":
@@ -272,7 +275,7 @@ def join_request(process_set: int = 0) -> Request:
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
-    return tuple(TensorSpec(name_of(array.dtype), array.shape) for array in arrays)
+    return tuple([TensorSpec(name_of(array.dtype), array.shape) for array in arrays])
 
 
 def _check_bytes(name: str, dtype: str) -> None:

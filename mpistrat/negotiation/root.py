@@ -43,7 +43,7 @@ class Root:
             else:
                 by_request = pending.by_request()
                 errors.append((next(iter(by_request)).name, problem))
-                if any(each.in_graph for each in by_request):
+                if any(each.in_graph or each.failures for each in by_request):
                     mismatch_in_graph = mismatch_in_graph or problem
         subtree.ended.completed.update(subtree.ended.take_news())
         end, text = self._reason_to_end(mismatch_in_graph, now, quiet_s)

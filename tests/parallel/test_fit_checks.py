@@ -22,6 +22,7 @@ from mpistrat.keras import equal_weights, fit_checks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from .helpers import everywhere  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -41,10 +42,6 @@ def data_of(rank: int, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
 
 def fit(model: Any, rank: int, callbacks: Any = None, epochs: int = 1, rows: int = ROWS, **arguments: Any) -> Any:
     return model.fit(*data_of(rank, rows), batch_size=BATCH, epochs=epochs, verbose=0, callbacks=callbacks, **arguments)
-
-
-def everywhere(value: Any) -> list[Any]:
-    return mpistrat.allgather_object(value)
 
 
 class Keep(keras.callbacks.Callback):

@@ -15,7 +15,7 @@ from mpistrat.negotiation.messages import Announcement, Decision, EndReason
 
 PLAIN = Request(CollectiveType.ALLREDUCE, "a", (TensorSpec("float32", (2, 3)),))
 FULL = Request(CollectiveType.BROADCAST, "gradient/17", (TensorSpec("bfloat16", ()), TensorSpec("int64", (0, 4))),
-               ReduceOp.MAX, 3, 0.5, 2.0, "gpu", ((0,), (2, 1)), "float16", ("dense/kernel", "dense/bias"))
+               ReduceOp.MAX, 3, 0.5, 2.0, "gpu", ((0,), (2, 1)), "float16", 7, ("dense/kernel", "dense/bias"))
 BARRIER = Request(CollectiveType.BARRIER, "b")
 GATHER = Request(CollectiveType.ALLGATHER, "g", (TensorSpec("bool", (-1, 7)),))
 REQUESTS = [PLAIN, FULL, BARRIER, GATHER]

@@ -12,6 +12,7 @@ from .._private import require_for_strategy
 
 require_for_strategy()
 
+from ..fit import wrap_fit  # noqa: E402
 from ..whole_files import wrap_saving  # noqa: E402
 from . import callbacks, optimizer, patches, saving, step_state, trainer  # noqa: E402, F401
 from .patches import PATCHES, undo  # noqa: E402
@@ -22,5 +23,6 @@ __all__ = ["PATCHES", "apply", "undo"]
 def apply() -> None:
     """Replace the functions, once. Raises MissingDependencyError where Keras is too old."""
     require_for_strategy()
+    wrap_fit()
     wrap_saving()  # Before the replacements: all ranks must give them the user's path.
     patches.apply()
