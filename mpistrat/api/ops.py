@@ -39,7 +39,6 @@ from ..gpu.arrays import GpuInput
 from . import runtime
 from .interop import Tensor, tensors_of
 from .libraries import TensorLike
-from .pickling import dumps
 from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
@@ -256,6 +255,15 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     # Not by `run`: ranks vote on what their callers wait for, and join() is no operation to vote on.
     last, = group.engine.submit(join_request(), []).wait()
     return group.topology.job_ranks[int(last)]
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle an object. With cloudpickle, functions and classes that the script defines can be pickled too."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(obj)
+    return bytes(cloudpickle.dumps(obj))
 
 
 def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = None,

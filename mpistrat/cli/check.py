@@ -8,13 +8,12 @@ import os
 import sys
 
 from ..core.errors import LaunchError
-from .arguments import Parser, add_launch_options, read_hosts
+from .arguments import Parser, add_launch_options, counted, read_hosts
 from .inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from .mpirun import Job, LaunchCommand, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
 from .ssh import hosts_by_ssh, why_unreachable
 from .supervisor import TimeLimits, launch
-from .text import counted
 
 DEFAULT_TIMEOUT_S = 120.0
 

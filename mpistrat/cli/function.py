@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..api.pickling import dumps
+from ..api.ops import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip
 from ..core.tuning import RUN_START_POLL_S
 from ..process.launch_env import launched_size
 from .main import main
-from .parent_end import parent_guard
 from .run import parse, plan
+from .supervisor import parent_guard
 
 CALL, STARTED = "call", "started"  # files in the directory
 _RANK_MODULE = "mpistrat.cli.function_rank"

@@ -12,7 +12,7 @@ from typing import NoReturn
 from ..core.errors import LaunchError
 from ..process.launch_env import RUN_CORES
 from . import check, horovodrun
-from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
+from .arguments import Parser, add_launch_options, counted, mpirun_options, read_hosts, split_arguments
 from .inventory import has_nvidia_driver
 from .mpirun import (
     INTEL_MPI,
@@ -32,7 +32,6 @@ from .rank_shell import in_shell
 from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
 from .supervisor import Start, launch
-from .text import counted
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0

@@ -17,6 +17,7 @@ Called by `mpistrat run` and `mpistrat check`, in their main thread. mpistrat.ru
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import secrets
@@ -36,13 +37,13 @@ from ..process.report import SUMMARY
 from .forward import Forwarder
 from .mpirun import LaunchCommand
 from .output import Output
-from .parent_end import parent_guard
 from .summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
 _NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
               "firewall?), and have the same MPI under the same path")
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 
 
@@ -295,6 +296,26 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self._forwarder.say(f"{self._speaker}: {text}")
+
+
+def parent_guard(parent: int) -> Callable[[], bool]:
+    """Return a function that has Linux send SIGTERM to the process that calls it when its parent process ends.
+
+    The C library is loaded here, so that the function may be called between fork and exec.
+
+    Args:
+        parent: The number of the parent process.
+
+    Returns:
+        The function. It returns False if the parent has ended before the request took effect: no signal comes then.
+    """
+    set_option = ctypes.CDLL(None).prctl
+
+    def guard() -> bool:
+        set_option(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        return os.getppid() == parent
+
+    return guard
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

@@ -162,12 +162,12 @@ def create_anew(variable: keras.Variable) -> None:
     variable._initialize(tf.convert_to_tensor(variable))
 
 
-def distributed_dataset(iterator: Any) -> Any:
+def distributed_dataset(iterator: trainer.TFEpochIterator) -> Any:
     """The distributed dataset that Keras' iterator of an epoch reads."""
     return iterator._distributed_dataset
 
 
-def set_number_of_batches(iterator: Any, number: int | None) -> None:
+def set_number_of_batches(iterator: trainer.TFEpochIterator, number: int | None) -> None:
     """Set how many batches an epoch has; None: as many as there are. Keras takes the number from the user's dataset."""
     iterator._num_batches = number
 

@@ -4,8 +4,7 @@ import argparse
 import json
 
 from ...core.errors import LaunchError
-from ..arguments import Parser, positive_int
-from ..text import counted
+from ..arguments import Parser, counted, positive_int
 from .cases import CASES
 
 _EPILOG = """\
