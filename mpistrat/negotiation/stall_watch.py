@@ -96,8 +96,9 @@ class StallWatch:
         if self.deadlock_s is None or quiet_s < self.deadlock_s:
             return None
         subtree = self._subtree
-        # What a rank submits reaches rank 0 so much later at most: each rank in between keeps it for `pass_on_s`.
-        if quiet_s < self.deadlock_s + self.pass_on_s * depth_of(subtree.node.size - 1):
+        # A rank between another one and rank 0 keeps an incomplete request for `pass_on_s`, until it looks.
+        late_s = (self.pass_on_s + (self.poll_s() or 0.0)) * max(depth_of(subtree.node.size - 1) - 1, 0)
+        if quiet_s < self.deadlock_s + late_s:
             return None
         incomplete = subtree.incomplete()
         waiting = set().union(*(pending.present() for pending in incomplete.values()))

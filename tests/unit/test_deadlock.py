@@ -21,8 +21,8 @@ class QuietJob(Job):
     def __init__(self, size: int, deadlock_s: float | None = DEADLOCK_S):
         super().__init__(size)
         self.nodes = [Coordinator(rank, size, CAPACITY, WARNING_S, ABORT_S, None, deadlock_s) for rank in range(size)]
-        # What is submitted reaches rank 0 so much later at most.
-        self.latest_s = DEADLOCK_S + DEADLOCK_S / 4 * depth_of(size - 1)
+        # Each rank on the way to rank 0 keeps a request for 2.5 s, and looks every second.
+        self.latest_s = DEADLOCK_S + 3.5 * (depth_of(size - 1) - 1)
 
     def crossed(self, odd: int) -> None:
         """All ranks submit A, but for one, which submits B; and these requests reach rank 0."""
@@ -117,10 +117,10 @@ def test_it_can_be_switched_off() -> None:
 def test_the_settings_say_after_how_long(settings: Settings, is_found: bool) -> None:
     job = ByHand(2, settings)
     handles = [submit_barrier(engine, f"of rank {rank}") for rank, engine in enumerate(job.engines)]
-    for now in (0.0, 4.0, 6.2):
+    for now in (0.0, 4.0, 4.9):
         job.settle(now)
         assert not any(handle.done() for handle in handles)
-    job.settle(6.3)  # Five seconds, and a quarter of that for each level of the tree.
+    job.settle(5.0)
     assert [handle.done() for handle in handles] == [is_found] * 2
 
 
@@ -129,10 +129,12 @@ def test_what_any_rank_submits_begins_the_time_anew() -> None:
     handles = [submit_barrier(engine, f"of rank {rank}") for rank, engine in enumerate(job.engines)]
     job.settle(0.0)
     submit_barrier(job.engines[1], "another")
-    job.settle(6.0)
-    job.settle(12.0)
+    job.settle(4.0)
+    submit_barrier(job.engines[0], "one more")
+    job.settle(4.5)
+    job.settle(9.4)
     assert not any(handle.done() for handle in handles)
-    job.settle(12.3)
+    job.settle(9.5)
     assert all(handle.done() for handle in handles)
 
 
@@ -150,7 +152,7 @@ def test_what_a_rank_executes_begins_the_time_anew() -> None:
     handles = [submit_barrier(engine, "for both") for engine in job.engines]
     job.settle(0.0)
     assert all(handle.done() for handle in handles)
-    job.settle(job.now + 6.0)
+    job.settle(job.now + 4.9)
     assert not any(handle.done() for handle in waiting)
-    job.settle(job.now + 0.3)
+    job.settle(job.now + 0.1)
     assert all(handle.done() for handle in waiting)
