@@ -168,7 +168,7 @@ class Controller:
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_learned(now)
-        is_quiet = not (messages or entries or has_settled or self.executor.device.is_busy)
+        is_quiet = not (messages or entries or has_settled or has_finished or self.executor.device.is_busy)
         announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mpistrat.core.interfaces import DeviceExecutor
 from mpistrat.core.request import join_request
 from mpistrat.core.settings import Settings
 from mpistrat.negotiation.coordinator import Coordinator
@@ -155,4 +156,25 @@ def test_what_a_rank_executes_begins_the_time_anew() -> None:
     job.settle(job.now + 4.9)
     assert not any(handle.done() for handle in waiting)
     job.settle(job.now + 0.1)
+    assert all(handle.done() for handle in waiting)
+
+
+def test_work_of_a_gpu_begins_the_time_anew_when_it_is_done() -> None:
+    job = ByHand(2, Settings(deadlock_s=5.0))
+    ends = [20.0]
+
+    class SlowDevice(DeviceExecutor):
+        @property
+        def is_busy(self) -> bool:
+            return bool(ends)
+
+        def poll(self) -> bool:
+            return bool(ends) and job.now >= ends[0] and ends.pop() > 0
+
+    job.engines[0].controller.executor.device = SlowDevice()
+    waiting = [submit_barrier(engine, f"of rank {rank}") for rank, engine in enumerate(job.engines)]
+    for now in (0.0, 19.0, 20.0, 24.9):
+        job.settle(now)
+        assert not any(handle.done() for handle in waiting)
+    job.settle(25.0)
     assert all(handle.done() for handle in waiting)
