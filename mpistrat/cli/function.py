@@ -82,7 +82,9 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
                           "started without mpirun.")
     with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:
         directory = Path(name)
-        argv = [*options, f"--start-timeout={start_timeout_s:g}", "--", executable, "-m", _RANK_MODULE, name]
+        # Whole tracebacks: that of a rank that does not see the directory is in the output only.
+        argv = [*options, "--traceback", f"--start-timeout={start_timeout_s:g}", "--", executable, "-m", _RANK_MODULE,
+                name]
         planned = plan(*parse(argv), environ)  # Wrong arguments are an error of this process.
         if is_printed:
             print(planned.composed(environ), file=sys.stderr, flush=True)
