@@ -41,6 +41,7 @@ class CallSite:
         process_set: The id of the process set.
 
     Attributes:
+        needs_name: Whether the ranks must be able to distinguish the thread from all others.
         thread: What the name begins with: the part that stands for the thread that runs the function, if `names` has
             made the name.
         origin: The node.
@@ -51,6 +52,7 @@ class CallSite:
 
     def __init__(self, name: str, process_set: int):
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
+        self.needs_name = self.is_made and not process_set
         self.thread = ""
         self.running: list[int] = []  # Operations on lists are atomic.
 
@@ -110,9 +112,9 @@ def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def observed(function: _Function, *args: tf.Tensor) -> Any:
-        if not _sites or not tf.executing_eagerly():
+        if not _sites or not function._bound_context.executing_eagerly():
             return call(function, *args)
-        known = function.__dict__
+        known = function.__dict__  # One of these objects has a graph that does not change.
         sites = known.get("_mpistrat_sites")
         if sites is None:
             sites = known["_mpistrat_sites"] = _sites_in(function)
@@ -135,12 +137,14 @@ def _enter(sites: Sequence[CallSite]) -> None:
     Raises:
         InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
     """
-    prefix = names.prefix(is_exclusive=not any(site.is_made and not site.process_set for site in sites))
-    thread = threading.get_ident()
+    needs_name = False
+    for site in sites:
+        needs_name |= site.needs_name
+    prefix, thread = names.prefix(not needs_name), threading.get_ident()
     for site in sites:
         site.running.append(thread)
     for site in sites:
-        if len(site.running) > 1 and any(other != thread for other in site.running):
+        if site.running.count(thread) < len(site.running):
             _leave(sites)
             _refuse(site)
         if site.is_made:
