@@ -120,10 +120,10 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
             sites = known["_mpistrat_sites"] = _sites_in(function)
         if not sites:
             return call(function, *args)
-        _enter(sites)
         try:
+            _enter(sites)
             return call(function, *args)
-        except BaseException:
+        except tf.errors.OpError:  # Others come from this thread: from a signal handler, when the graph has ended.
             _end_failed(sites)
             raise
         finally:
@@ -145,7 +145,6 @@ def _enter(sites: Sequence[CallSite]) -> None:
         site.running.append(thread)
     for site in sites:
         if site.running.count(thread) < len(site.running):
-            _leave(sites)
             _refuse(site)
         if site.is_made:
             site.thread = prefix
@@ -154,7 +153,8 @@ def _enter(sites: Sequence[CallSite]) -> None:
 def _leave(sites: Sequence[CallSite]) -> None:
     thread = threading.get_ident()
     for site in sites:
-        site.running.remove(thread)
+        if thread in site.running:
+            site.running.remove(thread)
 
 
 def _refuse(site: CallSite) -> None:
