@@ -155,8 +155,8 @@ class Engine:
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
         """An execution of a graph has ended in an error. Local; returns when it has nothing in flight.
 
-        The other ranks submit what it has in flight too, unless they have failed before that. Then the engines end. They
-        end too if the graph has a join(), because the other ranks go on without a rank that has joined.
+        The other ranks submit what it has in flight too, unless they have failed before that. Then the engines end. So
+        they do if the graph has a join(), because the other ranks go on without a rank that has joined.
 
         Args:
             names: What the graph may submit.
