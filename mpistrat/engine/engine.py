@@ -115,6 +115,8 @@ class Engine:
         if drives != [True]:
             self._put(entry)
             handle.await_done(-1 if limit_s == math.inf else limit_s)
+        if not request.in_graph and handle.done():
+            self._queue.forget_failures()
         return handle
 
     def _may_be_interrupted(self) -> bool:
