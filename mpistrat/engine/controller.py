@@ -281,7 +281,7 @@ class Controller:
         self.queue.executed()
         if decision.last_joined:
             self.joins += 1
-            self.queue.forget_failures()
+            self.queue.forget_failures(of_all_threads=True)
             self.queue.finish(JOIN.name).handle.complete([np.array(decision.last_joined[0], np.int32)])
             self.queue.executed()
         if decision.opens_vote:

@@ -114,6 +114,8 @@ class Engine:
         if drives != [True]:
             self._put(entry)
             handle.await_done(-1 if limit_s == math.inf else limit_s)
+        if not request.in_graph and handle.done():
+            self._queue.forget_failures()
         return handle
 
     def _put(self, entry: Entry) -> None:
@@ -150,8 +152,8 @@ class Engine:
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
         """An execution of a graph has ended in an error. Local; returns when it has nothing in flight.
 
-        The other ranks submit what it has in flight too, unless they have failed before that. Then the engines end, as
-        in every case in which one rank knows only too late that another one has not come so far: if it has joined.
+        The other ranks submit what it has in flight too, unless they have failed before that. Then the engines end. So
+        they do if the graph has a join(), because the other ranks go on without a rank that has joined.
 
         Args:
             names: What the graph may submit.

@@ -10,12 +10,23 @@ from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry, Origin
 
 
+class _Here(threading.local):
+    """Stands for the thread that reads it. Numbers of threads are used again."""
+
+    def __init__(self) -> None:
+        self.thread = object()
+
+
+_here = _Here()
+
+
 class TensorQueue:
     """Entries that were submitted and are not finished, by name. Thread-safe.
 
     It counts the executions of graphs that end in an error, for each name that they submit, until the ranks next
-    execute that name. The count is a part of the request. So an entry that a failed execution has left on one rank does
-    not meet an entry of a later execution on another rank, which has failed before it came to that name.
+    execute that name, or the thread has waited for a collective outside of graphs: no rank comes to that with anything
+    of a failed execution in flight. The count is a part of the request. So an entry that a failed execution has left on
+    one rank does not meet an entry of a later execution on another rank, which has failed before it came to that name.
 
     Attributes:
         outstanding: How many entries the driver has taken and not finished. For the thread that drives.
@@ -31,6 +42,7 @@ class TensorQueue:
         self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
         self._executing: list[Entry] = []
         self._failures: Counter[str] = Counter()
+        self._failed_in: dict[str, object] = {}  # the thread that has called the graph
         self._closed_by: Exception | None = None
         self.outstanding = self.completed = 0
 
@@ -83,11 +95,19 @@ class TensorQueue:
         """An execution that submits `names`, and of which nothing is in flight any more, has ended in an error."""
         with self._lock:
             self._failures.update(names)
+            self._failed_in.update(dict.fromkeys(names, _here.thread))
 
-    def forget_failures(self) -> None:
-        """All ranks have joined, before which they may have made different executions."""
-        with self._lock:
-            self._failures.clear()
+    def forget_failures(self, of_all_threads: bool = False) -> None:
+        """All ranks are past the executions that have failed, in this thread or in all threads."""
+        if self._failures:
+            with self._lock:
+                for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
+                    self._forget(name, self._failures[name])
+
+    def _forget(self, name: str, failures: int) -> None:
+        self._failures[name] -= failures
+        if self._failures[name] <= 0:  # Less: a join has come between the two.
+            del self._failures[name], self._failed_in[name]
 
     def put_later(self, entry: Entry) -> None:
         """As `put`, but the driver does it. The handle gets the errors of `put`, if this does not raise the last one.
@@ -146,8 +166,8 @@ class TensorQueue:
             if entry is None:
                 raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
             self._executing.append(entry)
-            if entry.request.failures:
-                self._failures[name] -= entry.request.failures  # The number is the same on all ranks.
+            if entry.request.failures and name in self._failed_in:
+                self._forget(name, entry.request.failures)  # The number is the same on all ranks.
             if name in self._behind:
                 following = self._behind[name].popleft()
                 self._begin(following)

@@ -193,6 +193,7 @@ class _ThreadSpace(threading.local):
 
 
 _state = _ThreadSpace()
+_MAIN = threading.main_thread().ident
 
 
 def prefix(is_exclusive: bool = False) -> str:
@@ -206,9 +207,10 @@ def prefix(is_exclusive: bool = False) -> str:
     """
     if _state.space is not None:
         return _state.space
-    kind = _kind_of_this_thread()
-    thread = threading.current_thread()
-    if not kind or is_exclusive or kind == f"{_FOREIGN}/":
+    if threading.get_ident() == _MAIN:
+        return ""
+    kind, thread = _kind_of_this_thread(), threading.current_thread()
+    if is_exclusive or kind == f"{_FOREIGN}/":
         return kind
     for other in threading.enumerate():
         if other is not thread and f"{kind_of(other.name)}/" == kind:

@@ -114,6 +114,16 @@ def test_a_rank_whose_number_of_steps_is_unknown_is_not_compared(rank: int, size
     assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
 
 
+def test_a_rank_whose_epochs_end_by_an_error_alone(rank: int, size: int) -> None:
+    """Keras finds out the number of steps by a step more, which ends in an error of the data."""
+    model, (x, y) = new_model(), data_of(rank)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    if rank == 0:
+        data = data.filter(lambda *_: True)
+    model.fit(data, epochs=3, verbose=0)
+    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
+
+
 @pytest.mark.parametrize("cls", [BroadcastCallback, hvd.callbacks.MetricAverageCallback])
 def test_a_callback_that_communicates_on_some_ranks_only_is_an_error_on_every_rank(cls: Any, rank: int,
                                                                                    size: int) -> None:

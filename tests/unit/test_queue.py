@@ -50,6 +50,12 @@ def test_an_entry_that_waits_behind_another_has_the_failures_that_are_left() -> 
     assert [each.request.failures for each in queue.take_new()] == [1]
     queue.finish("a")
     queue.count_failure(["a"])
+    with ThreadPoolExecutor(1) as other:
+        other.submit(queue.forget_failures).result()
+    queue.put(entry("a"))
+    assert [each.request.failures for each in queue.take_new()] == [1]
+    queue.finish("a")
+    queue.count_failure(["a"])
     queue.forget_failures()
     queue.put(entry("a"))
     assert [each.request.failures for each in queue.take_new()] == [0]

@@ -42,6 +42,7 @@ class CallSite:
         process_set: The id of the process set.
 
     Attributes:
+        needs_name: Whether the ranks must be able to distinguish the thread from all others.
         thread: What the name begins with: the part that stands for the thread that runs the function, if `names` has
             made the name.
         origin: The node.
@@ -52,6 +53,7 @@ class CallSite:
 
     def __init__(self, name: str, process_set: int):
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
+        self.needs_name = self.is_made and not process_set
         self.thread = ""
         self.running: list[int] = []  # Operations on lists are atomic.
 
@@ -116,18 +118,18 @@ def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def observed(function: _Function, *args: tf.Tensor) -> Any:
-        if not _sites or not tf.executing_eagerly():
+        if not _sites or not function._bound_context.executing_eagerly():
             return call(function, *args)
-        known = function.__dict__
+        known = function.__dict__  # One of these objects has a graph that does not change.
         sites = known.get("_mpistrat_sites")
         if sites is None:
             sites = known["_mpistrat_sites"] = _sites_in(function)
         if not sites:
             return call(function, *args)
-        _enter(sites)
         try:
+            _enter(sites)
             return call(function, *args)
-        except BaseException:
+        except tf.errors.OpError:  # Others come from this thread: from a signal handler, when the graph has ended.
             _end_failed(sites)
             raise
         finally:
@@ -141,13 +143,14 @@ def _enter(sites: Sequence[CallSite]) -> None:
     Raises:
         InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
     """
-    prefix = names.prefix(is_exclusive=not any(site.is_made and not site.process_set for site in sites))
-    thread = threading.get_ident()
+    needs_name = False
+    for site in sites:
+        needs_name |= site.needs_name
+    prefix, thread = names.prefix(not needs_name), threading.get_ident()
     for site in sites:
         site.running.append(thread)
     for site in sites:
-        if len(site.running) > 1 and any(other != thread for other in site.running):
-            _leave(sites)
+        if site.running.count(thread) < len(site.running):
             _refuse(site)
         if site.is_made:
             site.thread = prefix
@@ -156,7 +159,8 @@ def _enter(sites: Sequence[CallSite]) -> None:
 def _leave(sites: Sequence[CallSite]) -> None:
     thread = threading.get_ident()
     for site in sites:
-        site.running.remove(thread)
+        if thread in site.running:
+            site.running.remove(thread)
 
 
 def _refuse(site: CallSite) -> None:
