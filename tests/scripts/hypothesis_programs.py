@@ -418,7 +418,8 @@ class NestedRunner:
             assert len({place in of_all[rank] for rank in members}) == 1, f"ended: {of_all} in {program}"
         may_stall = len(program.threads) > 1 or any(piece.kind == "set" for piece in every(program.threads[0]))
         for error in errors:
-            assert program.fails >= 0 and re.search(f"{ENDED}|{STALLED}" if may_stall else ENDED, str(error)), str(error)
+            known = re.search(f"{ENDED}|{STALLED}" if may_stall else ENDED, str(error))
+            assert program.fails >= 0 and known, str(error)
         if any(of_all):
             mpistrat.shutdown()
             mpistrat.init()
