@@ -161,5 +161,10 @@ def positive_int(text: str, problem: str) -> int:
     return number
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 host", "2 hosts"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _ranks(text: str) -> int:
     return positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import ops, runtime
-from ..api.pickling import dumps
+from ..api.ops import dumps
 from ..core.errors import CollectiveError, LaunchError, MpistratError
 from .function import CALL, STARTED, RankResult, file_of, write
 

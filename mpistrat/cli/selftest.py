@@ -11,7 +11,7 @@ import numpy as np
 
 import mpistrat
 
-from .text import counted
+from .arguments import counted
 
 COUNT = 1024  # float32 elements
 ROUNDS = 50

@@ -1,10 +1,13 @@
-"""The pip commands that messages name for what is not installed. All messages take them from here.
+"""The pip commands that messages name for what is not installed, and the versions that mpistrat was run with.
 
 mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Until it is, a message names the
 packages of the extra. A release sets IS_PUBLISHED; docs/release.md has the step. Any module may call the functions.
 """
 
+import re
 import shlex
+
+from .errors import MissingDependencyError
 
 IS_PUBLISHED = False
 
@@ -26,3 +29,25 @@ def pip_extra(extra: str, upgrade: bool = False) -> str:
 def pip(*requirements: str, upgrade: bool = False) -> str:
     """Return the pip command that installs these packages, quoted for a shell."""
     return " ".join(["pip install", *(["-U"] if upgrade else []), shlex.join(requirements)])
+
+
+def require_version(user: str, package: str, version: str) -> None:
+    """Check the version of TensorFlow or Keras. mpistrat uses private names, which other versions may lack.
+
+    Args:
+        user: The part of mpistrat that needs the package, for the error.
+        package: "tensorflow" or "keras".
+        version: The version that is installed.
+
+    Raises:
+        MissingDependencyError: mpistrat was not run with this version; names those that it was run with.
+    """
+    requirement = next(each for each in EXTRAS["tensorflow"] if each.startswith(package))
+    oldest, end = map(_numbers, requirement.split(","))
+    if not oldest <= _numbers(version) < end:
+        raise MissingDependencyError(f"{user} needs {requirement}, and {package} is {version} "
+                                     f"({pip_extra('tensorflow', upgrade=True)}).")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -2,6 +2,7 @@
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip_extra as _pip_extra
+from ..core.install import require_version as _require_version
 
 try:
     import keras as _keras
@@ -9,9 +10,8 @@ try:
 except ImportError as _error:
     raise MissingDependencyError(
         f"mpistrat.keras needs TensorFlow and Keras 3 ({_pip_extra('tensorflow')}).") from _error
-if _keras.__version__.startswith("2."):
-    raise MissingDependencyError(f"mpistrat.keras needs Keras 3, and this is {_keras.__version__} "
-                                 f"({_pip_extra('tensorflow', upgrade=True)}).")
+else:
+    _require_version("mpistrat.keras", "keras", _keras.__version__)
 if _keras.backend.backend() != "tensorflow":
     raise MissingDependencyError(f"mpistrat.keras needs Keras' TensorFlow backend, and this is "
                                  f"{_keras.backend.backend()!r} (KERAS_BACKEND=tensorflow).")

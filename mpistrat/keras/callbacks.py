@@ -23,10 +23,11 @@ from .fit_optimizers import optimizers_of
 from .metric_means import MetricMeans
 from .momentum import MomentumCorrection
 from .rates import number
-from .row_counts import RowCounts, RowsOfEpoch
+from .row_counts import RowsOfEpoch
+from .throughput import Throughput
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback"]
+           "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
 
 Logs = dict[str, Any] | None
 __getattr__ = absent.explain(__name__)
@@ -139,9 +140,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         weighted: Weight by rows. All ranks must pass the same value.
 
     Raises:
-        ValueError: With `weighted=True`, in the first batch, if its first tensor is a scalar; and at the end of an
-            epoch on every rank, if some rank has batches that `train_step` or `test_step` did not get, or if no rank
-            has rows.
+        ValueError: With `weighted=True`, at the end of an epoch on every rank, if some rank has batches without a
+            tensor that has rows, or that `train_step` or `test_step` did not get, or if no rank has rows.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
@@ -153,7 +153,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs = None) -> None:
         is_counted = self._weighted and self._process_set.has_others() \
             and not isinstance(self.model.distribute_strategy, MPIStrategy)
-        self._rows = RowsOfEpoch(RowCounts.of(self.model)) if is_counted else None
+        self._rows = RowsOfEpoch(self.model) if is_counted else None
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if self._rows is not None:

@@ -1,10 +1,11 @@
-"""Makes fit add mpistrat's own callbacks, if a model's optimizers are distributed and there are several ranks.
+"""Makes fit add mpistrat's own callbacks, if several ranks train a model: those of its distributed optimizers, or of an
+MPIStrategy, which has its own checks and gets only the callback that measures.
 
 It also lets one rank run a callback that writes files to a path which other ranks name too; see written_once.py.
 
 Model.fit is wrapped, by public names of Keras only. CallbackList is left alone: users call its methods in loops of
 their own, maybe on one rank. So are evaluate and predict, which may run on one rank. Called by optimizer.py, when the
-first optimizer is wrapped.
+first optimizer is wrapped, and when the first MPIStrategy is made.
 """
 
 import functools
@@ -19,12 +20,16 @@ import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
 from ..api import runtime
+from ..api.process_sets import global_process_set
+from ..tensorflow.distribute import MPIStrategy
+from ..tensorflow.names import eager
 from .adapted import layers_of_inputs
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
 from .input_rows import digest_of_rows, warn_of_own_order
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
+from .throughput import FitThroughput
 from .uneven import JoinEpochs
 from .written_once import written_once
 
@@ -45,7 +50,9 @@ def wrap_fit() -> None:
     @functools.wraps(original)
     def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         optimizers = fit_optimizers_of(self)
-        if optimizers is None or not optimizers.process_set.has_others():
+        is_strategys = isinstance(self.distribute_strategy, MPIStrategy)
+        process_set = optimizers.process_set if optimizers is not None else global_process_set
+        if (optimizers is None and not is_strategys) or not process_set.has_others():
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         inputs = [call.arguments.get("x"), call.arguments.get("y")]
@@ -67,6 +74,7 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
     """
     own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
     statistics = before_saves = None
+    throughput: list[Callback] = []
     if optimizers.averages_statistics:
         statistics = AverageStatistics(optimizers)
         before_saves = AverageBeforeSaves(statistics, callbacks)
@@ -74,15 +82,24 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
         if optimizers.process_set.rank() == 0:
             warn_of_own_order(inputs)
         own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs)))
-    return own + [callback for callback in (before_saves, statistics) if callback is not None]
+        # Only here: what checks that all ranks end fit together comes before it.
+        throughput.append(FitThroughput(f"{optimizers.name}/throughput", optimizers.process_set))
+    return own + [callback for callback in (before_saves, statistics) if callback is not None] + throughput
 
 
 @contextmanager
-def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers, inputs: list[Any]) -> Iterator[Any]:
-    """A context with the callbacks that fit gets instead of the user's: one, a nested structure or a CallbackList."""
+def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | None,
+              inputs: list[Any]) -> Iterator[Any]:
+    """A context with the callbacks that fit gets instead of the user's: one, a nested structure or a CallbackList.
+
+    Without optimizers an MPIStrategy trains the model.
+    """
     is_list = isinstance(callbacks, CallbackList)
     users = list(callbacks.callbacks) if is_list else tf.nest.flatten(callbacks) if callbacks else []
-    own, arranged = own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
+    if optimizers is None:
+        own, arranged = [FitThroughput(eager("strategy/throughput"), global_process_set)], users
+    else:
+        own, arranged = own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
     if not is_list:
         yield [*own, *arranged]
         return

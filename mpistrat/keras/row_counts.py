@@ -6,6 +6,7 @@ is exact for arrays, datasets and generators, and does not run ahead of training
 Called by the callbacks, in the thread of fit.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -14,43 +15,49 @@ import tensorflow as tf
 
 UNKNOWN = -1
 
+_numbers = itertools.count()
 
-class RowCounts:
-    """The rows that one model has seen on this rank since it is counted. They only grow; callers take differences."""
+
+class RowCount:
+    """The rows that one step of a model has got on this rank since it is counted. It only grows; callers subtract."""
 
     def __init__(self) -> None:
-        with tf.init_scope():
-            self._trained, self._evaluated = (
-                tf.Variable(0, trainable=False, dtype=tf.int64, name=name, aggregation=tf.VariableAggregation.SUM,
-                            synchronization=tf.VariableSynchronization.ON_READ)
-                for name in ("rows_trained", "rows_evaluated"))
+        # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], container="",
+                                                  shared_name=f"mpistrat_rows_{next(_numbers)}")
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0, tf.int64))
 
     @property
-    def trained(self) -> int:
-        """Rows of the batches of `train_step`."""
-        return int(self._trained.numpy())
-
-    @property
-    def evaluated(self) -> int:
-        """Rows of the batches of `test_step`."""
-        return int(self._evaluated.numpy())
+    def rows(self) -> int:
+        """The number of rows. Batches in which none can be counted (`rows_of`) have none."""
+        return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64))
 
     @classmethod
-    def of(cls, model: keras.Model) -> "RowCounts":
-        """The counts of a model. The first call wraps its steps, and makes Keras trace them anew. Local.
+    def of(cls, model: keras.Model, step: str) -> "RowCount":
+        """The count of a model's `train_step` or `test_step`. The first call makes Keras trace the step anew. Local.
 
-        The wrappers stay on the model, so that the next fit need not trace again.
+        The wrapper stays on the model, so that the next fit need not trace again.
         """
-        found = getattr(model.train_step, "mpistrat_rows", None)
-        is_whole = getattr(model.test_step, "mpistrat_rows", None) is found
-        if is_whole and isinstance(found, RowCounts):
+        found = getattr(getattr(model, step), "mpistrat_rows", None)
+        if isinstance(found, RowCount):
             return found
-        counts = cls()
-        model.train_step = _counting(model.train_step, counts._trained, counts)
-        model.test_step = _counting(model.test_step, counts._evaluated, counts)
-        model.make_train_function(force=True)
-        model.make_test_function(force=True)
-        return counts
+        count = cls()
+        setattr(model, step, count._counted(getattr(model, step)))
+        make_function = {"train_step": model.make_train_function, "test_step": model.make_test_function}[step]
+        make_function(force=True)
+        return count
+
+    def _counted(self, step: Callable[[object], object]) -> Callable[[object], object]:
+        @tf.autograph.experimental.do_not_convert
+        def counting_step(data: object) -> object:
+            rows = rows_of(data)
+            if rows is not None:
+                tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=rows)
+            return step(data)
+
+        counting_step.mpistrat_rows = self
+        return counting_step
 
 
 class RowsOfEpoch:
@@ -61,27 +68,27 @@ class RowsOfEpoch:
         has_evaluated: Whether a batch of the latest validation has ended.
     """
 
-    def __init__(self, counts: RowCounts):
-        self._counts = counts
+    def __init__(self, model: keras.Model):
+        self._trained, self._tested = RowCount.of(model, "train_step"), RowCount.of(model, "test_step")
         self.begin()
 
     def begin(self) -> None:
         """An epoch begins."""
         self.has_trained = self.has_evaluated = False
-        self._before, self._evaluated = self._counts.trained, 0
+        self._before, self._evaluated = self._trained.rows, 0
 
     def begin_evaluation(self) -> None:
         """A validation begins."""
         self.has_evaluated = False
-        self._before_evaluation = self._counts.evaluated
+        self._before_evaluation = self._tested.rows
 
     def end_evaluation(self) -> None:
         """The validation has ended. A callback may evaluate other rows later in this epoch."""
-        self._evaluated = self._counts.evaluated - self._before_evaluation
+        self._evaluated = self._tested.rows - self._before_evaluation
 
     def weights(self) -> tuple[int, int]:
         """The rows of training and of validation; UNKNOWN where there were batches but no rows."""
-        trained = self._counts.trained - self._before
+        trained = self._trained.rows - self._before
         return (UNKNOWN if self.has_trained and not trained else trained,
                 UNKNOWN if self.has_evaluated and not self._evaluated else self._evaluated)
 
@@ -102,7 +109,7 @@ def weighted_means(names: Sequence[str], table: np.ndarray) -> np.ndarray:
         unknown = np.flatnonzero(rows == UNKNOWN).tolist()
         if unknown:
             raise ValueError(f"{name} cannot be weighted by rows: ranks {unknown} have had batches that the model's "
-                             f"{step} did not get, so their rows are not known. Use "
+                             f"{step} did not get, or without a tensor that has rows, so their rows are not known. Use "
                              "MetricAverageCallback(weighted=False).")
         if not rows.any():
             raise ValueError(f"{name} cannot be weighted by rows: no rank has had any in {step}. Use "
@@ -112,28 +119,10 @@ def weighted_means(names: Sequence[str], table: np.ndarray) -> np.ndarray:
     return np.array(means)
 
 
-def _counting(step: Callable[[object], object], variable: tf.Variable, counts: RowCounts) -> Callable[[object], object]:
-    @tf.autograph.experimental.do_not_convert
-    def counting_step(data: object) -> object:
-        variable.assign_add(rows_of(data))
-        return step(data)
-
-    counting_step.mpistrat_rows = counts
-    return counting_step
-
-
-def rows_of(data: object) -> tf.Tensor:
-    """The number of rows of a batch, int64: the first dimension of the first tensor in it, which is one of x.
-
-    Raises:
-        ValueError: The batch has no tensor, or the first one is a scalar.
-    """
-    first = next((leaf for leaf in tf.nest.flatten(data) if leaf is not None), None)
-    if isinstance(first, tf.RaggedTensor):
-        return tf.cast(first.nrows(), tf.int64)
-    if isinstance(first, tf.SparseTensor):
-        return first.dense_shape[0]
-    if first is None or len(first.shape) == 0:
-        raise ValueError("the rows of a batch cannot be counted: its first tensor has no first dimension. Use "
-                         f"MetricAverageCallback(weighted=False). Received: {first}")
-    return tf.shape(first, tf.int64)[0]
+def rows_of(data: object) -> tf.Tensor | None:
+    """The number of rows of a batch, int64: the first dimension of its first tensor that has one; None without any."""
+    for leaf in tf.nest.flatten(data):
+        if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0:
+            return tf.shape(leaf, tf.int64)[0] if isinstance(leaf, tf.Tensor) else \
+                tf.cast(leaf.nrows(), tf.int64) if isinstance(leaf, tf.RaggedTensor) else leaf.dense_shape[0]
+    return None

@@ -14,8 +14,8 @@ from typing import Any
 
 from keras.callbacks import BackupAndRestore
 
-from ..api.launch_env import launched_rank
-from ._private import SAVE_BACKUP, epoch_of_backup_in, paths_of_backup, saves_epochs, saving_functions
+from ..process.launch_env import launched_rank
+from ._private import SAVE_BACKUP, SAVING, epoch_of_backup_in, paths_of_backup, saves_epochs
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
 _wrapped: list[Callable[..., Any]] = []
@@ -24,7 +24,7 @@ _wrapped: list[Callable[..., Any]] = []
 def wrap_saving() -> None:
     """Make Keras' functions that save a model write whole files. Further calls do nothing."""
     if not _wrapped:
-        for module, name in saving_functions():
+        for module, name in SAVING:
             _wrapped.append(getattr(module, name))
             setattr(module, name, _whole(_wrapped[-1]))
         if hasattr(BackupAndRestore, SAVE_BACKUP):

@@ -8,11 +8,14 @@ from typing import Any
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip_extra as _pip_extra
+from ..core.install import require_version as _require_version
 
 try:
-    import tensorflow as _tf  # noqa: F401
+    import tensorflow as _tf
 except ImportError as _error:
     raise MissingDependencyError(f"mpistrat.tensorflow needs TensorFlow ({_pip_extra('tensorflow')}).") from _error
+else:
+    _require_version("mpistrat.tensorflow", "tensorflow", _tf.__version__)
 
 from ..api import absent, common
 from ..api.common import *  # noqa: F403

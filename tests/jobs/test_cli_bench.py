@@ -1,6 +1,7 @@
 """`mpistrat bench` under mpirun and alone: the table, the picture, the file of points, and training."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -31,9 +32,25 @@ def test_a_table_a_picture_and_a_file(ranks: int, tmp_path: Path) -> None:
 def test_training_with_and_without_averaging() -> None:
     job = run_job(2, ["python", "-m", "mpistrat", "bench", "--train", "--models", "mlp", "--repeats", "3"])
     assert job.code == 0, job.output
-    line, = [line for line in job.output.splitlines() if line.startswith("mlp: ")]
-    assert "ms per step with averaging" in line
-    assert "on 2 ranks; efficiency" in line
+    averaged, alone = [line for line in job.output.splitlines() if line.startswith("mlp: ")]
+    assert "ms per step with averaging" in averaged
+    assert "on 2 ranks; efficiency" in averaged
+    # Both numbers come from one comparison: the batch of the one process is that of two ranks.
+    found = re.search(r"([\d.]+) samples per second in one process on \d+ CPUs?, in batches of 16; 2 ranks train "
+                      r"([\d.]+) times as fast", alone)
+    assert found is not None and float(found[1]) > 0, alone
+    samples = float(re.search(r"([\d.]+) samples per second", averaged)[1])
+    assert float(found[2]) == pytest.approx(samples / float(found[1]), abs=0.006)
+
+
+def test_a_process_that_fails_alone_ends_the_benchmark_on_every_rank() -> None:
+    code = ("import mpistrat; mpistrat.init()\nfrom mpistrat.cli.bench.train import measure_one_process\n"
+            "try: measure_one_process('no such model', 32, 1, 1)\n"
+            "except RuntimeError as error: print(f'rank {mpistrat.rank()}: {error}')")
+    job = run_job(2, ["python", "-c", code])
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert f"rank {rank}: the process that trains no such model alone has ended with exit code 1" in job.output
 
 
 @pytest.mark.quick

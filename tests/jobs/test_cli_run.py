@@ -289,3 +289,26 @@ def test_check_runs_an_all_reduce() -> None:
     job = mpistrat("check", "-np", "2", limit_s=200)
     assert "right: 2 ranks on 1 host (" in job.output, job.output
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
+
+
+CORES = ("import os, mpistrat; mpistrat.init(); "
+         "print('CPUs', sorted(os.sched_getaffinity(0)), 'of rank', mpistrat.rank(), flush=True)")
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("limit", "options", "variable", "why"), [
+    (["taskset", "-c", "{first}"], [], "1", "for 2 ranks of this host are more than its cores"),
+    ([], ["--bind-to", "none"], "1", "as it was started: MPISTRAT_BIND=0"),
+    ([], [], "0", "as it was started: MPISTRAT_BIND=0")], ids=["one-core", "bind-to-none", "off"])
+def test_what_the_user_has_said_of_cores_wins_and_is_no_error(limit: list[str], options: list[str], variable: str,
+                                                              why: str) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    own = cpus[:1] if limit else cpus
+    words = [word.format(first=cpus[0]) for word in limit]
+    job = run_limited([*words, *BARE, "run", "-np", "2", *options, sys.executable, "-c", CORES],
+                      env={"MPISTRAT_LOG_LEVEL": "info", "MPISTRAT_BIND": variable}, limit_s=60)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert f"CPUs {own} of rank {rank}" in job.output
+    assert re.search(rf"INFO.*rank 0: runs on {len(own)} CPUs of .*{why}", job.output), job.output
+    assert "WARNING" not in job.output

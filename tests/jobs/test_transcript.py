@@ -22,8 +22,8 @@ def on_the_page(scene: Scene) -> tuple[str, ...]:
 
 
 def summary(lines: tuple[str, ...]) -> str:
-    """What `mpistrat run` says last: the ranks, the code of the user, the message, the exit code."""
-    text = "\n".join(lines)
+    """What `mpistrat run` says last, without ids of processes: ranks, the user's code, the message, the exit code."""
+    text = re.sub(r"\bprocesses [\d, ]+", "processes", "\n".join(lines))
     return squeezed(text[text.find("mpistrat run: "):]) if "mpistrat run: " in text else ""
 
 

@@ -15,6 +15,9 @@ hvd = pytest.importorskip("mpistrat.tensorflow")
 from mpistrat.core.handle import Entry, Handle  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
+from mpistrat.tensorflow import many_calls  # noqa: E402
+
+from .helpers import both_ways, eagerly, in_graph  # noqa: E402
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 HALVES = [tf.float16, tf.bfloat16]
@@ -28,17 +31,6 @@ def dtype_name(value: Any) -> str:
 def of_rank(rank: int, dtype: Any) -> Any:
     """Small whole numbers that every dtype holds, other ones on every rank."""
     return tf.cast(tf.range(1, 8) + rank, dtype)
-
-
-def eagerly(function: Callable) -> Callable:
-    return function
-
-
-def in_graph(function: Callable) -> Callable:
-    return tf.function(function, autograph=False)
-
-
-both_ways = pytest.mark.parametrize("way", [eagerly, in_graph], ids=["eager", "graph"])
 
 
 @pytest.fixture
@@ -919,3 +911,38 @@ def test_a_result_that_is_kept_does_not_change(rank: int) -> None:
     kept = [(way(tf.fill([100_000], float(i))), float(i)) for i in range(10)
             for way in (graph, lambda x: hvd.allreduce(x, op=hvd.Max))]
     assert all(np.all(result.numpy() == value) for result, value in kept)
+
+
+# -- many calls -------------------------------------------------------------------------------------------------------
+
+
+def test_many_single_calls_in_one_function_are_a_hint_once_on_rank_0(rank: int, size: int,
+                                                                     monkeypatch: pytest.MonkeyPatch,
+                                                                     caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(many_calls, "_hints", [])
+
+    @tf.function
+    def slow_step(values: Any) -> Any:
+        return [hvd.allreduce(value, op=hvd.Sum) for value in tf.unstack(values)]
+
+    @tf.function
+    def other(values: Any) -> Any:
+        return [hvd.allreduce(value, op=hvd.Sum) for value in tf.unstack(values)]
+
+    values = tf.reshape(tf.range(2.0 * many_calls.MANY), (many_calls.MANY, 2))
+    for step in (slow_step, other):
+        np.testing.assert_array_equal(step(values), size * values)
+    hints = [record.getMessage() for record in caplog.records if "grouped_allreduce" in record.getMessage()]
+    assert len(hints) == (1 if rank == 0 and size > 1 else 0)
+    assert all(hint.startswith("mpistrat: slow_step() calls allreduce for each of 32 small tensors") for hint in hints)
+
+
+@pytest.mark.parametrize("reduce", [
+    lambda values: [hvd.allreduce(value) for value in values[1:]],
+    lambda values: [hvd.allreduce(tf.tile(value, [2 ** 14])) for value in values],
+    lambda values: hvd.grouped_allreduce(values)], ids=["few", "large", "grouped"])
+def test_few_calls_large_tensors_and_one_list_are_no_hint(reduce: Callable, monkeypatch: pytest.MonkeyPatch,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(many_calls, "_hints", [])
+    in_graph(lambda values: reduce(tf.unstack(values)))(tf.ones((many_calls.MANY, 2)))
+    assert not [record for record in caplog.records if record.name == many_calls.logger.name]

@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.row_counts import RowCounts, rows_of  # noqa: E402
+from mpistrat.keras.row_counts import RowCount, rows_of  # noqa: E402
 
 STEPS, COLUMNS = 3, 4
 
@@ -161,18 +161,18 @@ def test_batches_that_the_step_does_not_get_are_an_error_on_every_rank(rank: int
 
 
 def test_a_batch_of_scalars_has_no_rows() -> None:
-    with pytest.raises(ValueError, match=r"its first tensor has no first dimension\. Use Metric.*weighted=False"):
-        rows_of((tf.constant(1.0), tf.constant([1.0])))
+    assert rows_of((tf.constant(1.0), None, tf.constant(2))) is None
 
 
 @pytest.mark.parametrize("batch", [
     tf.ragged.constant([[1], [], [2, 3]]), tf.sparse.from_dense([[0.0], [1.0], [0.0]]),
-    {"a": tf.zeros((3, 2)), "b": tf.zeros((3,))}, (None, tf.zeros((3, 2)))],
-    ids=["ragged", "sparse", "dictionary", "none"])
+    {"a": tf.zeros((3, 2)), "b": tf.zeros((3,))}, (None, tf.zeros((3, 2))), (tf.constant(1.0), tf.zeros((3, 2)))],
+    ids=["ragged", "sparse", "dictionary", "none", "scalar"])
 def test_the_rows_of_other_batches(batch: Any) -> None:
     assert int(rows_of((batch, tf.zeros(3)))) == 3
 
 
 def test_a_model_is_counted_once() -> None:
     model = new_model(is_distributed=False)
-    assert RowCounts.of(model) is RowCounts.of(model)
+    assert RowCount.of(model, "train_step") is RowCount.of(model, "train_step")
+    assert RowCount.of(model, "train_step") is not RowCount.of(model, "test_step")

@@ -23,7 +23,6 @@ NAMES = {
     "tensorflow.python.ops.script_ops:FuncRegistry": ["insert"],
     "tensorflow.python.pywrap_tfe": ["TFE_ContextGetExecutorForThread", "TFE_ContextSetExecutorForThread",
                                      "TFE_ExecutorIsAsync", "TFE_DeleteExecutor", "TFE_NewExecutor"],
-    "tensorflow.python.eager.context": ["context"],
     "tensorflow.python.eager.context:Context": ["ensure_initialized", "_handle"],
 }
 

@@ -44,6 +44,7 @@ class Scene:
         code: The exit code.
         decisive: Texts that the screen has, apart from white space.
         act: Something that happens in the third epoch, called with the terminal and what was printed until then.
+        ssh: What `ssh` answers, by a stand-in; "": there is none.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Scene:
     code: int
     decisive: tuple[str, ...]
     act: Callable[["pexpect.spawn[str]", str], None] | None = None
+    ssh: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,33 @@ def _kill_rank_1(terminal: "pexpect.spawn[str]", printed: str) -> None:
 
 
 _ENDED = "mpistrat run: the job has ended with exit code"
+_OFF = "connect to host node9 port 22: Connection timed out"
+# mpirun's own ssh waits for a host that is off; that of `mpistrat run`, which asks why, has a limit.
+_SSH = """\
+#!/bin/sh
+case "$*" in *" true") ;; *) {waits} ;; esac
+echo "{answer}" >&2
+exit 255
+"""
 
 SCENES = (
     Scene("Is everything there?", "After the installation, `mpistrat check` shows what the machine has.",
           "", "mpistrat check", 0, ("This machine", "TensorFlow ", "MPI library ", "mpirun ", "Backends",
                                     "shared_memory yes")),
     Scene("Quick start", "The script of the README on two ranks.",
-          "quick_start.py", "mpistrat run -np 2 python quick_start.py", 0, ("Epoch 1/5", "Epoch 5/5", "accuracy: ")),
+          "quick_start.py", "mpistrat run -np 2 python quick_start.py", 0, ("Epoch 1/5", "Epoch 5/5", "accuracy: ",
+                                                                               "mpistrat: fit has trained ",
+                                                                               " rows per second on 2 ranks.")),
     Scene("An exception on one rank",
           "Rank 1 raises an exception where it loads its data. Rank 0 goes on to train, and is ended.",
           "bad_row.py", "mpistrat run -np 2 python bad_row.py", 1,
           ("mpistrat run: rank 1 on node1 failed:", 'raise ValueError("bad row 17")', "ValueError: bad row 17",
            f"{_ENDED} 1")),
+    Scene("A file for each rank",
+          "The same script. What a rank prints is in `out/rank.0/stdout` and so on; why the job has failed is on the "
+          "terminal.",
+          "bad_row.py", "mpistrat run -np 2 --output-filename out python bad_row.py", 1,
+          ("mpistrat run: rank 1 on node1 failed:", "ValueError: bad row 17", f"{_ENDED} 1")),
     Scene("Uneven shards", "The ranks have 897 and 896 rows, and so 29 and 28 steps. The error names `hvd.shard`.",
           "uneven.py", "mpistrat run -np 2 python uneven.py", 1,
           ("mpistrat run: ranks 0-1 on node1 failed:", "29 on ranks [0]; 28 on ranks [1]", "x, y = hvd.shard(x, y)",
@@ -102,6 +119,22 @@ SCENES = (
           "when memory runs out:\n`kill -9` with the process id that the rank has printed.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 137,
           ("Epoch 3/100000", f"{_ENDED} 137: rank 1 on node1 was killed, signal 9 (SIGKILL)"), _kill_rank_1),
+    Scene("A host name that does not exist", "The name in `-H` is wrong. Here and in the next three recordings a "
+          "stand-in for `ssh` gives the answer.",
+          "", "mpistrat run -np 2 -H nod9:2 python train.py", 255,
+          (f"{_ENDED} 255: nod9 cannot be reached by ssh", "Correct the name in -H or in the hostfile"),
+          ssh="ssh: Could not resolve hostname nod9: Name or service not known"),
+    Scene("A key that is not accepted", "`ssh` asks for a password, which mpirun cannot give.",
+          "", "mpistrat run -np 2 -H node9:2 python train.py", 255,
+          (f"{_ENDED} 255: node9 cannot be reached by ssh", "ssh-copy-id node9"),
+          ssh="me@node9: Permission denied (publickey,password)."),
+    Scene("A host that is off", "Without the option, `mpistrat run` waits for 30 seconds.",
+          "", "mpistrat run -np 2 -H node9:2 --start-timeout 2 python train.py", 1,
+          ("has not started all ranks within 2 s (--start-timeout)", f"{_ENDED} 1: node9 cannot be reached by ssh",
+           "Is it on, and does a firewall let ssh through?"), ssh=f"ssh: {_OFF}"),
+    Scene("SIGTERM while a host does not answer", "A batch system, or `timeout`, ends the job before it has started.",
+          "", "timeout --preserve-status 2 mpistrat run -np 2 -H node9:2 python train.py", 143,
+          (f"{_ENDED} 143",), ssh=f"ssh: {_OFF}"),
 )
 
 
@@ -117,6 +150,12 @@ def record(scene: Scene) -> Recording:
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as directory:
         shutil.copytree(SCRIPTS, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        if scene.ssh:
+            stand_in = Path(directory) / "bin" / "ssh"
+            stand_in.parent.mkdir()
+            stand_in.write_text(_SSH.format(answer=scene.ssh, waits="exec sleep 300" if _OFF in scene.ssh else ""))
+            stand_in.chmod(0o755)
+            environ["PATH"] = f"{stand_in.parent}:{environ['PATH']}"
         terminal = pexpect.spawn(scene.command, env=environ, cwd=directory, dimensions=(LINES, COLUMNS),
                                  encoding="utf-8", codec_errors="replace", timeout=_LIMIT_S)
         terminal.logfile_read = printed
@@ -137,7 +176,7 @@ def _anonymous(printed: str, directory: str) -> str:
     """The same, in a home directory and on a host of other names."""
     for name, other in ((directory, "/home/me"), (sys.prefix, "/home/me/.venv")):
         printed = printed.replace(name, other)
-    return re.sub(rf"\b(on|node) {re.escape(socket.gethostname())}\b", r"\1 node1", printed)
+    return re.sub(rf"(\b(?:on|node|Local host:) +|\[){re.escape(socket.gethostname())}\b", r"\1node1", printed)
 
 
 def screen(printed: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Shares of the cores of a host, on made-up hosts; and what init() makes of the CPUs that the ranks may use."""
 
+import importlib.util
 import logging
 import os
 import subprocess
@@ -152,3 +153,26 @@ def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env:
     done = subprocess.run([sys.executable, "-c", AFFINITY], env=environ, capture_output=True, text=True, timeout=100)
     expected = sorted(share(frozenset(own), 1, 2) or own) if is_shared else own
     assert done.stdout == f"{expected} False\n", done.stderr
+
+
+@pytest.mark.parametrize("error", [PermissionError("not permitted"), OSError(22, "Invalid argument")])
+def test_a_rank_of_mpistrat_run_that_may_not_be_bound_starts_as_it_is(error: OSError,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(thread: int, cpus: object) -> None:
+        asked.append(cpus)
+        raise error
+
+    # Not under the name that Python imports, which would make this process a rank.
+    spec = importlib.util.spec_from_file_location("startup_of_a_rank", ROOT / "mpistrat/cli/startup/sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    startup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(startup)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {100, 101})
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    for name, value in (("OMPI_COMM_WORLD_LOCAL_RANK", "1"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+                        ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+    startup._take_cores()
+    assert asked == [{101}]

@@ -4,8 +4,7 @@ import argparse
 import json
 
 from ...core.errors import LaunchError
-from ..arguments import Parser, positive_int
-from ..text import counted
+from ..arguments import Parser, counted, positive_int
 from .cases import CASES
 
 _EPILOG = """\
@@ -76,15 +75,19 @@ def _train(options: argparse.Namespace) -> None:
     import mpistrat
 
     from .output import output
-    from .train import measure_training
-    with output(len(options.models), is_chief=mpistrat.rank() == 0) as out:
+    from .train import measure_one_process, measure_training
+    ranks, repeats = counted(mpistrat.size(), "rank"), options.repeats or 10
+    with output(2 * len(options.models), is_chief=mpistrat.rank() == 0) as out:
         for name in options.models:
             out.begin(f"{name}: steps with and without averaging")
-            without, averaged = measure_training(name, options.image, options.batch, options.repeats or 10)
+            without, averaged = measure_training(name, options.image, options.batch, repeats)
             samples = options.batch * mpistrat.size() / averaged
             out.line(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
-                     f"{counted(mpistrat.size(), 'rank')}; efficiency {without / averaged:.1%}, {samples:.1f} samples "
-                     "per second")
+                     f"{ranks}; efficiency {without / averaged:.1%}, {samples:.1f} samples per second")
+            out.begin(f"{name}: one process")
+            alone, batch, cpus = measure_one_process(name, options.image, options.batch, repeats)
+            out.line(f"{name}: {alone:.1f} samples per second in one process on {counted(cpus, 'CPU')}, in batches of "
+                     f"{batch}; {ranks} train {samples / alone:.2f} times as fast")
 
 
 def _parser() -> Parser:

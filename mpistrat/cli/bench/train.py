@@ -1,19 +1,29 @@
-"""`mpistrat bench --train`: training on synthetic data with and without averaging, in turn on the same ranks.
+"""`mpistrat bench --train`: training on synthetic data with and without averaging, in turn on the same ranks, and then
+in one process that has the cores of all ranks of the first host.
 
-Called by command.py, on every rank.
+Called by command.py, on every rank. As a program, which that starts, this is the one process.
 """
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import mpistrat
+from mpistrat.api import runtime
+from mpistrat.core import cores
+
+if TYPE_CHECKING:
+    import keras
 
 _WARM_UP = 2
+_POLL_S = 0.2
 
 
 def models(image: int) -> dict[str, Callable[[], Any]]:
@@ -36,28 +46,80 @@ def measure_training(name: str, image: int, batch: int, steps: int) -> tuple[flo
     All ranks train in both cases, in alternate steps, so that they share cores, memory and power in the same way. The
     difference is the cost of averaging. In both cases the ranks start each step at the same time.
     """
-    import keras
-
     import mpistrat.keras as hvd
-    make = models(image)[name]
-    compiled = []
-    for averaged in (False, True):
-        keras.utils.set_random_seed(1)
-        model = make()
-        optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
-        model.compile(hvd.DistributedOptimizer(optimizer) if averaged else optimizer,
-                      loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-        compiled.append(model)
-    shape = compiled[0].input_shape[1:]
-    random = np.random.default_rng(mpistrat.rank())
-    inputs = random.random((batch, *shape), np.float32)
-    labels = random.integers(0, 10, batch)
+    compiled = [_compiled(name, image, around) for around in (lambda optimizer: optimizer, hvd.DistributedOptimizer)]
+    data = _batch(compiled[0], batch, mpistrat.rank())
     seconds: list[list[float]] = [[], []]
     for _ in range(_WARM_UP + steps):
         for model, times in zip(compiled, seconds, strict=True):
             mpistrat.barrier()
-            began = time.perf_counter()
-            model.train_on_batch(inputs, labels)
-            times.append(time.perf_counter() - began)
+            times.append(_seconds_of_step(model, data))
     slowest = mpistrat.allreduce(np.array(seconds)[:, _WARM_UP:], name="bench.train", op=mpistrat.Max)
     return statistics.median(slowest[0].tolist()), statistics.median(slowest[1].tolist())
+
+
+def measure_one_process(name: str, image: int, batch: int, steps: int) -> tuple[float, int, int]:
+    """Return the samples per second of one process without mpistrat, its batch and the number of its CPUs. Collective.
+
+    It has the CPUs of all ranks of rank 0's host, which wait meanwhile, and trains on their samples in one batch.
+
+    Args:
+        name, image, steps: As in measure_training.
+        batch: That of one rank.
+
+    Raises:
+        RuntimeError: On every rank, when the process fails.
+    """
+    host_of = runtime.current().topology.host_of
+    found = mpistrat.allgather_object(cores.own_cpus(), name="bench.cpus")
+    local = [cpus for cpus, host in zip(found, host_of, strict=True) if host == host_of[0]]
+    cpus, batch = sorted(frozenset().union(*local)), batch * len(local)
+    child = None
+    if mpistrat.rank() == 0:
+        child = subprocess.Popen([sys.executable, "-m", __name__, json.dumps([name, image, batch, steps, cpus])],
+                                 stdout=subprocess.PIPE, text=True)
+    while True:  # A wait of minutes for one collective would be reported as a stall.
+        code = mpistrat.broadcast_object(child and child.poll(), name="bench.code")
+        if code is not None:
+            break
+        time.sleep(_POLL_S)
+    if code:
+        raise RuntimeError(f"the process that trains {name} alone has ended with exit code {code}")
+    printed = child.communicate()[0] if child is not None else ""
+    seconds = float(mpistrat.broadcast_object(printed, name="bench.alone"))
+    return batch / seconds, batch, len(cpus)
+
+
+def _compiled(name: str, image: int, around: Callable[[Any], Any]) -> Any:
+    """A model, compiled with what `around` makes of its optimizer."""
+    make = models(image)[name]
+    import keras
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.compile(around(keras.optimizers.SGD(0.001, momentum=0.9)),
+                  loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    return model
+
+
+def _batch(model: "keras.Model", rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.random((rows, *model.input_shape[1:]), np.float32), random.integers(0, 10, rows)
+
+
+def _seconds_of_step(model: "keras.Model", data: tuple[np.ndarray, np.ndarray]) -> float:
+    began = time.perf_counter()
+    model.train_on_batch(*data)
+    return time.perf_counter() - began
+
+
+def _train_alone(name: str, image: int, batch: int, steps: int, cpus: Sequence[int]) -> float:
+    """Return the median seconds per step in this process, on these CPUs."""
+    if cpus:
+        cores.take(cpus)  # Before TensorFlow counts its threads by them.
+    model = _compiled(name, image, lambda optimizer: optimizer)
+    data = _batch(model, batch, 0)
+    return statistics.median([_seconds_of_step(model, data) for _ in range(_WARM_UP + steps)][_WARM_UP:])
+
+
+if __name__ == "__main__":
+    print(_train_alone(*json.loads(sys.argv[1])))

@@ -6,13 +6,10 @@ the modules that register.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
-
-from .._private import strategy_unsupported
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -34,25 +31,6 @@ class Patch:
     replacement: Function
     reason: str
 
-    @property
-    def title(self) -> str:
-        """The function's name with that of its owner."""
-        return f"{self.owner.__name__}.{self.name}"
-
-    def problem(self) -> str:
-        """Why this version of Keras cannot be patched here; "" if it can."""
-        original = getattr(self.owner, self.name, None)
-        if original is None:
-            return f"it has no {self.title}"
-        theirs = list(inspect.signature(original).parameters)
-        parameters = list(inspect.signature(self.replacement).parameters.values())[1:]
-        ours = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        passes_on = len(ours) < len(parameters)  # other arguments, by *args and **kwargs
-        # The first parameter is `self`, whatever it is called.
-        if ours[1:] != theirs[1:len(ours)] or (len(theirs) > len(ours) and not passes_on):
-            return f"{self.title} has the parameters ({', '.join(theirs)}), and not ({', '.join(ours)})"
-        return ""
-
 
 PATCHES: list[Patch] = []
 # Each applied patch with the owner's own function of that name; None if the owner inherits the function.
@@ -67,16 +45,8 @@ def replaces(owner: type | ModuleType, name: str, reason: str) -> Callable[[F], 
     return register
 
 
-def check() -> None:
-    """Raise MissingDependencyError where Keras lacks a function, or has changed its parameters."""
-    problems = [] if _applied else [problem for patch in PATCHES if (problem := patch.problem())]
-    if problems:
-        raise strategy_unsupported("; ".join(problems))
-
-
 def apply() -> None:
-    """Replace the functions, once. Raises as `check`."""
-    check()
+    """Replace the functions, once."""
     if _applied:
         return
     for patch in PATCHES:

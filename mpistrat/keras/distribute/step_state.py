@@ -18,6 +18,7 @@ import tensorflow as tf
 from ...tensorflow.bridge.differentiable import loss_weighted
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.distribute import MPIStrategy, collectives
+from ..row_counts import rows_of
 
 T = TypeVar("T")
 
@@ -159,15 +160,6 @@ def unscaled(loss: T) -> T:
     if not any(loss is scaled for scaled in state.scaled):
         return loss
     return tf.convert_to_tensor(loss) * tf.distribute.get_strategy().num_replicas_in_sync
-
-
-def rows_of(data: object) -> tf.Tensor | None:
-    """The number of rows of a batch, or None if it has no tensor with rows."""
-    for leaf in tf.nest.flatten(data):
-        if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0:
-            return tf.shape(leaf, tf.int64)[0] if isinstance(leaf, tf.Tensor) else \
-                leaf.nrows(tf.int64) if isinstance(leaf, tf.RaggedTensor) else leaf.dense_shape[0]
-    return None
 
 
 def _is_mean(model: keras.Model) -> bool:

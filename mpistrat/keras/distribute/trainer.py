@@ -35,6 +35,7 @@ from .._private import (
 from .._private import trainer as keras_trainer
 from ..fit_optimizers import accumulators_in, optimizers_of
 from ..optimizer_parts import distributed_in, parts_of
+from ..row_counts import rows_of
 from ..running_statistics import average, counters, running_statistics
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
@@ -201,7 +202,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
                 data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
                 break
-        rows = step_state.rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+        rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
                                    for leaf in _without_none(data_batch)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
     with step_state.flags_of(self):

@@ -5,6 +5,7 @@ For users; each method says whether it is collective.
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
@@ -13,18 +14,19 @@ import tensorflow as tf
 
 from ...api import basics, runtime
 from ...api import ops as array_ops
-from ...api.launch_env import launched_rank
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
+from ...process.launch_env import launched_rank
 from .. import names
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
-from .docstrings import documented
+from . import checkpoints
+from .extended import RankExtended
 from .options import CommunicationOptions, agreed
+from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
 
 
-@documented
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is sharded.
 
@@ -41,7 +43,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
     `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
     callbacks) are written by rank 0, in calls that all ranks make; optimizers and tapes must not be wrapped in
-    DistributedOptimizer and DistributedGradientTape.
+    DistributedOptimizer and DistributedGradientTape. The docstrings of inherited methods are TensorFlow's; the API
+    reference says which of them are collective, and what they do here.
 
     Several threads of a rank may use it at the same time, for example to read a metric. The ranks must be able to
     distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two threads that
@@ -77,12 +80,6 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
-        # Not imported at the top of the module: they need private names of TensorFlow, which may be missing.
-        from .._private import require_for_strategy
-        require_for_strategy()
-        from . import checkpoints
-        from .extended import RankExtended
-        from .seeds import seed_alike
         keras_integration = _keras_integration()
         runtime.init()
         options = agreed(communication_options)
@@ -164,19 +161,20 @@ def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
 
 
 def _keras_integration() -> ModuleType | None:
-    """The package that adapts Keras to MPIStrategy, after a check that it can; None if there is no Keras 3.
+    """The package that adapts Keras to MPIStrategy; None if there is no Keras 3.
 
     Raises:
-        MissingDependencyError: It cannot. Without it each rank would train a model of its own, and no error would say
-            so.
+        MissingDependencyError: It cannot adapt this version of Keras. Without it each rank would train a model of its
+            own, and no error would say so.
     """
     try:
         import_module("mpistrat.keras")
     except MissingDependencyError as error:
+        keras = sys.modules.get("keras")
+        if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
+            raise
         rank = launched_rank(os.environ)  # The strategy has not called init() yet.
         logger.log(logging.DEBUG if rank else logging.INFO,
                    "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
         return None
-    integration = import_module("mpistrat.keras.distribute")
-    integration.check()
-    return integration
+    return import_module("mpistrat.keras.distribute")

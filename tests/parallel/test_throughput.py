@@ -1,0 +1,190 @@
+"""Rows per second: the line at the end of fit, and the callback Throughput, in Horovod's way and under MPIStrategy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+hvd = pytest.importorskip("mpistrat.keras")
+
+from mpistrat.keras import throughput  # noqa: E402
+from mpistrat.keras.throughput import Work  # noqa: E402
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+
+STEPS, COLUMNS, EPOCHS = 4, 3, 2
+
+
+class OwnStep(keras.Model):
+    """Does not use Keras' step."""
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class Scalars(OwnStep):
+    """Trains on batches without rows."""
+
+    def train_step(self, data: Any) -> dict:
+        return super().train_step((tf.fill((2, COLUMNS), data), tf.fill((2, 1), data)))
+
+
+def new_model(cls: Any = keras.Model, is_distributed: bool = True, **arguments: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((COLUMNS,))
+    model = cls(inputs, keras.layers.Dense(1)(inputs))
+    optimizer = keras.optimizers.SGD(0.01)
+    model.compile(hvd.DistributedOptimizer(optimizer) if is_distributed else optimizer, "mse", **arguments)
+    return model
+
+
+def batch_of(rank: int) -> int:
+    return 5 + rank
+
+
+def rows_of_rank(rank: int) -> int:
+    return STEPS * batch_of(rank) - 1  # The last batch is shorter.
+
+
+def points(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    x = np.linspace(-1, 1, rows * COLUMNS, dtype="float32").reshape(rows, COLUMNS)
+    return x, x.sum(1, keepdims=True)
+
+
+def generated(rank: int) -> Any:
+    """The batches of a rank, of which Keras knows neither the number nor the sizes."""
+    def batches() -> Any:
+        x, y = points(rows_of_rank(rank))
+        for start in range(0, len(x), batch_of(rank)):
+            yield x[start:start + batch_of(rank)], y[start:start + batch_of(rank)]
+    signature = tuple(tf.TensorSpec((None, columns), tf.float32) for columns in (COLUMNS, 1))
+    return tf.data.Dataset.from_generator(batches, output_signature=signature).prefetch(2)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Work]]:
+    """The work of all ranks, each time that a speed is made of it."""
+    found, original = [], throughput.speed_of
+
+    def speed_of(works: list[Work]) -> Any:
+        found.append(works)
+        return original(works)
+
+    monkeypatch.setattr(throughput, "speed_of", speed_of)
+    return found
+
+
+def fit(model: Any, rank: int, data: Any = None, **arguments: Any) -> Any:
+    arguments = {"epochs": EPOCHS, "verbose": 2 if rank == 0 else 0, **arguments}
+    if data is not None:
+        return model.fit(data, **arguments).history
+    return model.fit(*points(rows_of_rank(rank)), batch_size=batch_of(rank), **arguments).history
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "fit has trained" in line]
+
+
+@pytest.mark.parametrize("make, not_counted", [
+    (new_model, 1), (lambda: new_model(run_eagerly=True), 1), (lambda: new_model(OwnStep), 1),
+    (lambda: new_model(steps_per_execution=2), 2)], ids=["plain", "eager", "own-step", "two-steps"])
+def test_fit_counts_all_rows_after_the_first_step(make: Callable, not_counted: int, rank: int, size: int,
+                                                  measured: list, capfd: pytest.CaptureFixture[str]) -> None:
+    fit(make(), rank, validation_data=points(7))
+    assert len(lines(capfd.readouterr().out)) == (1 if rank == 0 and size > 1 else 0)
+    if size > 1:
+        works, = measured
+        assert [work.rows for work in works] == [
+            EPOCHS * rows_of_rank(r) - not_counted * batch_of(r) for r in range(size)]
+        assert {work.steps for work in works} == {EPOCHS * STEPS - not_counted}
+
+
+def test_rows_of_a_generator_are_counted(rank: int, size: int, measured: list) -> None:
+    fit(new_model(), rank, generated(rank))
+    fit(new_model(), rank, generated(rank), verbose=0)
+    expected = [EPOCHS * rows_of_rank(r) - batch_of(r) for r in range(size)]
+    assert [[work.rows for work in works] for works in measured] == [expected] * (2 if size > 1 else 0)
+
+
+def test_a_silent_fit_prints_nothing(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    fit(new_model(), rank, verbose=0)
+    assert not lines(capfd.readouterr().out)
+
+
+def test_a_fit_of_one_step_prints_nothing(rank: int, size: int, measured: list,
+                                          capfd: pytest.CaptureFixture[str]) -> None:
+    fit(new_model(), rank, epochs=1, steps_per_epoch=1)
+    assert not lines(capfd.readouterr().out)
+    assert measured == ([[Work(0, 0, 0.0)] * size] if size > 1 else [])
+
+
+def test_steps_are_counted_where_batches_have_no_rows(rank: int, size: int, capfd: pytest.CaptureFixture[str]) -> None:
+    data = tf.data.Dataset.from_tensor_slices(tf.range(5.0) + rank)
+    history = fit(new_model(Scalars), rank, data, callbacks=[hvd.callbacks.Throughput()])
+    assert "rows_per_second" not in history
+    assert len(history["steps_per_second"]) == EPOCHS and min(history["steps_per_second"]) > 0
+    printed = lines(capfd.readouterr().out)
+    assert len(printed) == (1 if rank == 0 and size > 1 else 0)
+    assert all(f"steps per second on {size} ranks." in line for line in printed)
+
+
+def test_the_callback_gives_all_ranks_and_later_callbacks_the_same_number(rank: int, size: int, measured: list,
+                                                                          tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    history = fit(new_model(), rank, verbose=0, callbacks=[
+        hvd.callbacks.Throughput(), keras.callbacks.CSVLogger(str(path))])
+    figures = history["rows_per_second"]
+    assert len(figures) == EPOCHS and min(figures) > 0
+    assert len(set(mpistrat.allgather_object(str(figures)))) == 1
+    header, *rows = path.read_text().splitlines()
+    assert [float(row.split(",")[header.split(",").index("rows_per_second")]) for row in rows] == figures
+    assert [[work.rows for work in works] for works in measured[:EPOCHS]] == [
+        [rows_of_rank(r) - batch_of(r) for r in range(size)], [rows_of_rank(r) for r in range(size)]]
+
+
+def test_a_process_set_measures_its_own_ranks(rank: int, size: int, measured: list) -> None:
+    if size < 3:
+        pytest.skip("a set of two ranks beside another rank")
+    process_set = mpistrat.add_process_set([0, 2])
+    try:
+        callback = hvd.callbacks.Throughput(process_set)
+        history = fit(new_model(is_distributed=False), rank, verbose=0, callbacks=[callback])
+        assert ("rows_per_second" in history) == (rank != 1)
+        assert [len(works) for works in measured] == ([] if rank == 1 else [2] * EPOCHS)
+    finally:
+        mpistrat.remove_process_set(process_set)
+
+
+@pytest.mark.parametrize("is_in_scope", [False, True])
+def test_a_fit_of_a_strategy_counts_the_rows_of_all_ranks(is_in_scope: bool, rank: int, size: int, measured: list,
+                                                          capfd: pytest.CaptureFixture[str]) -> None:
+    strategy, rows, batch = MPIStrategy(), 8 * size * STEPS - 1, 8 * size
+    with strategy.scope():
+        model = new_model(is_distributed=False)
+    arguments = {"batch_size": batch, "epochs": EPOCHS, "verbose": 2, "callbacks": [hvd.callbacks.Throughput()]}
+    if is_in_scope:
+        with strategy.scope():
+            history = model.fit(*points(rows), **arguments).history
+    else:
+        history = model.fit(*points(rows), **arguments).history
+    assert len(set(mpistrat.allgather_object(str(history["rows_per_second"])))) == 1
+    assert len(lines(capfd.readouterr().out)) == (1 if rank == 0 and size > 1 else 0)
+    totals = [sum(work.rows for work in works) for works in measured]
+    assert totals == [rows - batch, rows] + ([2 * rows - batch] if size > 1 else [])
+
+
+def test_the_callback_does_not_make_a_strategy_reduce_the_logs_of_each_step() -> None:
+    strategy = MPIStrategy()
+    with strategy.scope():
+        model = new_model(is_distributed=False)
+    model.fit(*points(16), batch_size=8, verbose=0, callbacks=[hvd.callbacks.Throughput()])
+    assert model._mpistrat_logs_wanted is False

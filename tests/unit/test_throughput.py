@@ -1,0 +1,38 @@
+"""How fast ranks train: from the work of each, to one number and one line."""
+
+import math
+
+import pytest
+
+pytest.importorskip("keras")
+
+from mpistrat.keras.row_counts import UNKNOWN
+from mpistrat.keras.throughput import Speed, Work, line_of, speed_of
+
+
+def test_the_rows_of_all_ranks_are_divided_by_the_time_of_the_slowest() -> None:
+    assert speed_of([Work(300, 10, 2.0), Work(100, 5, 1.0)]) == Speed("rows", 200.0)
+
+
+def test_a_step_is_one_of_all_ranks_where_some_rank_does_not_know_its_rows() -> None:
+    assert speed_of([Work(300, 10, 2.0), Work(UNKNOWN, 12, 4.0)]) == Speed("steps", 3.0)
+
+
+def test_a_rank_without_steps_has_no_rows_and_knows_it() -> None:
+    assert speed_of([Work(300, 10, 2.0), Work(0, 0, 0.0)]) == Speed("rows", 150.0)
+
+
+@pytest.mark.parametrize("work", [Work(0, 0, 0.0), Work(0, 0, 1.0), Work(UNKNOWN, 0, 0.0)])
+def test_nothing_measured_is_no_number(work: Work) -> None:
+    assert math.isnan(speed_of([work, work]).per_second)
+
+
+def test_work_of_epochs_adds_up_and_what_is_unknown_stays_so() -> None:
+    assert Work(1, 2, 3.0) + Work(10, 20, 30.0) == Work(11, 22, 33.0)
+    assert (Work(1, 2, 3.0) + Work(UNKNOWN, 2, 3.0)).rows == UNKNOWN
+    assert (Work(UNKNOWN, 2, 3.0) + Work(2, 2, 3.0)).rows == UNKNOWN
+
+
+@pytest.mark.parametrize("per_second, text", [(12345.6, "12,346"), (99.94, "99.9"), (0.01234, "0.0123")])
+def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, text: str) -> None:
+    assert line_of(Speed("rows", per_second), 8) == f"mpistrat: fit has trained {text} rows per second on 8 ranks."
