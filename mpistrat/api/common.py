@@ -5,6 +5,7 @@ Imported by these three only.
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
 from .basics import (
+    add_process_set,
     ccl_built,
     cluster_spec,
     cross_rank,
@@ -23,13 +24,13 @@ from .basics import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
     role,
     size,
 )
 from .ops import allgather_object, broadcast_object
 from .process_sets import ProcessSet, global_process_set
-from .register import add_process_set, remove_process_set
 from .runtime import init, is_initialized, shutdown
 from .sharding import shard
 

@@ -18,7 +18,6 @@ from ..core.topology import Topology
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
-from ..engine.parked import ThreadScan
 from ..gpu.executor import GpuExecutor
 from .backends import Backends
 
@@ -34,23 +33,20 @@ class Group:
         topology: The ranks of the group, and their hosts.
         backends: Of these ranks.
         comm: These ranks; None for one rank.
-        scan: Looks at the threads of this process, for all groups that it is in.
 
     Attributes:
-        topology, comm, scan: The arguments.
+        topology, comm: The arguments.
         engine: Executes the collectives of the group.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-                 scan: ThreadScan):
-        self.topology, self.comm, self.scan = topology, comm, scan
+    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None"):
+        self.topology, self.comm = topology, comm
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._device = GpuExecutor(topology, backends.data, settings)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
-                                        scan=scan))
+        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
         self.engine.start()
 
     @property
@@ -79,7 +75,7 @@ class Group:
         It is the same on all ranks of the group that make the same calls in the same order. Counting restarts after a
         join(), before which some ranks have made fewer calls.
         """
-        joins = self.joins
+        joins = self.engine.controller.joins
         if self._numbers[0] != joins:
             self._numbers = joins, defaultdict(itertools.count)
         return next(self._numbers[1][key])
@@ -95,7 +91,6 @@ class Group:
 
     def free(self) -> None:
         """Free all resources. Collective; after the engine has ended without an error."""
-        self.scan.forget(self.engine.controller.queue)
         self._device.close()
         self._backends.close()
         if self.comm is not None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core.cores import own_cpus
 from ..core.errors import SettingsError
@@ -76,16 +76,11 @@ def from_texts(texts: Sequence[str]) -> list[RankInfo]:
     """
     received = [json.loads(text) for text in texts]
     versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
-    if len(set(versions)) > 1 or not all(_has_fields_of(RankInfo, each) for each in received) or not all(
-            _has_fields_of(Settings, each["settings"]) for each in received if each["settings"] is not None):
+    if len(set(versions)) > 1:
         raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
                             f"{describe_by_rank(versions)}. Install the same version on all hosts.")
     return [RankInfo(**{**each, "settings": None if each["settings"] is None else Settings(**each["settings"])})
             for each in received]
-
-
-def _has_fields_of(kind: type, values: dict[str, Any]) -> bool:
-    return values.keys() == {field.name for field in dataclasses.fields(kind)}
 
 
 def versions() -> dict[str, str]:

@@ -5,14 +5,13 @@ which GPU a rank uses. Any thread may call the functions of this module.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from ..core.errors import InvalidRequestError
-from ..core.request import DEVICE_CPU, DEVICE_GPU
 from ..gpu.arrays import GpuInput
-from .libraries import AnyLibrary, Imported, TensorLike, library_of
+from .libraries import NUMPY, AnyLibrary, Imported, TensorLike, library_of
 from .own_gpu import go_by_host, host_copies_of, this_ranks_gpu
 
 if TYPE_CHECKING:
@@ -35,11 +34,6 @@ class Tensor(NamedTuple):
     array: np.ndarray | GpuInput
     restore: Callable[[Any], object]
 
-    @property
-    def device(self) -> str:
-        """DEVICE_CPU or DEVICE_GPU."""
-        return DEVICE_GPU if isinstance(self.array, GpuInput) else DEVICE_CPU
-
 
 def tensors_of(values: Sequence[TensorLike]) -> list[Tensor]:
     """Convert the tensors, numbers or sequences of one request for the engine. Local.
@@ -49,6 +43,8 @@ def tensors_of(values: Sequence[TensorLike]) -> list[Tensor]:
             of this rank's earlier tensors.
         MissingDependencyError: A value is on a GPU, and cupy is not installed.
     """
+    if set(map(type, values)) == {np.ndarray}:  # The usual case, in which a small collective is mostly these calls.
+        return [_native(NUMPY, cast("np.ndarray", value)) for value in values]
     libraries = [library_of(value) for value in values]
     # All tensors are imported before the first event is recorded, so that one event serves all of a stream.
     imported = [_imported(library, value) for library, value in zip(libraries, values, strict=True)]
@@ -84,7 +80,12 @@ def _on_gpu(library: AnyLibrary, on_gpu: "tuple[Device, Imported]", events: "dic
 
 
 def _on_host(library: AnyLibrary, value: TensorLike) -> Tensor:
-    array = np.asarray(_convert(value, lambda: library.to_numpy(value)), order="C")
+    return _native(library, _convert(value, lambda: library.to_numpy(value)))
+
+
+def _native(library: AnyLibrary, array: np.ndarray) -> Tensor:
+    """The array in C order and the byte order of this machine."""
+    array = np.asarray(array, order="C")
     return Tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")), library.from_numpy)
 
 

@@ -9,13 +9,12 @@ import time
 from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequestError, ShutdownError, StallError
-from ..core.request import Request
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
 from ..engine.engine import Engine
+from ..process import abort
 from ..transport.mpi import library
-from . import abort
 from .group import Group
 from .registry import Registry
 
@@ -58,10 +57,6 @@ class Runtime:
     def engine(self) -> Engine:
         """The engine of all ranks."""
         return self.world.engine
-
-    def engine_of(self, request: Request) -> Engine:
-        """The engine that executes a request: that of its process set. It raises the errors of group_of."""
-        return self.group_of(request.name, request.process_set).engine
 
     def group_of(self, operation: str, process_set: int) -> Group:
         """The group of the process set with this id.

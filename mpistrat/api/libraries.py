@@ -149,8 +149,9 @@ class TensorFlow(AnyLibrary):
                    "mpistrat.")
 
 
+NUMPY = Numpy()
 # By the top-level package of a tensor's type.
-KINDS: dict[str, AnyLibrary] = {"numpy": Numpy(), "cupy": Cupy(), "torch": Torch(), "jaxlib": Jax(), "jax": Jax(),
+KINDS: dict[str, AnyLibrary] = {"numpy": NUMPY, "cupy": Cupy(), "torch": Torch(), "jaxlib": Jax(), "jax": Jax(),
                                 "tensorflow": TensorFlow()}
 _OTHERS = AnyLibrary()
 

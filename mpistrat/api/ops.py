@@ -23,6 +23,7 @@ from ..core.request import (
     ReduceOp,
     Request,
     ScaledOp,
+    TensorSpec,
     allgather_request,
     allreduce_request,
     alltoall_request,
@@ -34,8 +35,8 @@ from ..core.request import (
     specs_of,
 )
 from ..core.rows import even_splits, int32_splits
+from ..gpu.arrays import GpuInput
 from . import runtime
-from .group import Group
 from .interop import Tensor, tensors_of
 from .libraries import TensorLike
 from .pickling import dumps
@@ -282,55 +283,56 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 def _allreduce(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
                finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    group, tensors = resolved(process_set).group(name), tensors_of(arrays)
-    request = allreduce_request(name, specs_of([t.array for t in tensors]), scaled, device=_device_of(name, tensors))
-    return _submit(group, request, tensors, finish, blocking)
+    return _submit(name, process_set, tensors_of(arrays), finish, blocking,
+                   lambda specs, device: allreduce_request(name, specs, scaled, device=device))
 
 
 def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), tensors_of([array])
-    request = allgather_request(name, specs_of([t.array for t in tensors]), _device_of(name, tensors))
-    return _submit(group, request, tensors, _first, blocking)
+    return _submit(name, process_set, tensors_of([array]), _first, blocking,
+                   lambda specs, device: allgather_request(name, specs, device))
 
 
 def _reducescatter(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
                    finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    group, tensors = resolved(process_set).group(name), tensors_of(arrays)
-    request = reducescatter_request(name, specs_of([t.array for t in tensors]), scaled, _device_of(name, tensors))
-    return _submit(group, request, tensors, finish, blocking)
+    return _submit(name, process_set, tensors_of(arrays), finish, blocking,
+                   lambda specs, device: reducescatter_request(name, specs, scaled, device))
 
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
               blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), tensors_of([array])
-    device = _device_of(name, tensors)
-    size, shape = group.topology.size, tensors[0].array.shape
+    size, tensors = resolved(process_set).group(name).topology.size, tensors_of([array])
+    shape, device = tensors[0].array.shape, _device_of(name, [tensors[0].array])
     counts = even_splits(name, shape[0] if shape else 0, size) if splits is None else splits
     tensors += tensors_of([int32_splits(name, counts)])
-    request = alltoall_request(name, specs_of([t.array for t in tensors]), size, device)
-    return _submit(group, request, tensors, _first if splits is None else tuple, blocking)
+    return _submit(name, process_set, tensors, _first if splits is None else tuple, blocking,
+                   lambda specs, device: alltoall_request(name, specs, size, device), device)
 
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
                blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), tensors_of([array])
-    request = broadcast_request(name, specs_of([t.array for t in tensors]), root_rank, group.topology.job_ranks,
-                                device=_device_of(name, tensors))
-    return _submit(group, request, tensors, _first, blocking)
+    ranks = resolved(process_set).group(name).topology.job_ranks
+    return _submit(name, process_set, tensors_of([array]), _first, blocking,
+                   lambda specs, device: broadcast_request(name, specs, root_rank, ranks, device=device))
 
 
-def _submit(group: Group, request: Request, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T],
-            blocking: bool) -> AsyncResult[T]:
-    handle = (group.engine.run if blocking else group.engine.submit)(request, [t.array for t in tensors])
+def _submit(name: str, process_set: ProcessSet, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T],
+            blocking: bool, make_request: Callable[[tuple[TensorSpec, ...], str], Request],
+            device: str = "") -> AsyncResult[T]:
+    """Submit a collective. `device` is that of the tensors if it is not the device of each of them."""
+    engine, arrays = resolved(process_set).group(name).engine, [tensor.array for tensor in tensors]
+    request = make_request(specs_of(arrays), device or _device_of(name, arrays))
+    handle = (engine.run if blocking else engine.submit)(request, arrays)
     return AsyncResult(handle, lambda results: finish([t.restore(r) for t, r in zip(tensors, results, strict=True)]))
 
 
-def _device_of(name: str, tensors: Sequence[Tensor]) -> str:
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
+def _device_of(name: str, arrays: Sequence[np.ndarray | GpuInput]) -> str:
+    on_gpu = [isinstance(array, GpuInput) for array in arrays]
+    if not any(on_gpu):
+        return DEVICE_CPU
+    if not all(on_gpu):
         raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. "
-                                  f"Received: {[tensor.device for tensor in tensors]}")
-    return DEVICE_GPU if DEVICE_GPU in devices else DEVICE_CPU
+                                  f"Received: {[DEVICE_GPU if each else DEVICE_CPU for each in on_gpu]}")
+    return DEVICE_GPU
 
 
 def _first(arrays: list[Any]) -> Any:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
-from ..engine.parked import threads_of_libraries
 from ..transport.mpi import library
 from .backends import backends_alone, backends_over
 from .group import Group
@@ -156,8 +155,7 @@ class Registry:
         for ranks in sets:
             group, problem = None, ""
             try:
-                with threads_of_libraries():
-                    group = self._connect(ranks) if self._world.topology.rank in ranks else None
+                group = self._connect(ranks) if self._world.topology.rank in ranks else None
             except Exception as error:  # Of any kind: the other ranks must not wait for this one in the next set.
                 logger.debug("rank %d: a process set failed", self._world.topology.rank, exc_info=True)
                 problem = str(error) if isinstance(error, MpistratError) else repr(error)
@@ -179,11 +177,11 @@ class Registry:
         """This rank's group for a set that it is in. Collective over the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
-            return Group(self._settings, topology, backends_alone(), None, self._world.scan)
+            return Group(self._settings, topology, backends_alone(), None)
         assert world is not None  # Several ranks have been connected over MPI.
         comm = library.subset(world, ranks)
         backends = backends_over(comm, topology, self._settings)
-        return Group(self._settings, topology, backends, comm, self._world.scan)
+        return Group(self._settings, topology, backends, comm)
 
 
 def _close(group: Group) -> None:

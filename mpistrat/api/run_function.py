@@ -75,8 +75,11 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     if not callable(func):
         raise LaunchError(f"func must be a function. Received: {func!r}")
     # The launcher is above this package.
-    from ..cli.function import Where, run_function
-    where = Where(hosts, hostfile, network_interface or network_interfaces, ssh_port, ssh_identity_file, mpi_args or "",
-                  executable or sys.executable, _START_TIMEOUT_S if start_timeout is None else start_timeout,
-                  output_filename, bool(verbose))
-    return run_function((func, tuple(args), dict(kwargs or {})), ranks, where)
+    from ..cli.function import run_function
+    launch_options = {
+        "-H": hosts, "--hostfile": hostfile, "--network-interface": network_interface or network_interfaces,
+        "--ssh-port": ssh_port, "--ssh-identity-file": ssh_identity_file, "--mpi-args": mpi_args,
+        "--output-filename": output_filename}
+    options = [f"-np={ranks}", *(f"{name}={value}" for name, value in launch_options.items() if value is not None)]
+    return run_function((func, tuple(args), dict(kwargs or {})), options, executable or sys.executable,
+                        _START_TIMEOUT_S if start_timeout is None else start_timeout, bool(verbose))

@@ -19,15 +19,15 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
-from ..engine.parked import ThreadScan, threads_of_libraries
+from ..process import abort
+from ..process.child_guard import require_own_place
+from ..process.launch_env import launched_size
+from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..transport.mpi import library
-from . import abort, handshake, own_cores
+from . import handshake, own_cores
 from .backends import backends_alone, backends_over
 from .group import Group
 from .job import Runtime, log_step
-from .launch_env import launched_size
-from .launcher_watch import LauncherWatch, launcher_here
-from .own_place import require_own_place
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -107,14 +107,12 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
             if library.is_left_to_init():
-                with threads_of_libraries():
-                    library.load_mpi()
+                library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")
             if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
                 runtime = _init_alone()
             else:
-                with threads_of_libraries():
-                    runtime = _init_mpi(comm, size, launcher)
+                runtime = _init_mpi(comm, size, launcher)
         except BaseException:
             _stop_watch()
             raise
@@ -189,7 +187,7 @@ def _init_alone() -> Runtime:
     _configure_logging(settings)
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
-    return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None, ThreadScan()))
+    return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None))
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
@@ -216,7 +214,7 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     if comm is None:  # Otherwise other jobs share this host, and their ranks are not known.
         own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
     backends = backends_over(own, topology, settings[rank])
-    return Runtime(settings[rank], Group(settings[rank], topology, backends, own, ThreadScan()))
+    return Runtime(settings[rank], Group(settings[rank], topology, backends, own))
 
 
 def _configure_logging(settings: Settings) -> None:

@@ -4,24 +4,19 @@ Called by main.py.
 """
 
 import argparse
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 
-from ..api.launch_env import RUN_NAME
 from ..core.errors import LaunchError
 from .arguments import Parser, add_launch_options, read_hosts
 from .inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from .mpirun import Job, LaunchCommand, Mpirun, compose, find_mpirun, identify, this_machine
 from .probe import probe
 from .ssh import hosts_by_ssh, why_unreachable
-from .supervisor import kill, new_name, processes_of_run
+from .supervisor import TimeLimits, launch
 from .text import counted
 
 DEFAULT_TIMEOUT_S = 120.0
-_TERMINATE_S = 3.0  # from SIGTERM, on which mpirun ends its ranks, to SIGKILL
 
 _EPILOG = """\
 The exit code is 0 if this machine can train, alone or over MPI (and the all-reduce of -np gave the right result);
@@ -98,28 +93,6 @@ def _find_mpirun(wanted: str | None) -> tuple[Mpirun | None, str]:
 
 
 def _run(command: LaunchCommand, timeout_s: float) -> str:
-    """Run the command. Returns "" if its exit code is 0, else what went wrong. All its processes have ended then."""
-    sys.stdout.flush()
-    name = new_name()
-    environment = {**os.environ, **command.environment, RUN_NAME: name}
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with subprocess.Popen(command.argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as process:
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"it has not ended after {timeout_s:g} s. The line was: {command}"
-        finally:
-            _end(process)
-            kill(processes_of_run(name))
-            signal.signal(signal.SIGTERM, before)
-    return f"exit code {code}. The line was: {command}" if code else ""
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End mpirun, which then ends its ranks on all hosts."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_TERMINATE_S)
-    process.kill()
+    """Run the command. Returns "" if its exit code is 0, else what went wrong."""
+    outcome = launch(command, os.environ, TimeLimits(total_s=timeout_s), speaker="mpistrat check")
+    return f"{outcome.why or f'exit code {outcome.code}'}. The line was: {command}" if outcome.code else ""

@@ -3,8 +3,8 @@
 The function and its arguments are pickled into a temporary directory, and ranks are started that run function_rank.py.
 Each rank that sees the directory writes its result there. The results of other ranks travel to one that does.
 
-A process of its own supervises mpirun, because that handles signals in ways that would disturb the caller, who may have
-other threads, and may not be on the main thread.
+A child process does what `mpistrat run` does, because that handles signals in ways that would disturb the caller, who
+may have other threads, and may not be on the main thread.
 """
 
 import os
@@ -13,28 +13,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..api.launch_env import launched_size
 from ..api.pickling import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip
 from ..core.tuning import RUN_START_POLL_S
-from . import horovodrun
-from .arguments import mpirun_options
-from .hostfile import parse_list, read_hostfile
-from .mpirun import Job, LaunchCommand, compose, find_mpirun, identify, this_machine
+from ..process.launch_env import launched_size
+from .main import main
 from .parent_end import parent_guard
-from .rank_shell import in_shell
-from .supervisor import supervise
+from .run import parse, plan
 
 CALL, STARTED = "call", "started"  # files in the directory
 _RANK_MODULE = "mpistrat.cli.function_rank"
-_END_S = 60.0  # The supervisor kills mpirun and what it leaves within about 40 s.
+_END_S = 60.0  # The launcher kills mpirun and what it leaves within about 40 s.
 Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
 
 
@@ -69,46 +65,30 @@ def write(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where and how the ranks are started, as in the arguments of mpistrat.run."""
+def run_function(call: Call, options: Sequence[str], executable: str, start_timeout_s: float,
+                 is_printed: bool) -> list[Any]:
+    """Call a function on all ranks of a new job and return the results in rank order. Raises as mpistrat.run.
 
-    hosts: str | None
-    hostfile: str | None
-    interface: str | None
-    ssh_port: int | None
-    ssh_identity_file: str | None
-    mpi_args: str
-    executable: str
-    start_timeout_s: float
-    output_directory: str | None
-    verbose: bool
-
-
-def run_function(call: Call, ranks: int, where: Where) -> list[Any]:
-    """Call a function on all ranks of a new job and return the results in rank order. Raises as mpistrat.run."""
+    Args:
+        call: The function with its arguments.
+        options: Of `mpistrat run`.
+        executable: The Python of the ranks.
+        start_timeout_s: Seconds within which the function must begin on the ranks.
+        is_printed: Print the command of mpirun.
+    """
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     if launched_size(environ) != (1, ""):
         raise LaunchError("run() starts a job, and this process is a rank of one already. Call it in a script that is "
                           "started without mpirun.")
     with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:
         directory = Path(name)
-        launch = _composed(name, ranks, where, environ)
-        if where.verbose:
-            print(launch, file=sys.stderr, flush=True)
+        argv = [*options, f"--start-timeout={start_timeout_s:g}", "--", executable, "-m", _RANK_MODULE, name]
+        planned = plan(*parse(argv), environ)  # Wrong arguments are an error of this process.
+        if is_printed:
+            print(planned.composed(environ), file=sys.stderr, flush=True)
         write(directory / CALL, _pickled(call))
-        code = _supervised(launch, environ, directory / STARTED, where.start_timeout_s)
-        return _results(directory, ranks, code)
-
-
-def _composed(directory: str, ranks: int, where: Where, environ: Mapping[str, str]) -> LaunchCommand:
-    hosts = parse_list(where.hosts) if where.hosts is not None else \
-        read_hostfile(where.hostfile) if where.hostfile is not None else None
-    command = in_shell((where.executable, "-m", _RANK_MODULE, directory), ranks, where.output_directory or None)
-    job = Job(ranks, command, hosts, options=mpirun_options(where.mpi_args))
-    mpirun = identify(find_mpirun(None, environ))
-    variables = horovodrun.network_variables(mpirun.dialect, where.interface, where.ssh_port, where.ssh_identity_file)
-    return compose(job, mpirun, this_machine(environ), environ, variables)
+        code = _launched(argv, environ, directory / STARTED, start_timeout_s)
+        return _results(directory, planned.job.ranks, code)
 
 
 def _pickled(call: Call) -> bytes:
@@ -122,14 +102,14 @@ def _pickled(call: Call) -> bytes:
                           "pickled.") from error
 
 
-def _supervised(launch: LaunchCommand, environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
-    """Run the job in a process of its own and return its exit code. The process has ended when this returns or raises.
+def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
+    """Do what `mpistrat run` does in a child process, which has ended when this returns. Returns its exit code.
 
     Raises:
         RunError: The ranks have not started in time.
     """
-    process = subprocess.Popen([sys.executable, "-m", __name__, str(os.getpid()), *launch.argv],
-                               env={**environ, **launch.environment}, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", __name__, str(os.getpid()), *argv], env=environ,
+                               stdin=subprocess.DEVNULL)
     try:
         until = time.monotonic() + start_timeout_s
         while not started.exists():
@@ -189,16 +169,6 @@ def _exception(outcome: RankResult) -> BaseException | None:
     return found if isinstance(found, BaseException) else None
 
 
-def _supervise(parent: int, argv: Sequence[str]) -> int:
-    """Supervise mpirun in this process, which ends the job when its parent ends."""
-    if not parent_guard(parent)():
-        return 1
-    try:
-        return supervise(LaunchCommand(tuple(argv)), os.environ)
-    except LaunchError as error:
-        print(f"mpistrat.run: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(_supervise(int(sys.argv[1]), sys.argv[2:]))
+    # The job ends when the parent of this process ends.
+    sys.exit(main(["run", *sys.argv[2:]]) if parent_guard(int(sys.argv[1]))() else 1)

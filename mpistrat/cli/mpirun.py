@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..api.launch_env import RUN_CORES, RUN_REPORTS
 from ..core.cores import own_cpus, physical_cores
 from ..core.errors import LaunchError
 from ..core.install import pip_extra
+from ..process.launch_env import RUN_CORES, RUN_REPORTS
 from .hostfile import HYDRA, OPEN_MPI, HostList
 
 INTEL_MPI = "Intel MPI"
@@ -79,10 +79,17 @@ class Job:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command with its arguments, and the variables that it needs in addition to the caller's environment."""
+    """A command with its arguments.
+
+    Attributes:
+        argv: The command.
+        environment: The variables that it needs in addition to the caller's environment.
+        dialect: Of mpirun's options.
+    """
 
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    dialect: str = ""
 
     def __str__(self) -> str:
         """The command as one line for a POSIX shell."""
@@ -103,7 +110,7 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
     more = dict(variables or {})
     composed = _compose_open_mpi(job, mpirun, machine, {**environ, **more}) if mpirun.dialect == OPEN_MPI else \
         _compose_hydra(job, mpirun)
-    return LaunchCommand(composed.argv, {**composed.environment, **more})
+    return LaunchCommand(composed.argv, {**composed.environment, **more}, mpirun.dialect)
 
 
 def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchCommand:

@@ -14,7 +14,7 @@ A line that is not complete passes after a moment, so that prompts and progress 
 import math
 import re
 
-from ..api.report import Report, ReportReader
+from ..process.report import Report, ReportReader
 from .banners import RULE, Words, understand
 from .records import Records
 
@@ -85,14 +85,12 @@ class Output:
         if self._partial and self._partial_until <= now:
             shown += self._partial
             self._partial, self._partial_until, self._is_inside_line = b"", math.inf, True
-        return self._shown(shown + self._records.due(now, (report.text.message for report in self.reports)))
+        return self._shown(shown)
 
     def next_s(self, now: float) -> float | None:
         """Return the time until `due` may return something, or None."""
-        times = [until - now for until in (self._partial_until, self._block_until) if until < math.inf]
-        records_s = self._records.next_s(now)
-        times += [] if records_s is None else [records_s]
-        return max(0.0, min(times)) if times else None
+        until = min(self._partial_until, self._block_until)
+        return max(0.0, until - now) if until < math.inf else None
 
     def end(self) -> bytes:
         """Return what is still to be shown when mpirun has ended."""
@@ -113,7 +111,7 @@ class Output:
         if before is not None:
             if _TAG.fullmatch(before) or not before:
                 return b""
-            return before + b"\n" if self._is_all or not is_start else self._records.take(before + b"\n", now)
+            return self._once(before + b"\n") if is_start else before + b"\n"
         if not is_start:
             return line
         is_rule = RULE.match(line) is not None
@@ -122,9 +120,12 @@ class Output:
             return self._end_block() if len(self._block) > _BLOCK_LINES else b""
         if is_rule:
             return self._take_rule(line, now)
-        if not line.startswith((b"Abort(", b"[")) or not self._keep(line):
-            return line if self._is_all else self._records.take(line, now)
-        return line if self._is_all else b""
+        if line.startswith((b"Abort(", b"[")) and self._keep(line):
+            return line if self._is_all else b""
+        return self._once(line)
+
+    def _once(self, line: bytes) -> bytes:
+        return line if self._is_all or self._records.is_shown(line) else b""
 
     def _take_rule(self, line: bytes, now: float) -> bytes:
         text = b"".join(self._block)

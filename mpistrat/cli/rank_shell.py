@@ -1,7 +1,7 @@
 """What a shell does on each rank before it becomes the command. So every command can be run. Pure.
 
 - It has the rank print into files of its own, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. It keeps mpirun's
-  stderr open for the report of a rank that fails (api/report.py), which is for the summary.
+  stderr open for the report of a rank that fails (process/report.py), which is for the summary.
 - It prints a line that the rank starts, so that `mpistrat run` knows when all hosts have answered.
 
 Called by `mpistrat run` and mpistrat.run.
@@ -9,8 +9,8 @@ Called by `mpistrat run` and mpistrat.run.
 
 import os
 
-from ..api.launch_env import RUN_REPORTS
-from ..api.report import STARTS
+from ..process.launch_env import RUN_REPORTS
+from ..process.report import STARTS
 
 _REPORTS = 9  # the descriptor of mpirun's stderr; shells know descriptors of one digit
 # Open MPI's variable, MPICH's and Intel MPI's, and PMIx'.

@@ -5,23 +5,40 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..api.launch_env import RUN_CORES
 from ..core.errors import LaunchError
+from ..process.launch_env import RUN_CORES
 from . import check, horovodrun
 from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
-from .capacity import check_count
 from .inventory import has_nvidia_driver
-from .mpirun import INTEL_MPI, Job, Mpirun, compose, find_mpirun, identify, is_local, sets_binding, this_machine
+from .mpirun import (
+    INTEL_MPI,
+    Job,
+    LaunchCommand,
+    Machine,
+    Mpirun,
+    compose,
+    find_mpirun,
+    identify,
+    is_local,
+    sets_binding,
+    this_machine,
+)
+from .output import Output
 from .rank_shell import in_shell
 from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
-from .supervisor import Start, supervise
+from .supervisor import Start, launch
+from .text import counted
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
+# Ranks for each core or slot: above the first number a warning, above the second an error.
+MANY_PER_SLOT = 4
+MOST_PER_SLOT = 100
 # Options of mpirun with which the output of ranks goes to files.
 _FILE_OPTIONS = ("outfile-pattern", "errfile-pattern")
 
@@ -37,8 +54,8 @@ prints the whole command. The ranks of a host get equal shares of its cores (MPI
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it) and the exit code. TensorFlow's lines of information are left out, and its other log lines are printed once
-for all ranks.
+share it) and the exit code. Of TensorFlow's log lines only errors are printed, once for all ranks
+(TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
 kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
@@ -57,38 +74,107 @@ def main(argv: list[str]) -> int:
     Raises:
         LaunchError: The input is wrong, or no mpirun is found.
     """
-    arguments = split_arguments(argv)
-    options = _parser().parse_args(arguments.own)
+    options, passed, command = parse(argv)
     if options.check_build:
         return check.main([])
+    if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
+        return _run_once(command)
+    planned = plan(options, passed, command, os.environ)
+    if options.dry_run:
+        print(planned.composed(os.environ))
+        return 0
+    if planned.warning:
+        print(f"mpistrat run: {planned.warning}", file=sys.stderr)
+    return _launched(planned, options)
+
+
+def _launched(planned: "Plan", options: argparse.Namespace) -> int:
+    job, is_here = planned.job, is_local(planned.job, planned.machine)
+    environ = {**os.environ, **_added(options, job, planned.command, is_here, os.environ),
+               **_binding(job, planned.mpirun)}
+    start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S,
+                  lambda: why_unreachable(planned.others, {**environ, **planned.variables})) if planned.others else None
+    level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+    output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
+    return launch(planned.composed(environ), environ, output=output, start=start).code
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that mpirun is to start.
+
+    Attributes:
+        command: What the user wants to run.
+        job: The job, with what runs in place of `command`.
+        mpirun, machine: What starts it, and where.
+        variables: Set by options, for mpirun and the ranks.
+        others: The hosts where mpirun starts ranks by ssh.
+        warning: On the number of ranks; or "".
+    """
+
+    command: tuple[str, ...]
+    job: Job
+    mpirun: Mpirun
+    machine: Machine
+    variables: dict[str, str]
+    others: list[str]
+    warning: str
+
+    def composed(self, environ: Mapping[str, str]) -> LaunchCommand:
+        """The command that starts the job. `environ` is the environment of mpirun."""
+        return compose(self.job, self.mpirun, self.machine, environ, self.variables)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
+    """Return the options of mpistrat, those of mpirun, and the command. Raises LaunchError."""
+    arguments = split_arguments(argv)
+    options = _parser().parse_args(arguments.own)
+    return options, (*arguments.mpirun, *mpirun_options(options.mpi_args)), arguments.command
+
+
+def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[str, ...],
+         environ: Mapping[str, str]) -> Plan:
+    """Decide how the job is started, given what `parse` returns.
+
+    Raises:
+        LaunchError: The input is wrong, or no mpirun is found.
+    """
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
-    command = _command(arguments.command, os.environ)
-    if asks_for_help(command) and not options.dry_run:
-        return _run_once(command)
-    hosts = read_hosts(options)
+    command, hosts = _command(command, environ), read_hosts(options)
     if options.start_timeout is not None and options.start_timeout <= 0:
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
-    mpirun, machine = identify(find_mpirun(options.mpirun, os.environ)), this_machine(os.environ)
-    chosen = horovodrun.variables(options, mpirun.dialect)
-    passed = (*arguments.mpirun, *mpirun_options(options.mpi_args))
+    mpirun, machine = identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
     # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
-    others = [] if options.dry_run or _goes_elsewhere(passed) else hosts_by_ssh(hosts, machine, passed, os.environ)
+    others = [] if options.dry_run or _goes_elsewhere(passed) else hosts_by_ssh(hosts, machine, passed, environ)
     job = Job(options.np, in_shell(command, options.np, options.output_filename or None, bool(others)), hosts,
               options.oversubscribe, passed)
-    warning = check_count(job, machine, options.force)
-    if options.dry_run:
-        print(compose(job, mpirun, machine, os.environ, chosen))
-        return 0
-    if warning:
-        print(f"mpistrat run: {warning}", file=sys.stderr)
-    environ = {**os.environ, **_added(options, job, command, is_local(job, machine), os.environ),
-               **_binding(job, mpirun)}
-    start = Start(options.np, options.start_timeout or _START_TIMEOUT_S,
-                  lambda: why_unreachable(others, {**environ, **chosen})) if others else None
-    return supervise(compose(job, mpirun, machine, environ, chosen), environ, dialect=mpirun.dialect,
-                     is_all_output=options.all_output, has_driver=not is_local(job, machine) or has_nvidia_driver(),
-                     start=start)
+    return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
+                check_count(job, machine, options.force))
+
+
+def check_count(job: Job, machine: Machine, is_forced: bool) -> str:
+    """Compare the number of ranks with the cores of this host, or with the slots of the hosts.
+
+    Returns:
+        A warning, or "".
+
+    Raises:
+        LaunchError: There are more than MOST_PER_SLOT ranks for each, and `is_forced` is False.
+    """
+    if is_local(job, machine):
+        slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
+    elif job.hosts is not None and job.hosts.slots is not None:
+        slots, found = job.hosts.slots, f"{job.hosts.slots} slots of the hosts"
+    else:
+        return ""  # The batch system, or mpirun, knows the number of slots.
+    if job.ranks > MOST_PER_SLOT * slots and not is_forced:
+        raise LaunchError(f"-np {job.ranks} is more than {MOST_PER_SLOT} ranks for each slot; there are {slots} slots "
+                          f"(the {found}). Lower -np, name more hosts (-H node1:4,node2:4), or add --force.")
+    if job.ranks > MANY_PER_SLOT * slots:
+        return (f"-np {job.ranks} is more than {MANY_PER_SLOT} ranks for each of the {found}. They take turns on them, "
+                "and each takes memory of its own.")
+    return ""
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -111,7 +197,7 @@ def _run_once(command: tuple[str, ...]) -> NoReturn:
 def _added(options: argparse.Namespace, job: Job, command: Sequence[str], is_here: bool,
            environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
-    added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "1"}
+    added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "2"}
     # What a rank says why it fails would not reach the summary.
     return added if _goes_elsewhere(job.options) else added | variables(command, is_here, environ, options.traceback)
 

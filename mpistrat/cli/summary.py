@@ -3,9 +3,9 @@
 import signal
 from collections.abc import Sequence
 
-from ..api.error_text import OWN_ERRORS
-from ..api.report import Report
 from ..core.topology import runs_of
+from ..process.error_text import OWN_ERRORS
+from ..process.report import Report
 from .banners import Ending, Words
 from .hostfile import HYDRA
 

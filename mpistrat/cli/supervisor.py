@@ -1,18 +1,19 @@
-"""Run mpirun, forward signals and its stderr, end what a failed job leaves behind, and say why the job has failed.
+"""The launcher: run mpirun, forward signals and its stderr, end what a job leaves behind, say why it has failed.
 
 Normally mpirun ends its ranks and itself. It has been seen to stay after its ranks had ended, when hosts were cut off
-from each other, and it may be killed before it can end its ranks. So `supervise` does the following:
+from each other, and it may be killed before it can end its ranks. So `launch` does the following:
 
 - After a rank has ended the job, or after a signal, mpirun has some time to end. Then it is terminated, and killed if
   that does not help. A second signal kills it at once.
 - After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
   not touched.
+- The whole job may have a time limit, after which it is ended in the same way.
 - mpirun waits without a limit for hosts that do not answer, and then ignores signals. So where ranks start on other
   hosts it is killed if they have not started in time, and soon after a signal before that.
 - What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
   stdout and stdin are those of this process.
 
-Called by `mpistrat run` and by mpistrat.run, in their main thread.
+Called by `mpistrat run` and `mpistrat check`, in their main thread. mpistrat.run starts `mpistrat run`.
 """
 
 import contextlib
@@ -23,15 +24,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from ..api import processes
-from ..api.launch_env import RUN_NAME, RUN_REPORTS
-from ..api.launcher_watch import ABORTED
-from ..api.report import SUMMARY
 from ..core.errors import LaunchError
 from ..core.tuning import SUPERVISOR_POLL_S
+from ..process import procfs
+from ..process.launch_env import RUN_NAME, RUN_REPORTS
+from ..process.launcher_watch import ABORTED
+from ..process.report import SUMMARY
 from .forward import Forwarder
 from .mpirun import LaunchCommand
 from .output import Output
@@ -50,6 +51,7 @@ class TimeLimits:
     """Time limits, in seconds.
 
     Attributes:
+        total_s: From the start to SIGTERM for mpirun.
         abort_s: From the end of the job by a rank to SIGTERM for mpirun.
         signal_s: From the first signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
         unstarted_s: The same, as long as not all ranks have started.
@@ -59,6 +61,7 @@ class TimeLimits:
         left_s: From the end of mpirun to SIGKILL for the remaining processes.
     """
 
+    total_s: float = math.inf
     abort_s: float = 15.0
     signal_s: float = 30.0
     unstarted_s: float = 2.0
@@ -82,6 +85,19 @@ class Start:
     why_not: Callable[[], str]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a job has ended.
+
+    Attributes:
+        code: mpirun's exit code, or 128 + the number of the signal that ended it.
+        why: Why mpirun was terminated or killed; "" if it has ended by itself.
+    """
+
+    code: int
+    why: str
+
+
 class Termination:
     """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin.
 
@@ -91,9 +107,9 @@ class Termination:
         is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
     """
 
-    def __init__(self, limits: TimeLimits):
+    def __init__(self, limits: TimeLimits, now: float):
         self._limits = limits
-        self._terminate_at = self._kill_at = math.inf
+        self._terminate_at, self._kill_at = now + limits.total_s, math.inf
         self._signalled_at: float | None = None
         self.reason = ""
         self.is_late = self.is_urgent = False
@@ -101,7 +117,7 @@ class Termination:
     def note_abort(self, now: float) -> None:
         """Record that a rank has ended the job."""
         if not self.reason:
-            self._terminate_at = now + self._limits.abort_s
+            self._terminate_at = min(self._terminate_at, now + self._limits.abort_s)
             self.reason = f"a rank ended the job, and mpirun has not ended within {self._limits.abort_s:g} s"
 
     def note_no_start(self, now: float, timeout_s: float) -> None:
@@ -128,6 +144,7 @@ class Termination:
             self._kill_at = math.inf
             return signal.SIGKILL
         if now >= self._terminate_at:
+            self.reason = self.reason or f"the job has not ended within {self._limits.total_s:g} s"
             self._terminate_at = math.inf
             self._kill_at = min(self._kill_at, now + self._limits.kill_s)
             return signal.SIGTERM
@@ -138,44 +155,34 @@ class Termination:
         return max(0.0, min(self._terminate_at, self._kill_at) - now)
 
 
-def supervise(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(), dialect: str = "",
-              is_all_output: bool = False, has_driver: bool = True, start: Start | None = None) -> int:
-    """Run mpirun until the job has ended. Returns mpirun's exit code, or 128 + the number of the signal that ended it.
-
-    Call it on the main thread, because it changes the handling of signals.
+def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
+           output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run") -> Outcome:
+    """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
 
     Args:
         command: mpirun with its arguments.
         environ: The environment of this process, or what is to be in its place.
         limits: Time limits.
-        dialect: Of mpirun's options.
-        is_all_output: Show the log lines of TensorFlow of all ranks, and all that mpirun says.
-        has_driver: Whether a rank may find a driver for GPUs.
+        output: What is shown of mpirun's stderr.
         start: How the ranks start; None: they do not say that they start.
+        speaker: The command that prints the last lines.
 
     Raises:
         LaunchError: mpirun cannot be started.
     """
-    name = new_name()
+    name = f"{os.getpid()}-{secrets.token_hex(8)}"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # If SIGCHLD is ignored, the kernel discards exit codes.
     # Signals that are ignored stay ignored: nohup does this, and a shell for background processes.
     caught = {number for number in _ENDING | _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
-        level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
-        output = Output(is_all_output, int(level) if level.isdecimal() else 0, has_driver)
-        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits, output,
-                   start)
-        code = run.wait()
-        run.say_why(code, dialect)
-        return code
+        run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
+                   output or Output(), start, speaker)
+        outcome = run.wait()
+        run.say_why(outcome.code)
+        return outcome
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def new_name() -> str:
-    """Return the value of RUN_NAME for a new run, by which its processes are found."""
-    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class _Run:
@@ -186,10 +193,10 @@ class _Run:
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
-                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None):
+                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str):
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
-        self._termination = Termination(limits)
-        self._output, self._start = output, start
+        self._termination = Termination(limits, time.monotonic())
+        self._output, self._start, self._dialect, self._speaker = output, start, command.dialect, speaker
         self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
         self._last_signal: int | None = None  # of those that end programs
         self._is_killed = False
@@ -207,8 +214,8 @@ class _Run:
             os.close(sink)
         self._forwarder = Forwarder(source, self._output)
 
-    def wait(self) -> int:
-        """Wait until the job has ended, and enforce the time limits. Returns the exit code."""
+    def wait(self) -> Outcome:
+        """Wait until the job has ended, and enforce the time limits."""
         while self._mpirun.poll() is None:
             now = time.monotonic()
             if now >= self._start_until:
@@ -225,31 +232,32 @@ class _Run:
         if code != 0 or self._last_signal is not None:
             self._kill_remaining()
         if self._is_killed:
-            return 128 + self._last_signal if self._last_signal is not None else 1
-        return code if code >= 0 else 128 - code
+            return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason)
+        return Outcome(code if code >= 0 else 128 - code, "")
 
     @property
     def _has_started(self) -> bool:
         return self._start is None or self._output.started >= self._start.ranks
 
-    def say_why(self, code: int, dialect: str) -> None:
+    def say_why(self, code: int) -> None:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
-        self._forwarder.end(lambda: self._summary(code, dialect))
+        self._forwarder.end(lambda: self._summary(code))
         # A reader of stderr that does not read may keep the thread.
         while not self._forwarder.join(SUPERVISOR_POLL_S) and not self._termination.is_urgent:
             self._next_signal(0.0)
 
-    def _summary(self, code: int, dialect: str) -> bytes:
+    def _summary(self, code: int) -> bytes:
         why = ""
         if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
-                                died_of=died_of, dialect=dialect, can_show_more=self._can_show_more,
+                                died_of=died_of, dialect=self._dialect, can_show_more=self._can_show_more,
                                 without_init=self._output.without_init, why_not_started=why)
         # A terminal has printed ^C, and no end of the line.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
-        return start + text + "".join(f"mpistrat run: {line}\n" for line in lines).encode(errors="backslashreplace")
+        said = "".join(f"{self._speaker}: {line}\n" for line in lines)
+        return start + text + said.encode(errors="backslashreplace")
 
     def _next_signal(self, timeout_s: float) -> None:
         """Wait for a signal and handle it."""
@@ -269,30 +277,24 @@ class _Run:
     def _kill_remaining(self) -> None:
         """Give the remaining processes of the job on this host `left_s` to end, and kill them after that."""
         until = time.monotonic() + self._limits.left_s
-        while left := processes_of_run(self._name):
+        while left := self._remaining():
             if self._termination.is_urgent or not self._has_started or time.monotonic() >= until:
                 self._say(f"what is left of the job is killed: processes {', '.join(str(each.pid) for each in left)}")
-                kill(left)
+                for process in left:
+                    with contextlib.suppress(OSError):  # It has just ended.
+                        os.kill(process.pid, signal.SIGKILL)
                 return
             self._next_signal(SUPERVISOR_POLL_S)
 
+    def _remaining(self) -> list[procfs.Process]:
+        """The processes on this host that the job has started."""
+        def belongs(process: procfs.Process) -> bool:
+            environ = procfs.environment_of(process.pid)
+            return environ is not None and environ.get(RUN_NAME) == self._name
+        return [process for process in procfs.running() if belongs(process)]
+
     def _say(self, text: str) -> None:
-        self._forwarder.say(f"mpistrat run: {text}")
-
-
-def processes_of_run(name: str) -> list[processes.Process]:
-    """Return the processes on this host that the run with this name has started."""
-    def belongs(process: processes.Process) -> bool:
-        environ = processes.environment_of(process.pid)
-        return environ is not None and environ.get(RUN_NAME) == name
-    return [process for process in processes.running() if belongs(process)]
-
-
-def kill(left: Iterable[processes.Process]) -> None:
-    """Send SIGKILL to processes."""
-    for process in left:
-        with contextlib.suppress(OSError):  # It has just ended.
-            os.kill(process.pid, signal.SIGKILL)
+        self._forwarder.say(f"{self._speaker}: {text}")
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

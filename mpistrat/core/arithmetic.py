@@ -18,15 +18,14 @@ class Scale:
     """Multiplies a reduced value by `factor` and divides it by `divisor` (a number of ranks), before it is rounded.
 
     Integers are divided exactly and truncated toward zero.
+
+    Attributes:
+        is_identity: Whether `apply` leaves values unchanged.
     """
 
     def __init__(self, factor: float = 1.0, divisor: int = 1):
         self.factor, self.divisor = factor, divisor
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether `apply` leaves values unchanged."""
-        return self.factor == 1.0 and self.divisor == 1
+        self.is_identity = factor == 1.0 and divisor == 1
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
         """Write the scaled `source` to `target`. Both have the same shape, and may be the same memory.

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from .arithmetic import Reduction, Scale
@@ -46,6 +47,7 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
     return buckets
 
 
+_REQUEST = attrgetter("request")
 _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 
 
@@ -107,7 +109,7 @@ class BucketPlans:
             self._plans.clear()
             self._limit = limit
         # Equal requests have equal arrays. With hundreds of them, making a plan takes longer than a small reduction.
-        key = (divisor, *[entry.request for entry in entries])
+        key = (divisor, *map(_REQUEST, entries))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_FUSION_PLANS:

@@ -41,10 +41,6 @@ _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, object]
 
 
-def _never(_: "Handle") -> bool:
-    return False
-
-
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it.
 
@@ -54,15 +50,12 @@ class Handle:
 
     Attributes:
         name: The name of the collective.
-        was_given_up: Called with the handle: whether nothing waits for the result any more, although the collective is
-            not complete. That happens only in graphs.
     """
 
-    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name", "was_given_up")
+    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
 
     def __init__(self, name: str):
         self.name = name
-        self.was_given_up: Callable[[Handle], bool] = _never
         self._is_done = False
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []
@@ -83,7 +76,7 @@ class Handle:
             NotInitializedError: In a process that was forked from this rank before the collective was complete.
             TimeoutError: Not complete after `timeout_s`. The collective goes on, and `wait` may be called again.
         """
-        if not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
+        if not self._is_done and not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
         if self._error is not None:
             raise self._error
@@ -122,7 +115,9 @@ class Handle:
     def complete(self, arrays: list[_A]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
-        _call(self._finish())
+        calls = self._finish()
+        if calls:
+            _call(calls)
 
     def fail(self, error: Exception) -> None:
         """Deliver an error. Engine only."""
@@ -133,7 +128,7 @@ class Handle:
         self._is_done = True
         for waiter in tuple(self._waiters):
             waiter.release()
-        return self._take_callbacks()
+        return self._take_callbacks() if self._callbacks else []
 
     def _take_callbacks(self) -> list[_Call]:
         """The callbacks that no other thread has taken."""

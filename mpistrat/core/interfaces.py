@@ -26,14 +26,26 @@ class Prepared:
 
     Attributes:
         is_packed: This rank's part is in memory that the other ranks can read. They read it without waiting for this
-            rank if they know that (`all_packed` in DataPlane.finish).
+            rank if they know that (`all_packed` in `finish`).
     """
 
-    __slots__ = ("is_packed", "reduction", "sources", "targets")
+    __slots__ = ("is_packed", "plane", "reduction", "sources", "targets")
 
-    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction):
-        self.sources, self.targets, self.reduction = sources, targets, reduction
+    def __init__(self, plane: "DataPlane", sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+                 reduction: Reduction):
+        self.plane, self.sources, self.targets, self.reduction = plane, sources, targets, reduction
         self.is_packed = False
+
+    def pack_ahead(self) -> None:
+        """Go on with the local part. Local; never waits."""
+
+    def finish(self, all_packed: bool) -> None:
+        """Complete the all-reduce. Collective.
+
+        Args:
+            all_packed: All ranks know that `is_packed` is true on all ranks.
+        """
+        self.plane.allreduce(self.sources, self.targets, self.reduction)
 
 
 class DataPlane(ABC):
@@ -54,22 +66,9 @@ class DataPlane(ABC):
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         """Begin an all-reduce: the part that is local and short. Local; never waits.
 
-        The result may be dropped. It may be passed to `finish` if no other collective came in between.
+        The result may be dropped. It may be finished if no other collective came in between.
         """
-        return Prepared(sources, targets, reduction)
-
-    def pack_ahead(self, prepared: Prepared) -> None:
-        """Go on with the local part of an all-reduce. Local; never waits."""
-        return
-
-    def finish(self, prepared: Prepared, all_packed: bool) -> None:
-        """Complete an all-reduce.
-
-        Args:
-            prepared: What `prepare` has returned.
-            all_packed: All ranks know that `is_packed` is true on all ranks.
-        """
-        self.allreduce(prepared.sources, prepared.targets, prepared.reduction)
+        return Prepared(self, sources, targets, reduction)
 
     @abstractmethod
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:

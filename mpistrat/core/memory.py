@@ -8,6 +8,7 @@ drives. Its blocks may be freed by any thread.
 import math
 import sys
 from collections import deque
+from functools import lru_cache
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class ResultPool:
         for _ in range(min(len(blocks), RESULT_LOOKS)):
             blocks.rotate(-1)
             block = blocks[-1]
-            if block.is_free:
+            if sys.getrefcount(block.memory.base) == IDLE_REFERENCES:  # `is_free` without a call
                 break
         else:
             block = self._make(size)
@@ -131,6 +132,7 @@ class ResultPool:
             self._next_drop_at = self._round + max(IDLE_RESULT_ROUNDS, count // RESULT_LOOKS)
 
 
+@lru_cache(1024)
 def block_size(nbytes: int) -> int:
     """The size of the block for a result of `nbytes`: a multiple of 64, at most an eighth larger."""
     return rounded_up(nbytes, max(ALIGNMENT, (1 << nbytes.bit_length()) // (2 * RESULT_SIZE_STEPS)))

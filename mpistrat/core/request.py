@@ -15,7 +15,6 @@ import numpy as np
 
 from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
-from .plain_values import COUNTS, EXTENTS, RANKS, are_in, is_tuple_of
 from .protocols import Array
 from .topology import rank_list
 from .tuning import KEPT_REQUESTS
@@ -68,6 +67,8 @@ class Request:
         layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
             concatenated or reordered; () for one array per tensor, in order.
         wire_dtype: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
+        failures: How many executions of graphs that submit this name have ended in an error on this rank since the
+            ranks last executed it. TensorQueue sets it.
         labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
         in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
         process_set: The id of the process set that it is for. Each set has its own engine, so it is not sent.
@@ -83,6 +84,7 @@ class Request:
     device: str = DEVICE_CPU
     layout: tuple[tuple[int, ...], ...] = ()
     wire_dtype: str = ""
+    failures: int = 0
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
     process_set: int = field(default=0, compare=False)
@@ -95,7 +97,7 @@ class Request:
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
-                     self.device, self.layout, self.wire_dtype))
+                     self.device, self.layout, self.wire_dtype, self.failures))
 
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
@@ -110,43 +112,19 @@ class Request:
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire_dtype, self.labels,
-                self.in_graph)
+                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire_dtype, self.failures,
+                self.labels, self.in_graph)
 
     @classmethod
-    def from_tuple(cls, values: object) -> "Request":
-        """The inverse of to_tuple. `values` comes from another process and may have any form.
+    def from_tuple(cls, values: tuple) -> "Request":
+        """The inverse of to_tuple.
 
         Raises:
-            ValueError: It is not a request.
+            TypeError, ValueError: It is not a request.
         """
-        if type(values) is not tuple or tuple(map(type, values)) != _REQUEST_TYPES:
-            raise ValueError("a request with other fields")
-        (kind, name, tensors, reduce_op, root_rank, prescale, postscale, device, layout, wire_dtype, labels,
-         in_graph) = values
-        if root_rank not in RANKS:
-            raise ValueError("a root that is no rank")
-        if device not in (DEVICE_CPU, DEVICE_GPU):
-            raise ValueError("an unknown device")
-        if layout and not (is_tuple_of(layout, tuple) and all(are_in(COUNTS, places) for places in layout)):
-            raise ValueError("a wrong layout")
-        if labels and not is_tuple_of(labels, str):
-            raise ValueError("labels that are no texts")
-        return cls(CollectiveType(kind), name, tuple(map(_spec_from, tensors)), ReduceOp(reduce_op), root_rank,
-                   prescale, postscale, device, layout, wire_dtype, labels, in_graph)
-
-
-def _spec_from(values: object) -> TensorSpec:
-    if type(values) is not tuple or tuple(map(type, values)) != (str, tuple):
-        raise ValueError("a tensor that is no pair of dtype and shape")
-    for extent in values[1]:
-        if type(extent) is not int or extent not in EXTENTS:
-            raise ValueError("a shape that is none")
-    return TensorSpec(*values)
-
-
-# The types of the fields in Request.to_tuple.
-_REQUEST_TYPES = (str, str, tuple, int, int, float, float, str, tuple, str, tuple, bool)
+        kind, name, tensors, reduce_op, *others = values
+        return cls(CollectiveType(kind), name, tuple(TensorSpec(*tensor) for tensor in tensors), ReduceOp(reduce_op),
+                   *others)
 
 
 Average, Sum, Adasum, Min, Max, Product = (
@@ -297,7 +275,7 @@ def join_request(process_set: int = 0) -> Request:
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
-    return tuple(TensorSpec(name_of(array.dtype), array.shape) for array in arrays)
+    return tuple([TensorSpec(name_of(array.dtype), array.shape) for array in arrays])
 
 
 def _check_bytes(name: str, dtype: str) -> None:

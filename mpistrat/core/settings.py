@@ -50,9 +50,10 @@ class Settings:
     stall_abort_s: float = _setting(
         "STALL_SHUTDOWN_TIME_SECONDS", 600.0,
         "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
-    deadlock_check_disable: bool = _setting(
-        "DEADLOCK_CHECK_DISABLE", False, "1: where all ranks wait for each other, do not end the job at once, but when "
-        "the limits on stalls have passed. MPISTRAT_STALL_CHECK_DISABLE=1 implies it.")
+    deadlock_s: float = _setting(
+        "DEADLOCK_S", 10.0, "Seconds after which ranks that all wait for each other get an error: every rank has a "
+        "collective outstanding, none is complete, and no rank has called another one. Raise it if a rank may call its "
+        "next one later, in another thread or after long work. 0: never.", low=0, high=1e7)
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")

@@ -79,9 +79,9 @@ ENGINE_SPIN_S = 300e-6
 # Not measured: 20 looks a second; a rank that waits takes 0.04 % of a core in one host.
 ENGINE_IDLE_POLL_S = 0.05
 
-# Seconds between two looks of a waiting engine at whether its process can still do something (see engine/standstill).
-# Not measured: three looks make a rank blocked, 1 to 1.5 s after its last progress. Each look reads /proc.
-STANDSTILL_POLL_S = 0.5
+# Seconds for which an execution of a graph that ends in an error waits until what it has submitted is complete, before
+# the engines end. Not measured: the other ranks come to the same collective, if a little later.
+FAILED_EXECUTION_S = 2.0
 
 # -- api --------------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Controller: one cycle of an engine. Take submissions and messages, agree with the other ranks, execute.
 
 In a cycle, a rank gives the coordinator what its callers have submitted and what other ranks have sent, sends what the
-coordinator returns, and executes the decisions of rank 0 in their order. proposals.py has the shorter way by votes,
-life_cycle.py the end.
+coordinator returns, and executes the decisions of rank 0 in their order. The shorter way is a vote of all ranks on the
+operation that a caller waits for, without a message to rank 0: negotiation/fast_path.py. life_cycle.py has the end.
 
 No threads here: the engine calls all of it from one thread at a time, and tests call `run_cycle` on each rank in turn.
 """
@@ -19,22 +19,18 @@ import numpy as np
 
 from ..core.errors import MismatchError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane, RankLeftError
+from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S, STANDSTILL_POLL_S
+from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
 from ..negotiation.messages import Decision, EndReason
-from .broken_off import require_wanted
 from .executor import Executor
 from .life_cycle import LifeCycle
-from .parked import ThreadScan
-from .proposals import Proposals
 from .queue import TensorQueue
-from .standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,6 @@ class Controller:
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
-        scan: Looks at the threads of this process; None: a deadlock of all ranks is a stall like any other.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -70,25 +65,22 @@ class Controller:
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
-                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
-                 scan: ThreadScan | None = None):
+                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic):
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
         self.queue = TensorQueue()
         self._coordinator = Coordinator(topology.rank, topology.size, settings.cache_capacity, warning_s, abort_s,
-                                        topology)
+                                        topology, None if settings.stall_check_disable else settings.deadlock_s or None)
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
-        self._proposals = Proposals(self._fast_path, self._coordinator, executor, self.queue, control)
+        # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
+        self._has_sole_awaited = False
         self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
                               clock)
-        is_checked = topology.size > 1 and not (settings.stall_check_disable or settings.deadlock_check_disable)
-        self._standstill = Standstill(scan if is_checked else None, self.queue, self._coordinator, self._fast_path,
-                                      executor.device, self.life)
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
-        self._busy_at = self._next_look_at = clock()
+        self._busy_at = clock()
         logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
                      topology.job_rank, topology.size, self._coordinator.parent,
                      list(self._coordinator.children), "off" if agreement is None else "on")
@@ -118,13 +110,8 @@ class Controller:
 
     @property
     def may_propose(self) -> bool:
-        """Whether this rank may vote for what a caller brings, if that is all there is to do."""
-        return self._may_agree and self._proposals.is_possible
-
-    @property
-    def _may_agree(self) -> bool:
-        """Whether this rank may agree by vote: it has nothing to send that only a decision settles."""
-        return not self.life.is_end_requested
+        """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be announced."""
+        return self._fast_path.may_vote and not self.queue.outstanding and not self.life.is_end_requested
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment.
@@ -133,7 +120,14 @@ class Controller:
             entry: The driver has taken it when it was put in the queue. This rank `may_propose`.
         """
         now = self._busy_at = self.clock()
-        self._proposals.propose(entry, now)
+        self.queue.outstanding += 1  # Not counted when it was put: Ctrl-C may come between the two.
+        self._fast_path.propose(entry, self.executor.prepare(entry), now)
+        if not self._settle(now):
+            self.executor.prepare_more()
+            if not self._settle(now):
+                # Messages on other operations can wait for so long.
+                self.control.wait(ENGINE_SPIN_S, ENGINE_SPIN_S)
+                self._settle(now)
 
     def wait(self, longest_s: float, is_awaited: bool) -> None:
         """Return when the next cycle may have something to do, after `longest_s` at most.
@@ -147,8 +141,8 @@ class Controller:
             timeout_s = device.next_check_s(now)
             spins = timeout_s == 0.0
         else:
-            timeout_s, spins = min(self._coordinator.next_check_s(), self._fast_path.next_check_s(),
-                                   max(self._standstill.next_look_at - now, 0.0)), is_awaited
+            timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
+            spins = is_awaited
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -161,8 +155,12 @@ class Controller:
         # other way round, a submission between the two calls would lose its wake-up, and the driver could sleep.
         messages = self.control.poll()
         entries = self.queue.take_new()
-        self._proposals.take(entries, now, self._may_agree)
-        has_settled = self._proposals.attend(now, self._may_agree)
+        is_sole = len(entries) == 1 and self.queue.outstanding == 1 and entries[0].is_awaited
+        if is_sole and self._fast_path.may_vote and not self.life.is_end_requested:
+            self._fast_path.propose(entries[0], self.executor.prepare(entries[0]), now)
+        elif entries:
+            self._submit(entries, now)
+        has_settled = self._fast_path.is_open and self._attend_vote(now)
         self.life.announce_end()
         for source, message in messages:
             if source == self._coordinator.parent:
@@ -170,12 +168,8 @@ class Controller:
             else:
                 self._coordinator.receive(source, message, now)
         self._execute_learned(now)
-        if now >= self._standstill.next_look_at:
-            self._standstill.look(now)
-        if self.queue.outstanding and now >= self._next_look_at:
-            self._next_look_at = now + STANDSTILL_POLL_S
-            require_wanted(self.queue.in_flight(), self.topology.job_rank)
-        announcement, decision = self._coordinator.advance(now)
+        is_quiet = not (messages or entries or has_settled or self.executor.device.is_busy)
+        announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
@@ -190,12 +184,49 @@ class Controller:
             logger.warning("%s", report)
         is_busy = bool(has_finished or entries or has_settled or messages or announcement or decision)
         if is_busy:
-            self._busy_at = now
+            self._busy_at = self.clock()  # What was executed may have taken long.
         return is_busy
+
+    def _submit(self, entries: list[Entry], now: float) -> None:
+        """Give the coordinator what was taken from the queue."""
+        for entry in entries:
+            self._coordinator.submit(entry.request, now)
+        self._has_sole_awaited = self.queue.outstanding == 1 and entries[0].is_awaited
+
+    def _settle(self, now: float) -> bool:
+        """Execute what all ranks have voted for. Returns whether a round of votes was complete."""
+        entry, outcome = self._fast_path.settle()
+        if entry is None:
+            return outcome is not None
+        if outcome:
+            self.queue.finish(entry.request.name)
+            self.executor.execute([entry], all_ready=outcome is Outcome.ALL_READY)
+            self.queue.executed()
+        else:
+            self._submit([entry], now)
+        return True
+
+    def _attend_vote(self, now: float) -> bool:
+        """Do what is due in the vote that is open. Returns whether a round was complete."""
+        has_settled = self._settle(now)
+        if self.queue.outstanding or self.life.is_end_requested:
+            self._fast_path.decline(now)
+        if self._fast_path.is_late(now):
+            self._coordinator.request_vote_end()
+        self._fast_path.check(now)
+        return has_settled
+
+    def _end_vote(self, now: float) -> bool:
+        """Vote against, if a vote is open. Returns whether no vote is open now."""
+        while self._fast_path.is_open:
+            self._fast_path.decline(now)
+            if not self._settle(now):
+                return False
+        return True
 
     def _may_open_vote(self, decision: Decision) -> bool:
         """Whether rank 0's own caller waits for what is decided, so that all may soon wait for the next operation."""
-        return (self._proposals.has_sole_awaited and self._may_agree and len(decision.agreed) == 1
+        return (self._has_sole_awaited and not self.life.is_end_requested and len(decision.agreed) == 1
                 and not any(decision[1:]) and self._fast_path.is_worth_opening())
 
     def _learn(self, decision: Decision, message: bytes) -> None:
@@ -211,7 +242,7 @@ class Controller:
             # earlier decisions have been executed: `_execute` waits until all relayed messages are delivered, and a
             # child inside the collective of an earlier decision reads no messages.
             self._relay(learned)
-            if self._proposals.end_vote(now):
+            if self._end_vote(now):
                 self._learned.popleft()
                 try:
                     self._execute(learned.decision, learned.requests)
@@ -250,6 +281,7 @@ class Controller:
         self.queue.executed()
         if decision.last_joined:
             self.joins += 1
+            self.queue.forget_failures()
             self.queue.finish(JOIN.name).handle.complete([np.array(decision.last_joined[0], np.int32)])
             self.queue.executed()
         if decision.opens_vote:

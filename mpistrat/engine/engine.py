@@ -22,7 +22,7 @@ Tests that need no threads call `Controller.run_cycle` instead.
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -33,10 +33,10 @@ from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry, Handle, Origin
 from ..core.protocols import Array
 from ..core.request import Request
-from ..core.tuning import ENGINE_IDLE_POLL_S
-from .broken_off import of_duplicate
+from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
+from ..negotiation.joined import JOIN
+from .broken_off import BrokenOffError
 from .controller import Controller
-from .parked import ENGINE_THREAD
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the background thread."""
-        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpistrat-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, arrays: Sequence[Array], origin: Origin | None = None) -> Handle:
@@ -93,7 +93,7 @@ class Engine:
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True, origin=origin)
         drives: list[bool] = []
-        thread, may_drive = threading.get_ident(), not self._may_be_interrupted()
+        thread, may_drive = threading.get_ident(), self._thread is None or not signal_handlers.may_interrupt()
         try:
             if may_drive:
                 handles.drivers.add(thread)
@@ -116,28 +116,57 @@ class Engine:
             handle.await_done(-1 if limit_s == math.inf else limit_s)
         return handle
 
-    def _may_be_interrupted(self) -> bool:
-        """Whether a signal handler of the script may interrupt the calling thread, so that it must not drive."""
-        return self._thread is not None and signal_handlers.may_interrupt()
-
     def _put(self, entry: Entry) -> None:
-        if self._may_be_interrupted():
+        if self._thread is not None and signal_handlers.may_interrupt():
             self._queue.put_later(entry)
         else:
             self._put_now(entry)
         self._call_background()
 
     def _put_now(self, entry: Entry, is_driver: bool = False) -> bool:
-        """TensorQueue.put. If the collective of a graph cannot be submitted, the engine ends, see broken_off."""
+        """TensorQueue.put. If the collective of a graph cannot be submitted, the engine ends."""
         try:
             return self._queue.put(entry, is_driver)
         except DuplicateNameError as error:
             if not entry.request.in_graph:
                 raise
-            cause = of_duplicate(error, self._queue.in_flight(), self.controller.topology.job_rank)
-            self._life.break_off(cause)
-            self._call_background()
-            raise EngineError(str(self._life.error or cause)) from error
+            raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
+
+    @property
+    def _rank(self) -> str:
+        return f"rank {self.controller.topology.job_rank}"
+
+    def break_off(self, cause: str) -> EngineError:
+        """End the engines of all ranks, because a graph of this rank cannot go on. Local; returns the error.
+
+        Args:
+            cause: What has happened on which rank, as a sentence.
+        """
+        error = BrokenOffError(cause)
+        self._life.break_off(error)
+        self._call_background()
+        return EngineError(str(self._life.error or error))
+
+    def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
+        """An execution of a graph has ended in an error. Local; returns when it has nothing in flight.
+
+        The other ranks submit what it has in flight too, unless they have failed before that. Then the engines end, as
+        in every case in which one rank knows only too late that another one has not come so far: if it has joined.
+
+        Args:
+            names: What the graph may submit.
+            origins: The nodes that do so.
+        """
+        deadline = self._clock() + FAILED_EXECUTION_S
+        for entry in self._queue.in_flight():
+            if entry.origin in origins and not entry.handle.await_done(max(deadline - self._clock(), 0.0)):
+                self.break_off(f"{entry.request.name}: on {self._rank} the tf.function that has submitted it ended in "
+                               f"an error before it was complete. The error was raised on {self._rank}, and says why.")
+                self._life.ended.wait(FAILED_EXECUTION_S)
+                return
+        if JOIN.name in names:
+            self.break_off(f"On {self._rank} a tf.function with join() ended in an error.")
+        self._queue.count_failure(names)
 
     def _call(self) -> None:
         if self._calls.empty():

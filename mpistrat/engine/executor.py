@@ -20,7 +20,6 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .absent import neutral_arrays
 from .adasum import adasum
-from .broken_off import require_wanted
 
 
 @dataclass(slots=True)
@@ -33,12 +32,11 @@ class _Partial:
 
 @dataclass(slots=True)
 class _Job:
-    """A bucket in execution: what is reduced, and to where. `prepared` is set once the job has been begun."""
+    """A bucket in execution: what is reduced, and to where."""
 
     bucket: FusionBucket
     sources: Sequence[np.ndarray]
     targets: list[np.ndarray]
-    prepared: Prepared | None = None
 
 
 class Executor:
@@ -57,7 +55,7 @@ class Executor:
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(topology.size)
-        self._prepared: tuple[Entry, _Job] | None = None
+        self._prepared: tuple[Entry, Prepared] | None = None
         # What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
         self._single: dict[CollectiveType, Callable[[Entry], list[np.ndarray]]] = {
             CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
@@ -74,25 +72,27 @@ class Executor:
             divisor: What an average divides by; None: the number of ranks.
 
         Raises:
-            BrokenOffError: The graph that has submitted an entry has ended in an error.
             EngineError: The other ranks rely on `prepare`, and its result is gone.
         """
         if not entries:
             return
-        require_wanted(entries, self._topology.job_rank)
-        jobs = self._take_prepared(entries, all_ready)
-        if divisor is not None:
-            jobs = None  # It was prepared for an average over all ranks.
+        prepared, self._prepared = self._prepared, None
+        # It was prepared for an average over all ranks.
+        if prepared is not None and len(entries) == 1 and prepared[0] is entries[0] and divisor is None:
+            prepared[1].finish(all_ready)
+            entries[0].handle.complete(list(prepared[1].targets))
+            self._pool.end_round()
+            return
+        if all_ready:
+            raise EngineError(f"{entries[0].request.name} was ready when all ranks agreed on it, and is no longer.")
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
             # First, so that the GPU works while this thread reduces the others.
             self.device.execute(on_gpu, divisor)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
         partials: dict[int, _Partial] = {}
-        if jobs is None:
-            jobs = self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor))
-        for job in jobs:
-            self._run(job, all_ready)
+        for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor)):
+            self._run(job)
             self._deliver(job, entries, partials)
         for entry in entries:
             if not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
@@ -119,32 +119,20 @@ class Executor:
         """
         request = entry.request
         self._prepared = None
-        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU or not entry.arrays \
-                or not is_fused(request):
+        if request.kind is not CollectiveType.ALLREDUCE or request.device == DEVICE_GPU:
             return False
         buckets = self._plans.plan([entry], self._fusion_bytes)
-        if buckets[0].whole is None:
+        if not buckets or buckets[0].whole is None:
             return False
         job, = self._begin([entry], buckets)
-        job.prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
-        self._prepared = entry, job
-        return job.prepared.is_packed
+        prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
+        self._prepared = entry, prepared
+        return prepared.is_packed
 
     def prepare_more(self) -> None:
         """Go on with what `prepare` has begun, as far as that is local. Local."""
         if self._prepared is not None:
-            prepared = self._prepared[1].prepared
-            assert prepared is not None
-            self._data.pack_ahead(prepared)
-
-    def _take_prepared(self, entries: Sequence[Entry], all_ready: bool) -> list[_Job] | None:
-        """What `prepare` has begun, if `entries` is exactly that. It is dropped otherwise."""
-        found, self._prepared = self._prepared, None
-        if found is not None and len(entries) == 1 and found[0] is entries[0]:
-            return [found[1]]
-        if all_ready:
-            raise EngineError(f"{entries[0].request.name} was ready when all ranks agreed on it, and is no longer.")
-        return None
+            self._prepared[1].pack_ahead()
 
     def _begin(self, entries: Sequence[Entry], buckets: Sequence[FusionBucket]) -> list[_Job]:
         """Take the memory for all results first: a rank without memory then fails before others wait for it."""
@@ -155,11 +143,9 @@ class Executor:
             jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
         return jobs
 
-    def _run(self, job: _Job, all_ready: bool) -> None:
+    def _run(self, job: _Job) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
-        if job.prepared is not None:
-            self._data.finish(job.prepared, all_ready)
-        elif request.kind is CollectiveType.ALLREDUCE:
+        if request.kind is CollectiveType.ALLREDUCE:
             self._data.allreduce(sources, targets, job.bucket.reduction)
         else:
             self._broadcast(sources, targets, request.root_rank)

@@ -1,8 +1,9 @@
 """The queue between the threads that submit operations and the thread that executes them."""
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from ..core.errors import DuplicateNameError, EngineError
@@ -11,6 +12,10 @@ from ..core.handle import Entry, Origin
 
 class TensorQueue:
     """Entries that were submitted and are not finished, by name. Thread-safe.
+
+    It counts the executions of graphs that end in an error, for each name that they submit, until the ranks next
+    execute that name. The count is a part of the request. So an entry that a failed execution has left on one rank does
+    not meet an entry of a later execution on another rank, which has failed before it came to that name.
 
     Attributes:
         outstanding: How many entries the driver has taken and not finished. For the thread that drives.
@@ -25,6 +30,7 @@ class TensorQueue:
         # Entries of graphs that wait until the earlier ones of their names are complete.
         self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
         self._executing: list[Entry] = []
+        self._failures: Counter[str] = Counter()
         self._closed_by: Exception | None = None
         self.outstanding = self.completed = 0
 
@@ -60,11 +66,28 @@ class TensorQueue:
                         f"{_places(first.origin, entry.origin)}")
                 self._behind[name].append(entry)
                 return False
-            self._in_flight[name] = entry
+            self._begin(entry)
             if is_driver and not self._new:
                 return True
             self._new.append(entry)
             return False
+
+    def _begin(self, entry: Entry) -> None:
+        name = entry.request.name
+        failures = self._failures.get(name)
+        if failures:
+            entry.request = replace(entry.request, failures=failures)
+        self._in_flight[name] = entry
+
+    def count_failure(self, names: Iterable[str]) -> None:
+        """An execution that submits `names`, and of which nothing is in flight any more, has ended in an error."""
+        with self._lock:
+            self._failures.update(names)
+
+    def forget_failures(self) -> None:
+        """All ranks have joined, before which they may have made different executions."""
+        with self._lock:
+            self._failures.clear()
 
     def put_later(self, entry: Entry) -> None:
         """As `put`, but the driver does it. The handle gets the errors of `put`, if this does not raise the last one.
@@ -102,11 +125,6 @@ class TensorQueue:
         with self._lock:
             return name in self._in_flight
 
-    def has_in_graph(self) -> bool:
-        """Whether a collective of a graph is in flight."""
-        with self._lock:
-            return any(entry.request.in_graph for entry in self._in_flight.values())
-
     def in_flight(self) -> tuple[Entry, ...]:
         """The entries that are in flight, and those that wait behind one of their name."""
         with self._lock:
@@ -128,8 +146,11 @@ class TensorQueue:
             if entry is None:
                 raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
             self._executing.append(entry)
+            if entry.request.failures:
+                self._failures[name] -= entry.request.failures  # The number is the same on all ranks.
             if name in self._behind:
-                self._in_flight[name] = following = self._behind[name].popleft()
+                following = self._behind[name].popleft()
+                self._begin(following)
                 self._new.append(following)
                 if not self._behind[name]:
                     del self._behind[name]
@@ -157,7 +178,6 @@ class TensorQueue:
                        *self._later]
             for each in (self._in_flight, self._behind, self._executing, self._new, self._later):
                 each.clear()
-        self.outstanding = 0  # Other engines of the process look at it, also after this one has ended.
         return entries
 
 

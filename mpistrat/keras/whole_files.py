@@ -14,7 +14,7 @@ from typing import Any
 
 from keras.callbacks import BackupAndRestore
 
-from ..api.launch_env import launched_rank
+from ..process.launch_env import launched_rank
 from ._private import SAVE_BACKUP, epoch_of_backup_in, paths_of_backup, saves_epochs, saving_functions
 
 _ENDINGS = (".keras", ".h5", ".hdf5")

@@ -38,6 +38,7 @@ class Coordinator:
         cache_capacity: How many requests get a number.
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
         stall_abort_s: Age in seconds at which it ends the engines; None: never.
+        deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
         topology: Where the ranks are, for messages; None: all on one host.
 
     Attributes:
@@ -46,13 +47,14 @@ class Coordinator:
     """
 
     def __init__(self, rank: int, size: int, cache_capacity: int, stall_warning_s: float | None = None,
-                 stall_abort_s: float | None = None, topology: Topology | None = None):
+                 stall_abort_s: float | None = None, topology: Topology | None = None,
+                 deadlock_s: float | None = None):
         topology = topology or Topology(rank, ("",) * size)
         node = Node(rank, size)
         self.parent, self.children, self.neighbours = node.parent, node.children, node.neighbours
         self.rank = rank
         self._subtree = Subtree(node, topology, cache_capacity)
-        self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s)
+        self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s, deadlock_s)
         self._unanswered = AnswerWatch(topology, stall_warning_s)
         self._root = Root(self._subtree, self.stalls) if rank == 0 else None
 
@@ -60,7 +62,6 @@ class Coordinator:
 
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
-        self._subtree.blocked.note(self.rank, None)
         if request.kind is CollectiveType.JOIN:
             self._subtree.joined.note(self.rank, (self.rank,), now)
             return
@@ -74,15 +75,6 @@ class Coordinator:
     def fail(self, text: str, is_stall: bool = False) -> None:
         """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
         self._subtree.ended.fail(text, is_stall)
-
-    def set_blocked(self, is_blocked: bool) -> None:
-        """Whether this rank is blocked, as blocked.py says. It has executed all decisions that it has learned."""
-        self._subtree.blocked.note(self.rank, self.decisions if is_blocked else None)
-
-    @property
-    def decisions(self) -> int:
-        """How many decisions this rank has learned."""
-        return self._subtree.blocked.decisions
 
     def request_vote_end(self) -> None:
         """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
@@ -109,7 +101,6 @@ class Coordinator:
             self.fail(message.failure, message.is_stalled)
         if message.ends_vote:
             self.request_vote_end()
-        subtree.blocked.note(source, message.blocked)
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
         """Take a decision of rank 0. Returns the requests to execute, in order.
@@ -118,7 +109,6 @@ class Coordinator:
             MessageError: The decision has a number that stands for no request.
         """
         subtree = self._subtree
-        subtree.blocked.decisions += 1
         requests = []
         for item in decision.agreed:
             if isinstance(item, int):
@@ -139,9 +129,14 @@ class Coordinator:
             subtree.joined.clear()
         return tuple(requests)
 
-    def advance(self, now: float) -> tuple[Announcement | None, Decision | None]:
-        """The message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks."""
-        return (self._announce(now), None) if self._root is None else (None, self._root.decide(now))
+    def advance(self, now: float, quiet_s: float = 0.0) -> tuple[Announcement | None, Decision | None]:
+        """The message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks.
+
+        Args:
+            now: The time.
+            quiet_s: Seconds for which nothing was submitted, received or executed on this rank.
+        """
+        return (self._announce(now), None) if self._root is None else (None, self._root.decide(now, quiet_s))
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -175,27 +170,22 @@ class Coordinator:
                 ids.append(number)
             else:
                 requests += _by_ranks(pending) if request is None else [(request, None)]
-        blocked, is_news = subtree.blocked.to_send()
-        requests += self._incomplete_to_pass_on(blocked is not None, now)
+        requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
         new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
-        if not (ids or requests or new_ended or failure or ends_vote or is_news or new_joined):
+        if not (ids or requests or new_ended or failure or ends_vote or new_joined):
             return None
-        subtree.blocked.sent(blocked)
         return Announcement(tuple(ids), tuple(requests), new_ended, failure, ends_vote,
-                            failure is not None and ended.is_stall, blocked, new_joined)
+                            failure is not None and ended.is_stall, new_joined)
 
-    def _incomplete_to_pass_on(self, is_blocked: bool, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
+    def _incomplete_to_pass_on(self, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
         """The incomplete requests that rank 0 needs, each with the ranks that have submitted it.
 
-        It needs them for a report, because a rank has ended or joined, or because all ranks may wait for each other.
+        It needs them for a report, or because a rank has ended or joined.
         """
-        if self._subtree.ended.are_any or self._subtree.joined.ranks or is_blocked:
+        after_s = self.stalls.pass_on_s
+        if self._subtree.ended.are_any or self._subtree.joined.ranks:
             after_s = 0.0
-        elif self.stalls.warning_s is None:
-            return []
-        else:
-            after_s = self.stalls.warning_s / 2
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
         for pending in self._subtree.pending.values():
             if now - pending.since >= after_s and (present := len(pending.present())) != pending.passed_on:

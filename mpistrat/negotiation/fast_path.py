@@ -99,12 +99,17 @@ class FastPath:
         return self._entry is not None
 
     @property
+    def may_vote(self) -> bool:
+        """Whether a vote is open, and this rank has not voted in this round."""
+        return self.is_open and not self._agreement.has_voted
+
+    @property
     def has_voted(self) -> bool:
         """Whether this rank has voted, for or against, and the round is not complete."""
         return self._agreement.has_voted
 
     def propose(self, entry: Entry, is_ready: bool, now: float) -> None:
-        """Vote for the operation of `entry`. A vote is open, and this rank has not voted in this round."""
+        """Vote for the operation of `entry`. This rank `may_vote`."""
         self._entry = entry
         self._vote(entry.request.fingerprint, is_ready, now)
 

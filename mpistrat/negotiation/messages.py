@@ -2,19 +2,18 @@
 
 The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
 code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
-Reading checks types, lengths and ranges, and raises MessageError for any other message: ranks of another version may
-take part, and a message must not make this rank fail later, in another place. The coordinator makes and reads the
-messages, the controller sends them. Pure.
+init() has compared the versions of the ranks, so reading checks the form and not each value. Bytes that are no message
+are a MessageError. The coordinator makes and reads the messages, the controller sends them. Pure.
 """
 
 import array
+from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
 from ..core.errors import MessageError
-from ..core.plain_values import COUNTS, RANKS, are_in, is_tuple_of
 from ..core.request import Request
 
 _NUMBERS, _ANNOUNCEMENT, _DECISION = b"\1", b"\2", b"\3"
@@ -27,51 +26,26 @@ def _numbers_to_bytes(numbers: tuple[int, ...]) -> bytes:
     return _NUMBERS_HEADER + array.array("Q", numbers).tobytes()
 
 
-def _numbers_from_bytes(data: bytes) -> tuple[int, ...]:
-    if not data.startswith(_NUMBERS_HEADER) or len(data) % 8:
-        raise ValueError("numbers of requests that are cut off")
-    return tuple(memoryview(data)[8:].cast("Q"))
-
-
 def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
     # A text may have parts of a file's name that are not UTF-8, as Python's "surrogateescape" represents them.
     return kind + bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
 
 
-def _fields_of(data: bytes, kind: bytes, count: int) -> tuple:
-    """The fields of a message of this kind, `count` of them. A message that has only numbers has these as its only one.
-
-    Raises:
-        ValueError: `data` is no such message. The values of the fields are not checked.
-    """
-    if data.startswith(_NUMBERS):
-        return (_numbers_from_bytes(data),)
-    _require(data.startswith(kind), f"it begins with {data[:1]!r}")
-    fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
-                             max_bin_len=0, max_ext_len=0)
-    _require(type(fields) is tuple, "no fields")
-    _require(len(fields) == count, f"{len(fields)} fields")
-    return fields
-
-
-def _require(fits: bool, what: str) -> None:
-    if not fits:
-        raise ValueError(what)
-
-
-def _are_pairs(values: object, first: type, second: tuple[type, ...]) -> bool:
-    return is_tuple_of(values, tuple) and all(
-        len(pair) == 2 and type(pair[0]) is first and type(pair[1]) in second for pair in values)
-
-
-def _read(message: type[_Message], data: bytes, sender: int | None) -> _Message:
+def _read(message: type[_Message], make: Callable[..., Any], kind: bytes, data: bytes, sender: int | None) -> _Message:
+    """Read a message of this kind. `make` makes it of the fields of its byte form."""
     try:
-        return message.read(data)
-    except ValueError as error:
-        # Also raised by msgpack, and by an enumeration for a value that it does not have.
+        if data.startswith(_NUMBERS_HEADER):
+            return message(tuple(memoryview(data)[8:].cast("Q")))
+        if not data.startswith(kind):
+            raise ValueError(f"it begins with {data[:1]!r}")
+        fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
+                                 max_bin_len=0, max_ext_len=0)
+        if type(fields) is not tuple or len(fields) != len(message._fields):
+            raise ValueError("it has other fields")
+        return make(*fields)
+    except (TypeError, ValueError) as error:  # From msgpack and from enumerations too.
         who = "a rank" if sender is None else f"rank {sender}"
-        raise MessageError(f"{who} sent {len(data)} bytes that are no {message.__name__}: {error}. Do all ranks run "
-                           "the same version of mpistrat?") from error
+        raise MessageError(f"{who} sent {len(data)} bytes that are no {message.__name__}: {error}.") from error
 
 
 class Announcement(NamedTuple):
@@ -84,7 +58,6 @@ class Announcement(NamedTuple):
         failure: Why a rank's engine failed.
         ends_vote: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
-        blocked: The number of decisions after which the whole subtree is blocked (see blocked.py); None: it is not.
         joined: Ranks of the subtree that have called join(), in the order in which they did so.
     """
 
@@ -94,12 +67,11 @@ class Announcement(NamedTuple):
     failure: str | None = None
     ends_vote: bool = False
     is_stalled: bool = False
-    blocked: int | None = None
     joined: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The byte form."""
-        if self.blocked is None and not any(self[1:]):
+        if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
         return _fields_to_bytes(_ANNOUNCEMENT, (self.ids, requests, *self[2:]))
@@ -107,28 +79,10 @@ class Announcement(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Announcement":
         """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Announcement."""
-        return _read(cls, data, sender)
+        def make(ids: tuple, requests: tuple, *others: Any) -> Announcement:
+            return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), *others)
 
-    @classmethod
-    def read(cls, data: bytes) -> "Announcement":
-        """As from_bytes, but raises ValueError."""
-        fields = _fields_of(data, _ANNOUNCEMENT, len(cls._fields))
-        if len(fields) == 1:
-            return cls(*fields)
-        ids, requests, ended, failure, ends_vote, is_stalled, blocked, joined = fields
-        _require(are_in(COUNTS, ids), "invalid numbers of requests")
-        _require(is_tuple_of(requests, tuple) and all(len(pair) == 2 for pair in requests), "invalid requests")
-        for _, ranks in requests:
-            _require(ranks is None or are_in(RANKS, ranks), "invalid ranks of a request")
-        _require(is_tuple_of(ended, tuple) and all(
-            len(pair) == 2 and are_in(COUNTS, pair) and pair[0] in RANKS for pair in ended), "invalid ended ranks")
-        _require(failure is None or type(failure) is str, "a failure that is not a text")
-        _require(type(ends_vote) is bool, "ends_vote is not a bool")
-        _require(type(is_stalled) is bool, "is_stalled is not a bool")
-        _require(blocked is None or (type(blocked) is int and blocked in COUNTS), "an invalid number of decisions")
-        _require(are_in(RANKS, joined), "invalid ranks that have joined")
-        return cls(ids, tuple((Request.from_tuple(request), ranks) for request, ranks in requests), ended, failure,
-                   ends_vote, is_stalled, blocked, joined)
+        return _read(cls, make, _ANNOUNCEMENT, data, sender)
 
 
 class EndReason(str, Enum):
@@ -177,32 +131,12 @@ class Decision(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
         """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Decision."""
-        return _read(cls, data, sender)
+        def make(agreed: tuple, errors: tuple, ended: bool, end: str | None, *others: Any) -> Decision:
+            items = tuple(item if isinstance(item, int) else _numbered(*item) for item in agreed)
+            return cls(items, errors, ended, None if end is None else EndReason(end), *others)
 
-    @classmethod
-    def read(cls, data: bytes) -> "Decision":
-        """As from_bytes, but raises ValueError."""
-        fields = _fields_of(data, _DECISION, len(cls._fields))
-        if len(fields) == 1:
-            return cls(*fields)
-        agreed, errors, ended, end, end_text, opens_vote, absent, last_joined = fields
-        _require(type(agreed) is tuple, "agreed requests that are not a tuple")
-        _require(_are_pairs(errors, str, (str,)), "errors that are not texts")
-        _require(type(ended) is bool and type(opens_vote) is bool, "ended or opens_vote is not a bool")
-        _require(type(end_text) is str, "a reason that is not a text")
-        _require(is_tuple_of(absent, tuple) and all(are_in(RANKS, ranks) for ranks in absent)
-                 and len(absent) in (0, len(agreed)), "invalid absent ranks")
-        _require(are_in(RANKS, last_joined) and len(last_joined) <= 1, "an invalid last rank")
-        return cls(tuple(_agreed(item) for item in agreed), errors, ended, None if end is None else EndReason(end),
-                   end_text, opens_vote, absent, last_joined)
+        return _read(cls, make, _DECISION, data, sender)
 
 
-def _agreed(item: object) -> int | tuple[int | None, Request]:
-    if type(item) is int:
-        _require(item in COUNTS, "an invalid number of a request")
-        return item
-    if type(item) is not tuple or len(item) != 2:
-        raise ValueError("an agreed item that is not a request")
-    number, request = item
-    _require(number is None or (type(number) is int and number in COUNTS), "an invalid number of a request")
+def _numbered(number: int | None, request: tuple) -> tuple[int | None, Request]:
     return number, Request.from_tuple(request)

@@ -19,6 +19,7 @@ _EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows, or call hvd.
 _CAUSES = ("Every rank must call the same collectives with the same names: look for one under `if rank == 0` or in a "
            "callback of some ranks (a save, a validation and metrics may contain one), and for loops of different "
            f"length ({_EQUAL_STEPS}).")
+_FAILURES = "how many executions of the tf.function have ended in an error"
 
 
 def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | None = None) -> str:
@@ -40,7 +41,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
         return f" of tensor {i}{label}" if len(first.tensors) > 1 else label
 
     common = sorted(set.intersection(*(set(_indices(r)) for r in by_request)))
-    aspects: list[tuple[str, Callable[[Request], Any]]] = [
+    aspects: list[tuple[str, Callable[[Request], Any]]] = [(_FAILURES, lambda r: r.failures)]
+    aspects += [
         (f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in common]
     aspects += [("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
     aspects += [(f"shape{of_tensor(i)}", partial(_shape, i)) for i in common]
@@ -60,7 +62,9 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
         if len(values) > 1:
             said = "; ".join(f"{value} on ranks {rank_list(map(in_job, sorted(ranks)))}" for value, ranks in
                              sorted(values.items(), key=lambda item: min(item[1])))
-            return f"{first.name}: the ranks disagree on {what}: {said}.{_only_on_some(by_request, in_job)}"
+            more = (" A script may catch an error that all ranks have in the same execution." if what == _FAILURES
+                    else _only_on_some(by_request, in_job))
+            return f"{first.name}: the ranks disagree on {what}: {said}.{more}"
     raise AssertionError("the requests are equal")
 
 
@@ -133,16 +137,19 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
             + _network_hint(topology, all_pending, stalled))
 
 
-def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending]) -> str:
+def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], after_s: float) -> str:
     """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
 
     Args:
         topology: Where the ranks are, seen from rank 0.
         all_pending: All names that are incomplete.
+        after_s: Seconds for which no rank has called anything (MPISTRAT_DEADLOCK_S).
     """
     missing = {name: pending.missing() for name, pending in all_pending.items()}
-    return ("This is a deadlock: every rank waits for a collective that another rank cannot reach. "
-            + _describe_waits(topology, all_pending, missing) + f" {_CAUSES}")
+    return (f"This is a deadlock: every rank waits for a collective that another rank has not called, and none has "
+            f"called another one for {after_s:g} s. {_describe_waits(topology, all_pending, missing)} {_CAUSES} If a "
+            "rank would have called its next one later (in another thread, or after long work), raise "
+            "MPISTRAT_DEADLOCK_S (0: never).")
 
 
 def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],

@@ -8,13 +8,9 @@ from ..core.request import Request
 from .joined import problem_without
 from .messages import Decision, EndReason
 from .pending import Pending
-from .reports import describe_deadlock, describe_ended, describe_mismatch, describe_mismatch_in_graph
+from .reports import describe_ended, describe_mismatch, describe_mismatch_in_graph
 from .stall_watch import StallWatch
 from .subtree import Subtree
-
-# Seconds for which all ranks must be blocked before rank 0 reports a deadlock, if a request in flight is of a graph.
-# A graph may submit another collective after an operation that sleeps in a library, which engine/parked.py cannot see.
-_GRAPHS_S = 10.0
 
 
 class Root:
@@ -27,12 +23,11 @@ class Root:
 
     def __init__(self, subtree: Subtree, stalls: StallWatch):
         self._subtree, self._stalls = subtree, stalls
-        self._blocked_since: float | None = None  # All ranks are, since then.
         self._is_end_sent = False  # A decision has had `ended`.
         self._is_finished = False  # A decision has ended the engines.
 
-    def decide(self, now: float) -> Decision | None:
-        """The decision that is due now; None: there is nothing to decide."""
+    def decide(self, now: float, quiet_s: float) -> Decision | None:
+        """The decision that is due now; None: there is nothing to decide. The arguments are those of `advance`."""
         subtree, joined = self._subtree, self._subtree.joined
         ready = subtree.take_ready()
         agreed: list[int | tuple[int | None, Request]] = []
@@ -48,10 +43,10 @@ class Root:
             else:
                 by_request = pending.by_request()
                 errors.append((next(iter(by_request)).name, problem))
-                if any(each.in_graph for each in by_request):
+                if any(each.in_graph or each.failures for each in by_request):
                     mismatch_in_graph = mismatch_in_graph or problem
         subtree.ended.completed.update(subtree.ended.take_news())
-        end, text = self._reason_to_end(bool(ready), mismatch_in_graph, now)
+        end, text = self._reason_to_end(mismatch_in_graph, now, quiet_s)
         if subtree.ended.failure is not None:
             agreed = []  # The failed rank takes part in no further collective.
         if agreed:
@@ -87,7 +82,7 @@ class Root:
         number = self._subtree.numbers.number_of(request)
         return (self._subtree.numbers.give(request), request) if number is None else number
 
-    def _reason_to_end(self, is_any_ready: bool, mismatch_in_graph: str, now: float) -> tuple[EndReason | None, str]:
+    def _reason_to_end(self, mismatch_in_graph: str, now: float, quiet_s: float) -> tuple[EndReason | None, str]:
         """Why the engines end now, and the text for the user; (None, ""): they go on."""
         subtree, ended = self._subtree, self._subtree.ended
         if ended.failure is not None:
@@ -104,17 +99,6 @@ class Root:
             return EndReason.STALL, stall
         if mismatch_in_graph:
             return EndReason.MISMATCH, describe_mismatch_in_graph(mismatch_in_graph)
-        if not is_any_ready and self._is_deadlock(now):
-            return EndReason.DEADLOCK, describe_deadlock(subtree.topology, subtree.incomplete())
+        if deadlock := self._stalls.deadlock(quiet_s):
+            return EndReason.DEADLOCK, deadlock
         return None, ""
-
-    def _is_deadlock(self, now: float) -> bool:
-        """Whether no rank can go on, given that no request is complete."""
-        pending = self._subtree.pending
-        if not (pending and self._subtree.blocked.has_all_ranks):
-            self._blocked_since = None
-            return False
-        if self._blocked_since is None:
-            self._blocked_since = now
-        is_in_graph = any(request.in_graph for each in pending.values() for request in each.by_request())
-        return now - self._blocked_since >= (_GRAPHS_S if is_in_graph else 0.0)

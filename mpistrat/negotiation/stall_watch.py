@@ -3,6 +3,8 @@
 Rank 0 reports them, and ends the engines at the limit. Called by the coordinator, by root.py and by the controller.
 """
 
+import math
+
 from ..core.tuning import (
     STALL_ABORT_LONGEST_POLL_S,
     STALL_ABORT_LOOKS,
@@ -10,8 +12,9 @@ from ..core.tuning import (
     STALL_SHORTEST_POLL_S,
     STALL_WARNING_LOOKS,
 )
-from .reports import describe_stall
+from .reports import describe_deadlock, describe_stall
 from .subtree import Subtree
+from .tree import depth_of
 
 
 class StallWatch:
@@ -21,14 +24,16 @@ class StallWatch:
         subtree: Has the requests.
         warning_s: Age in seconds at which an incomplete request is reported; None: never.
         abort_s: Age in seconds at which it ends the engines; None: never.
+        deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
 
     Attributes:
-        warning_s, abort_s: As given, or as set later.
+        warning_s, abort_s, deadlock_s: As given, or as set later.
     """
 
-    def __init__(self, subtree: Subtree, warning_s: float | None, abort_s: float | None):
+    def __init__(self, subtree: Subtree, warning_s: float | None, abort_s: float | None,
+                 deadlock_s: float | None = None):
         self._subtree = subtree
-        self.warning_s, self.abort_s = warning_s, abort_s
+        self.warning_s, self.abort_s, self.deadlock_s = warning_s, abort_s, deadlock_s
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._last_report = 0.0
         self._next_look = 0.0  # for the limit
@@ -41,7 +46,14 @@ class StallWatch:
         """Seconds after which to look again while a request is incomplete; None: never, as nothing is reported."""
         if self.warning_s is None:
             return None
-        return max(STALL_SHORTEST_POLL_S, min(self.warning_s / STALL_WARNING_LOOKS, STALL_LONGEST_POLL_S))
+        due_s = self.warning_s if self.deadlock_s is None else min(self.warning_s, self.deadlock_s)
+        return max(STALL_SHORTEST_POLL_S, min(due_s / STALL_WARNING_LOOKS, STALL_LONGEST_POLL_S))
+
+    @property
+    def pass_on_s(self) -> float:
+        """Age in seconds at which a rank passes an incomplete request on to its parent, for the reports of rank 0."""
+        return min(math.inf if self.warning_s is None else self.warning_s / 2,
+                   math.inf if self.deadlock_s is None else self.deadlock_s / 4)
 
     def stalled(self, now: float, limit_s: float) -> dict[str, list[int]]:
         """The names incomplete for more than `limit_s`, each with the ranks of the subtree that miss."""
@@ -68,6 +80,30 @@ class StallWatch:
         if not stalled:
             return None
         return f"{self._describe(stalled, now)} Ended after {self.abort_s:g} s ({self._abort_setting})."
+
+    def deadlock(self, quiet_s: float) -> str | None:
+        """On rank 0, that all ranks wait for each other, in words; None: they do not, or not for long enough.
+
+        That is so if each rank has submitted something, none of it is complete, and rank 0 has learned of nothing new
+        for `deadlock_s`. A rank may still call what others wait for: in another thread, after long work, or in a graph.
+        Rank 0 cannot see that, so the text names the setting.
+
+        Ranks that submit in the same order never wait for each other: what the slowest rank has submitted is complete.
+
+        Args:
+            quiet_s: Seconds for which nothing was submitted, received or executed on rank 0.
+        """
+        if self.deadlock_s is None or quiet_s < self.deadlock_s:
+            return None
+        subtree = self._subtree
+        # What a rank submits reaches rank 0 so much later at most: each rank in between keeps it for `pass_on_s`.
+        if quiet_s < self.deadlock_s + self.pass_on_s * depth_of(subtree.node.size - 1):
+            return None
+        incomplete = subtree.incomplete()
+        waiting = set().union(*(pending.present() for pending in incomplete.values()))
+        if len(waiting) < subtree.node.size:
+            return None
+        return describe_deadlock(subtree.topology, incomplete, self.deadlock_s)
 
     def _describe(self, stalled: dict[str, list[int]], now: float) -> str:
         return describe_stall(self._subtree.topology, self._subtree.incomplete(), stalled, now)

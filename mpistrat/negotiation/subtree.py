@@ -4,14 +4,13 @@ The coordinator of each rank has one Subtree. It writes down there what this ran
 rank other than 0 it makes announcements of it. On rank 0, whose subtree is the whole job, root.py decides by it.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from ..core.errors import MessageError
 from ..core.request import Request
 from ..core.topology import Topology
-from .blocked import BlockedRanks
 from .joined import JOIN, JoinedRanks
-from .numbers import RequestNumbers
 from .pending import Pending
 from .tree import Node
 
@@ -50,8 +49,57 @@ class EndedRanks:
         return news
 
 
+class RequestNumbers:
+    """Numbers that stand for requests seen before, so that a repeated request travels as eight bytes.
+
+    Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever.
+    Requests that are equal have different numbers if one is in a graph and the other is not. The other ranks have to
+    know that of each request, since a mismatch in a graph ends the engines.
+
+    Args:
+        capacity: How many requests get a number.
+    """
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._number_of: dict[tuple[Request, bool], int] = {}
+        self._request_of: dict[int, Request] = {}
+        self._seen_once: OrderedDict[tuple[Request, bool], None] = OrderedDict()  # on rank 0
+
+    def number_of(self, request: Request) -> int | None:
+        """The number that stands for `request`, if there is one."""
+        return self._number_of.get((request, request.in_graph))
+
+    def request_of(self, number: int) -> Request | None:
+        """The request that `number` stands for, if there is one."""
+        return self._request_of.get(number)
+
+    def add(self, request: Request, number: int) -> None:
+        """Let `number` stand for `request`, as rank 0 has decided."""
+        self._number_of[request, request.in_graph] = number
+        self._request_of[number] = request
+
+    def give(self, request: Request) -> int | None:
+        """On rank 0: a new number for a request that has none; None the first time it is seen, or without room.
+
+        A name that is used once (with a step counter in it, say) would only fill the table.
+        """
+        key = request, request.in_graph
+        if key not in self._seen_once:
+            self._seen_once[key] = None
+            while len(self._seen_once) > max(self._capacity, 1):
+                self._seen_once.popitem(last=False)
+            return None
+        number = len(self._number_of)
+        if number >= self._capacity:
+            return None
+        del self._seen_once[key]
+        self.add(request, number)
+        return number
+
+
 class Subtree:
-    """The requests in flight in a rank's subtree, and which of its ranks are blocked, have joined or have ended.
+    """The requests in flight in a rank's subtree, and which of its ranks have joined or have ended.
 
     A *source* is this rank itself, or a child with all ranks under it.
 
@@ -64,7 +112,7 @@ class Subtree:
         node, topology: As given.
         numbers: The numbers that stand for requests.
         pending: The incomplete requests, by name.
-        blocked, joined, ended: The ranks in these states.
+        joined, ended: The ranks in these states.
         must_end_vote: Some rank has asked for a decision, which ends an open vote.
     """
 
@@ -72,7 +120,7 @@ class Subtree:
         self.node, self.topology = node, topology
         self.numbers = RequestNumbers(cache_capacity)
         self.pending: dict[str, Pending] = {}
-        self.blocked, self.joined, self.ended = BlockedRanks(node), JoinedRanks(node), EndedRanks()
+        self.joined, self.ended = JoinedRanks(node), EndedRanks()
         self.must_end_vote = False
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
 

@@ -33,7 +33,7 @@ from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
-from .bridge.observers import Observer
+from .bridge.cpu import Observer
 from .bridge.own_executor import SynchronousExecution
 from .types import Variable
 
@@ -88,7 +88,8 @@ class FirstSteps:
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False):
         self.is_paused = self.is_done = False
-        self._name, self._process_set, self._is_of_tapes = f"check/{name}", process_set, is_of_tapes
+        self._purpose, self._name = name, f"check/{name}"
+        self._process_set, self._is_of_tapes = process_set, is_of_tapes
         self._count = 0  # of the reductions so far
         self._joins: int | None = None  # how often the ranks had joined before the first step
         self._exchanges: list[_Exchange] = []
@@ -125,7 +126,10 @@ class FirstSteps:
             self._warn_of_equal_data(0)
 
     def _observe(self, variables: Sequence["weakref.ref[Variable]"], labels: Sequence[str], may_read: bool,
-                 in_graph: bool, gradients: Sequence[np.ndarray]) -> bool:
+                 in_graph: bool, gradients: Sequence[np.ndarray], thread: str) -> bool:
+        if thread and self._is_of_tapes:
+            its = of_tapes(f"{thread}{self._purpose}", self._process_set)
+            return its._observe(variables, labels, may_read, in_graph, gradients, "")
         if self.is_paused:
             return True
         if self._joins is None:

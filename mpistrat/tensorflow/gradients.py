@@ -1,7 +1,7 @@
 """GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers. Collective."""
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import tensorflow as tf
 
@@ -9,13 +9,12 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from . import first_steps, names
-from .bridge.cpu import as_tf_error, to_array
-from .bridge.observers import Observer, observed
-from .compression import Compressed, Compressor
+from .bridge.cpu import Observer, as_tf_error, to_array
+from .compression import Compressor
 from .first_steps import FirstSteps
 from .gradient_groups import GradientGroups
 from .identity import IdentitySet
-from .lists import number_of, reduce_dense, reduce_mixed
+from .lists import reduce_tensors
 from .types import OptionalGradient, Tensor, Variable
 
 
@@ -94,39 +93,38 @@ class GradientReducer:
         results = list(gradients)
         if not self.process_set.has_others():
             return results
-        group = self.process_set.group(self.name)
+        purpose = self.name
+        size, number = self.process_set.group(purpose).topology.size, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if variable in self._local:
-                results[i] = self._local_gradient(gradient, group.topology.size)
+                results[i] = self._local_gradient(gradient, size)
                 continue
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 results[i] = tf.convert_to_tensor(gradient)
             shared.append(i)
-        own = [results[i] for i in shared]
-        observer = self._observer([variables[i] for i in shared])
+        trained = [variables[i] for i in shared]
+        observer = self._observer(purpose, number, trained)
         if observer is not None and tf.executing_eagerly():
-            _observe_eagerly(observer, own)
+            _observe_eagerly(observer, [results[i] for i in shared])
             observer = None
-        divided = self._groups.divide([variables[i] for i in shared])
-        number = number_of(self.process_set, self.name)
-        call = names.made(self.name, number) if self.optimizer is None else names.of(self.name, number)
-        with observed(observer):
-            # The last first: that is the order in which the backward pass computes them.
-            for place_of_group, places in reversed(list(enumerate(divided))):
-                members = [shared[place] for place in places]
-                name = call if len(divided) == 1 else f"{call}/group{place_of_group}"
-                reduced = reduce_mixed([own[place] for place in places], ScaledOp(self._op), name,
-                                       partial(self._reduce_dense, name), numbers=members,
-                                       labels=[label_of(variables[i]) for i in members],
-                                       process_set=number)
-                for i, gradient in zip(members, reduced, strict=True):
-                    results[i] = gradient
+        name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
+        groups = self._groups.divide(trained)
+        # The last first: that is the order in which the backward pass computes them.
+        for group, members in reversed(list(enumerate(groups))):
+            places = [shared[member] for member in members]
+            reduced = reduce_tensors(
+                [results[i] for i in places], name if len(groups) == 1 else f"{name}/group{group}",
+                ScaledOp(self._op, 1.0 / self._predivide, self._predivide), compression=self._compression,
+                labels=[label_of(variables[i]) for i in places], places=places, process_set=number, observer=observer)
+            observer = None  # It is called once in each step.
+            for i, gradient in zip(places, reduced, strict=True):
+                results[i] = gradient
         return results
 
-    def _observer(self, sources: Sequence[Variable]) -> Observer | None:
+    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""
         if self.checks is not None and self.checks.is_done:
             return None
@@ -134,22 +132,14 @@ class GradientReducer:
         if not variables:
             return None
         checks = self.checks or first_steps.of_tapes(
-            names.eager(self.name, number_of(self.process_set, self.name)), self.process_set)
+            names.eager(purpose, process_set) if tf.executing_eagerly() else purpose, self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
         # after the callback that reads the variable. What follows on a tape is not known here.
         may_read = self.checks_weights and (tf.executing_eagerly() or (self.checks is not None
                                                                        and not self.changes_early))
         if may_read and not tf.executing_eagerly():
-            variables = first_steps.read_alone(variables, self.name)
+            variables = first_steps.read_alone(variables, purpose)
         return checks.observer(variables, [label_of(v) for v in variables], may_read)
-
-    def _reduce_dense(self, name: str, gradients: list[tf.Tensor], labels: list[str],
-                      places: list[int]) -> list[tf.Tensor]:
-        compressed = Compressed([tf.convert_to_tensor(gradient) for gradient in gradients], self._compression)
-        scaled = ScaledOp(self._op, 1.0 / self._predivide, self._predivide)
-        return compressed.restored(reduce_dense(compressed.tensors, scaled, name, labels,
-                                                wire_dtype=compressed.wire_dtype,
-                                                process_set=number_of(self.process_set, self.name), places=places))
 
     def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
         if not self._scale_local:
@@ -162,7 +152,7 @@ class GradientReducer:
 def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     try:
-        observer([to_array(tf.convert_to_tensor(part)) for part in parts])
+        observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
 

@@ -3,7 +3,8 @@
 Process sets are ids here, see Request. All functions are collective unless their docstring says otherwise.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,9 +15,12 @@ from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
 from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
-from .bridge import cpu, gpu_graph, observers
+from ..core.tuning import BUCKET_BYTES
+from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
+from .bridge.cpu import Observer
 from .bridge.differentiable import Gradient, with_gradient
+from .compression import Compressed, Compression, Compressor
 from .names import of_gradient
 from .types import Tensor
 
@@ -40,44 +44,50 @@ def topology_of(process_set: int) -> Topology:
         raise cpu.as_tf_error(error) from error
 
 
-def reduce_mixed(tensors: Sequence[Tensor], scaled: ScaledOp, name: str,
-                 reduce: Callable[[list[tf.Tensor], list[str], list[int]], list[tf.Tensor]], labels: Sequence[str] = (),
-                 numbers: Sequence[int] = (), process_set: int = 0) -> list[Tensor]:
-    """Reduce dense tensors by one call of `reduce`, and each tf.IndexedSlices by gathering. Collective.
+def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
+                   compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
+                   places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
+                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None) -> list[Tensor]:
+    """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
 
     Args:
-        tensors: Dense tensors and tf.IndexedSlices.
-        scaled: How to reduce. The slices refuse other factors than 1.
+        tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
         name: The name by which the ranks match the operation.
-        reduce: Called with the dense tensors, their labels and their numbers.
-        labels: What users call the tensors, for error messages.
-        numbers: The number of each tensor, if that is not its place. The names of sparse ones have it.
+        scaled: How to reduce.
+        compression: Of the dense tensors; one of Compression.
+        labels: Users' names of the tensors, for error messages.
+        places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
+            The names of slices have it. The same on all ranks.
         process_set: The id of the process set.
+        may_wait, bucket_bytes: As in buckets.reduce_list.
+        observer: In a graph, called with the arrays of the first collective before they are submitted.
     """
-    results, numbers = list(tensors), numbers or range(len(tensors))
-    dense = []
+    places = places or range(len(tensors))
+    results, dense = list(tensors), []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, scaled, f"{name}/{numbers[i]}", process_set)
+            results[i] = reduce_slices(tensor, scaled, f"{name}/{places[i]}", process_set, observer)
+            observer = None
         else:
             dense.append(i)
-    reduced = reduce([tensors[i] for i in dense], [labels[i] for i in dense] if labels else [],
-                     [numbers[i] for i in dense])
-    for i, tensor in zip(dense, reduced, strict=True):
+    compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
+    reduced = reduce_dense(compressed.tensors, name, scaled, [labels[i] for i in dense] if labels else (), may_wait,
+                           compressed.wire_dtype, process_set, [places[i] for i in dense], bucket_bytes, observer)
+    for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
         results[i] = tensor
     return results
 
 
-def reduce_dense(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, labels: Sequence[str] = (),
-                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0,
-                 places: Sequence[int] = ()) -> list[tf.Tensor]:
+def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
+                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0, places: Sequence[int] = (),
+                 bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None) -> list[tf.Tensor]:
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
 
     def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, scaled, labels, may_wait, wire_dtype=wire_dtype, process_set=process_set,
-                           places=places)
+        return reduce_list(values, name, scaled, labels, may_wait, bucket_bytes, wire_dtype, process_set, places,
+                           observer)
 
     return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
                          tensors)
@@ -95,14 +105,15 @@ class ReduceGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return reduce_dense(upstream, scaled_op(*self.scaled), of_gradient(self.name, self.process_set), self.labels,
+        return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
                             self.may_wait, self.wire_dtype, self.process_set)
 
 
-def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0) -> tf.IndexedSlices:
+def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,
+                  observer: Observer | None = None) -> tf.IndexedSlices:
     """All ranks' slices, concatenated. Collective.
 
-    For Average the values are divided by the number of ranks that submit slices.
+    `observer` is called with the values. For Average the values are divided by the number of ranks that submit slices.
 
     Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
     the result is that of one process with the rows of all ranks.
@@ -110,10 +121,10 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
     op, prescale, postscale = scaled
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
-    if prescale != 1.0 or postscale != 1.0:
+    if not math.isclose(prescale * postscale, 1.0):
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
-    values, = gather(f"{name}/values", [slices.values], process_set)
+    values, = gather(f"{name}/values", [slices.values], process_set, observer)
     with tf.device(slices.indices.device):
         present = tf.ones([1], slices.indices.dtype)
     indices, submitted = gather_list([slices.indices, present], f"{name}/indices", process_set)
@@ -125,10 +136,11 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int) -> list[tf.Tensor]:
+def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int,
+           observer: Observer | None = None) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
-    return with_gradient(lambda *values: gather_list(values, name, process_set), GatherGradient(name, process_set),
-                         tensors)
+    return with_gradient(lambda *values: gather_list(values, name, process_set, observer),
+                         GatherGradient(name, process_set), tensors)
 
 
 @dataclass(frozen=True)
@@ -141,21 +153,21 @@ class GatherGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name = of_gradient(self.name, self.process_set)
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
-        means = reduce_dense(upstream, ScaledOp(Average), name, process_set=self.process_set)
+        means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
         before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
 
 
-def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0) -> list[tf.Tensor]:
+def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0,
+                observer: Observer | None = None) -> list[tf.Tensor]:
     """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable."""
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
-    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device, name,
-                                                                 process_set=process_set)
-    run = partial(run, observer=observers.claim())
-    return run(lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors,
-               [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors])
+    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device)
+    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    return run(name, lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors, shapes,
+               process_set, observer=observer)
 
 
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
@@ -163,6 +175,7 @@ def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labe
     """Root_rank's values of dense tensors, in one collective. Collective."""
     ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
-    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, name)
-    return run(lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
-                                                process_set=process_set), tensors, [t.shape for t in tensors])
+    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
+    return run(name, lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
+                                                      process_set=process_set),
+               tensors, [t.shape for t in tensors], process_set)

@@ -2,7 +2,8 @@
 
 The ranks match collectives by name. A name that is made here has only parts that the program determines:
 
-- the thread, if it is not the main thread: the name that the user gave it, or the function that it runs;
+- the thread that runs the collective, if it is not the main thread: the name that the user gave it, or the function
+  that the thread runs. In a graph it is put before the name when Python calls the graph (see `bridge.calls`);
 - in a graph the Python function whose trace contains the collective, as `step()`. It is the innermost one, because
   TensorFlow uses one trace of an inner function in several outer ones;
 - the operation, and in a graph its number among those of the process set in that function, with branches and loops.
@@ -12,7 +13,11 @@ model, and no number of a trace. An optimizer has a name of its own, so that sev
 give stay as they are, as in Horovod with the name scope around them.
 
 Within a thread, collectives of one name are matched in the order of the program, which `bridge.program_order` keeps.
-Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names.
+Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names, and two
+threads must not run one function at the same time.
+
+An execution of a graph that ends in an error breaks that order. Requests have the number of such executions, so that
+those of different executions do not match: see `engine.queue`.
 """
 
 import gc
@@ -37,6 +42,7 @@ _NUMBERED = re.compile(r"(?:(?P<thread>Thread)-\d+(?P<target> \(.*\))?|(?P<forei
 _FOREIGN = "Dummy"
 # TensorFlow numbers the gradients of functions in the order in which the process traces them.
 _GRADIENT = re.compile(r"__backward_(.*)_\d+")
+_GRADIENT_OF = "gradient of "
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]]" = weakref.WeakKeyDictionary()
 
@@ -56,8 +62,8 @@ def eager(operation: str, process_set: int = 0) -> str:
 
 
 def made(operation: str, process_set: int = 0) -> str:
-    """As `eager`, and in a graph the name of a collective of the function that is being traced."""
-    return eager(operation if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}", process_set)
+    """As `eager`; in a graph the name of a collective of the function that is being traced, without the thread."""
+    return eager(operation, process_set) if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}"
 
 
 def of(owner: str, process_set: int = 0) -> str:
@@ -88,19 +94,24 @@ def given(name: str, ignore_name_scope: bool) -> str:
     return unique.rsplit("/", 1)[-1] if ignore_name_scope else unique
 
 
+def is_made(name: str) -> bool:
+    """Whether a name in a graph comes from `made`: neither the user's nor that of an optimizer."""
+    return "()/" in name
+
+
 def is_in_order(name: str) -> bool:
     """Whether all collectives of this name in graphs are submitted in the order of the program, on every rank.
 
     Those of the gradient of a function are not. Their names differ by the number of the execution.
     """
-    return "()/" in name
+    return is_made(name) and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:
-    """What names say of the function that is being traced: `step()`, or `gradient of step`."""
+    """What names say of the function that is being traced: `step()`, or `gradient of step()`."""
     name = getattr(current_function(), "name", "")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
-    return f"gradient of {gradient[1]}" if gradient else f"{name}()"
+    return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -150,14 +161,15 @@ class OptimizerName:
 
     def _name_all(self) -> None:
         group = self._thread, self._process_set
-        start = prefix(self._process_set != 0) if self._thread else ""
+        if self._thread == _kind_of_this_thread():
+            prefix(self._process_set != 0)  # For its error.
         with _naming:
             if sum(other() is not None for other in _unnamed[group]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
             for other in _unnamed.pop(group):
                 found = other()
                 if found is not None and not found._name:
-                    found._name = f"{start}optimizer{next(_numbers[group])}"
+                    found._name = f"{self._thread}optimizer{next(_numbers[group])}"
 
 
 def _at(place: int, process_set: int) -> OptimizerName:

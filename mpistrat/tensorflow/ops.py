@@ -19,8 +19,8 @@ from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, sc
 from . import many_calls
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
-from .compression import Compressed, Compression, Compressor
-from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_mixed, topology_of
+from .compression import Compression, Compressor
+from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
 from .names import given, made, of_gradient
 from .types import Tensor, TensorLike, Variable
 
@@ -64,7 +64,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     tensor = as_tensor(tensor)
     many_calls.count(tensor, number)
     name = name_of("allreduce", name, number, ignore_name_scope)
-    return _reduce([tensor], scaled, compression, name, number, may_wait=False)[0]
+    return reduce_tensors([tensor], name, scaled, compression=compression, process_set=number, may_wait=False)[0]
 
 
 @without_autograph
@@ -81,7 +81,7 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
         return []
     converted = [as_tensor(tensor) for tensor in tensors]
     name = name_of("grouped_allreduce", name, number, ignore_name_scope)
-    return _reduce(converted, scaled, compression, name, number)
+    return reduce_tensors(converted, name, scaled, compression=compression, process_set=number)
 
 
 @without_autograph
@@ -140,7 +140,7 @@ class BroadcastGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_dense(upstream, ScaledOp(Average), of_gradient(self.name, self.process_set),
+        mean, = reduce_dense(upstream, of_gradient(self.name, self.process_set), ScaledOp(Average),
                              process_set=self.process_set)
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
@@ -168,7 +168,8 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
             return tf.constant(array_ops.join(process_set), tf.int32)
         except MpistratError as error:
             raise cpu.as_tf_error(error) from error
-    last, = cpu.run(lambda _: join_request(number), [tf.constant(0)], [tf.TensorShape([])])
+    request = join_request(number)
+    last, = cpu.run(request.name, lambda _: request, [tf.constant(0)], [tf.TensorShape([])], number)
     return tf.gather(tf.constant(topology_of(number).job_ranks, tf.int32), last)
 
 
@@ -204,17 +205,6 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels, number)
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-
-def _reduce(tensors: Sequence[Tensor], scaled: ScaledOp, compression: type[Compressor], name: str, process_set: int,
-            may_wait: bool = True) -> list[Tensor]:
-    """Reduce dense tensors in one collective, and each tf.IndexedSlices by gathering."""
-    def dense(values: list[tf.Tensor], *_: object) -> list[tf.Tensor]:
-        compressed = Compressed(values, compression)
-        return compressed.restored(reduce_dense(compressed.tensors, scaled, name, may_wait=may_wait,
-                                                wire_dtype=compressed.wire_dtype, process_set=process_set))
-
-    return reduce_mixed(tensors, scaled, name, dense, process_set=process_set)
 
 
 def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None, prescale: float,

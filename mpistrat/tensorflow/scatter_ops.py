@@ -86,8 +86,8 @@ def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], 
 
 def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, process_set: int) -> list[tf.Tensor]:
     shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
-    return cpu.run(lambda arrays: reducescatter_request(name, specs_of(arrays), scaled, process_set=process_set),
-                   _on_host(tensors), shapes)
+    return cpu.run(name, lambda arrays: reducescatter_request(name, specs_of(arrays), scaled, process_set=process_set),
+                   _on_host(tensors), shapes, process_set)
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,9 @@ def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
 def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
     size = topology_of(process_set).size
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]) if tensor.shape.rank else tensor.shape
-    rows, received = cpu.run(lambda arrays: alltoall_request(name, specs_of(arrays), size, process_set=process_set),
-                             _on_host([tensor, splits]), [shape, tf.TensorShape([size])])
+    rows, received = cpu.run(
+        name, lambda arrays: alltoall_request(name, specs_of(arrays), size, process_set=process_set),
+        _on_host([tensor, splits]), [shape, tf.TensorShape([size])], process_set)
     return rows, received
 
 

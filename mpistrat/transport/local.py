@@ -17,7 +17,7 @@ from ..core.interfaces import ControlPlane, DataPlane
 from ..core.memory import FusionBuffer
 from ..core.packing import pack, unpack
 from .shm.agreement import SharedMemoryAgreement
-from .shm.segment import HostMemory
+from .shm.segment import ASLEEP, HostMemory
 
 
 class _WakeUp:
@@ -144,5 +144,6 @@ class ThreadGroup:
 
     def agreement(self, rank: int) -> SharedMemoryAgreement:
         """The agreement rounds of one rank."""
-        return SharedMemoryAgreement(HostMemory(self._block, rank, range(self.size)),
-                                     lambda other: self.wake_events[other].set())
+        memory = HostMemory(self._block, rank, range(self.size))
+        memory.post(1, ASLEEP)  # Its events keep a wake-up, whether it sleeps or not.
+        return SharedMemoryAgreement(memory, lambda other: self.wake_events[other].set())

@@ -1,15 +1,11 @@
-"""Ranks that all wait for each other fail within seconds. Ranks that are slow, or have other threads, do not."""
+"""Ranks that all wait for each other fail after MPISTRAT_DEADLOCK_S. Ranks that are merely slow do not."""
 
 import pytest
 
 from ..support.jobs import Finished, needs_mpirun, run_job
-from ..support.system_calls import needs_system_calls
 
-pytestmark = [needs_mpirun, needs_system_calls]
+pytestmark = needs_mpirun
 
-# A look at the threads comes every half second, and three find a deadlock. The rest is for a busy machine, and is far
-# from the limit on stalls.
-SOON_S = 30
 CROSSED = "left: ranks [0] wait for ranks [1], which wait for right instead."
 # What each case of deadlocks.py comes to on two ranks: the text of the error, or the result.
 ARRAYS = {
@@ -17,6 +13,7 @@ ARRAYS = {
     "crossed_names_with_idle_threads": CROSSED,
     "crossed_handles": CROSSED,
     "a_rank_that_sleeps": "returned 4.0",
+    "a_rank_with_nothing_in_flight": "returned 4.0",
     "orders_of_their_own": "returned 4.0",
     "a_thread_that_sleeps_first": "returned 4.0",
     "a_thread_that_waits_with_a_limit_first": "returned 4.0",
@@ -35,12 +32,11 @@ TENSORFLOW = {
 }
 
 
-def cases_of(job: Finished, rank: int) -> dict[str, tuple[str, float]]:
-    """What a rank said of each case: what it came to, and after how many seconds."""
+def cases_of(job: Finished, rank: int) -> dict[str, str]:
+    """What a rank said that each case came to."""
     *lines, end = job.of_rank(rank)
     assert end == "ends", job.output
-    return {case: (result, float(seconds.removesuffix(" s")))
-            for case, result, seconds in zip(lines[::3], lines[1::3], lines[2::3], strict=True)}
+    return dict(zip(lines[::2], lines[1::2], strict=True))
 
 
 @pytest.mark.horovod("names-differ")
@@ -49,16 +45,15 @@ def cases_of(job: Finished, rank: int) -> dict[str, tuple[str, float]]:
 def test_all_ranks_that_wait_for_each_other_fail_soon_and_no_others(kind: str, expected: dict[str, str]) -> None:
     # Without the check of fit, which finds uneven parts of the data before they become a deadlock.
     job = run_job(2, ["python", "tests/scripts/deadlocks.py", kind], limit_s=300,
-                  env={"MPISTRAT_CONSISTENCY_CHECK_DISABLE": "1"})
+                  env={"MPISTRAT_CONSISTENCY_CHECK_DISABLE": "1", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "90"})
     assert job.code == 0, job.output
     for rank in range(2):
         cases = cases_of(job, rank)
         assert list(cases) == list(expected), job.output
-        for case, (result, seconds) in cases.items():
+        for case, result in cases.items():
             if expected[case].startswith("returned "):
                 assert result == expected[case], f"{case}: {job.output}"
                 continue
             assert "DeadlockError: This is a deadlock: every rank waits for" in result, f"{case}: {job.output}"
             assert expected[case] in result, f"{case}: {job.output}"
             assert "hvd.shard(x, y)" in result, f"{case}: {job.output}"
-            assert seconds < SOON_S, f"{case}: {job.output}"

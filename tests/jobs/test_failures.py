@@ -203,7 +203,7 @@ def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_
 
 
 def test_a_stall_says_what_the_missing_rank_waits_for_instead() -> None:
-    job = run(3, "stalled.py", "for another", env=SHORT_STALL | {"MPISTRAT_DEADLOCK_CHECK_DISABLE": "1"})
+    job = run(3, "stalled.py", "for another", env=SHORT_STALL | {"MPISTRAT_DEADLOCK_S": "0"})
     for rank in range(3):
         error = job.of_rank(rank)[-2]
         assert error.startswith("StallError: "), job.output

@@ -24,15 +24,15 @@ from ..support.jobs import ROOT, job_environment, kill_processes_of, living_afte
 SOON_S = 60  # for what takes a second on a machine that is not busy
 LONG = {"abort_s": 1e4, "signal_s": 1e4, "second_s": 0.3, "kill_s": 1e4, "left_s": 1e4}
 MPIRUN = "tests/scripts/stubborn_mpirun.py"
-ABORT = "import os, mpistrat.api.launcher_watch as watch; watch.notify_abort(os.environ); "
+ABORT = "import os, mpistrat.process.launcher_watch as watch; watch.notify_abort(os.environ); "
 KILLED = 256 - signal.SIGKILL  # as stubborn_mpirun.py reports a rank that was killed
 SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 
 SUPERVISE = """
 import os, sys
 from mpistrat.cli.mpirun import LaunchCommand
-from mpistrat.cli.supervisor import TimeLimits, supervise
-sys.exit(supervise(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**eval(sys.argv[1]))))
+from mpistrat.cli.supervisor import TimeLimits, launch
+sys.exit(launch(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**eval(sys.argv[1]))).code)
 """
 
 
@@ -150,6 +150,13 @@ def test_mpirun_that_does_not_end_when_a_rank_has_ended_the_job_is_ended() -> No
         assert run.code() == 1
         assert run.output.index("it is sent SIGTERM\n") < run.output.index("it is sent SIGKILL\n")
         assert "a rank ended the job, and mpirun has not ended within 0.5 s" in run.output
+
+
+def test_a_job_that_takes_too_long_is_ended() -> None:
+    with supervised("stays", *SLEEP, total_s=2.0, kill_s=0.5, left_s=0.1) as run:
+        assert run.code() == 1
+        assert "the job has not ended within 2 s; it is sent SIGTERM\n" in run.output
+        assert "the job has not ended within 2 s; it is sent SIGKILL\n" in run.output
 
 
 def test_mpirun_that_ends_after_a_rank_has_ended_the_job_has_the_exit_code() -> None:

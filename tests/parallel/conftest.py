@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mpistrat.api.launch_env import launched_size
+from mpistrat.process.launch_env import launched_size
 
 collect_ignore_glob = [] if launched_size(os.environ)[0] > 1 else ["*.py"]
 

@@ -10,8 +10,8 @@ from mpistrat.api import runtime
 from mpistrat.tensorflow import MPIStrategy
 
 from ..features.common import assert_close
-from ..features.common import assert_equal_on_all as assert_equal_on_all_ranks
 from ..features.common import points as global_data
+from .helpers import assert_equal_on_all_ranks, eagerly
 
 __all__ = ["MEAN", "SUM", "assert_close", "assert_equal_on_all_ranks", "collectives_counted", "eagerly", "global_data",
            "in_graph", "per_rank"]
@@ -35,10 +35,6 @@ def collectives_counted() -> Iterator[list[str]]:
         yield names
     finally:
         del engine.submit, engine.run
-
-
-def eagerly(function: Callable) -> Callable:
-    return function
 
 
 def in_graph(function: Callable) -> Callable:

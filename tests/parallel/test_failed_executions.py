@@ -1,6 +1,7 @@
 """A tf.function ends in an error that the script catches: no collective of it meets one of a later step."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 
+NOT_ALL = "disagree on how many executions of the tf.function have ended in an error"
 WAY_OUT = "To go on in the same process, call shutdown\\(\\) and init\\(\\) on every rank"
 
 
@@ -54,6 +56,90 @@ def test_a_collective_that_one_rank_has_left_behind_ends_the_engines(where: str,
             assert step(tf.constant(float(number)), tf.constant(1.0)) == number * size
     restart()
     assert step(tf.constant(7.0), tf.constant(1.0)) == 7 * size
+
+
+@pytest.mark.parametrize("steps", [0, 20])
+def test_the_first_collective_does_not_meet_one_of_a_step_that_has_failed(steps: int, rank: int, size: int,
+                                                                         restart: Callable[[], None]) -> None:
+    """The last rank fails late, after the submit. After some steps the ranks vote instead of negotiating."""
+    is_last = rank == size - 1
+
+    @tf.function(autograph=False)
+    def step(x: Any, diagonal: Any) -> Any:
+        inverse = tf.linalg.inv(tf.eye(3) * diagonal + (late(x) if is_last else 0.0))[0, 0]
+        return total(x if is_last else x + 0.0 * inverse, "only") + 0.0 * inverse
+
+    for number in range(steps):
+        assert step(tf.constant(float(number)), tf.constant(1.0)) == number * size
+    with pytest.raises(tf.errors.OpError, match=f"not invertible|{NOT_ALL}" if is_last else "not invertible"):
+        step(tf.constant(100.0), tf.constant(0.0))
+    with pytest.raises(tf.errors.OpError, match=f"only: (the ranks {NOT_ALL}|.* was complete)"):
+        for number in range(101, 104):
+            assert step(tf.constant(float(number)), tf.constant(1.0)) == number * size
+    restart()
+    assert step(tf.constant(7.0), tf.constant(1.0)) == 7 * size
+
+
+def test_a_loop_does_not_meet_an_iteration_of_one_that_has_failed(rank: int, size: int,
+                                                                  restart: Callable[[], None]) -> None:
+    """The last rank submits in one iteration more than the others before it fails."""
+    is_last = rank == size - 1
+
+    @tf.function(autograph=False)
+    def step(x: Any, fails: Any) -> Any:
+        def body(i: Any, y: Any) -> tuple[Any, Any]:
+            singular = tf.where(fails & (i == 2), 0.0, 1.0)
+            inverse = tf.linalg.inv(tf.eye(3) * singular + (late(y) if is_last else 0.0))[0, 0]
+            return i + 1, total(y if is_last else y + 0.0 * inverse, "each") / size + 0.0 * inverse
+        return tf.while_loop(lambda i, _: i < 4, body, (tf.constant(0), x))[1]
+
+    for number in range(3):
+        assert step(tf.constant(float(number)), tf.constant(False)) == number
+    with pytest.raises(tf.errors.OpError, match=f"not invertible|{NOT_ALL}" if is_last else "not invertible"):
+        step(tf.constant(100.0), tf.constant(True))
+    with pytest.raises(tf.errors.OpError, match=f"each: (the ranks {NOT_ALL}|.* was complete)"):
+        for number in range(101, 104):
+            assert step(tf.constant(float(number)), tf.constant(False)) == number
+    restart()
+
+
+def test_a_step_that_one_rank_alone_has_given_up_ends_the_engines(rank: int, size: int,
+                                                                 restart: Callable[[], None]) -> None:
+    @tf.function(autograph=False)
+    def step(x: Any, diagonal: Any) -> Any:
+        return total(x + 0.0 * tf.linalg.inv(tf.eye(3) * diagonal)[0, 0], "alone")
+
+    with pytest.raises(tf.errors.OpError, match=rf"alone: the ranks {NOT_ALL}: 1 on ranks \[0\]; 0 on ranks .*A script "
+                                                r"may catch an error that all ranks have in the same execution\."):
+        for number in range(5):
+            if number == 2 and rank == 0:
+                with suppress(tf.errors.InvalidArgumentError):
+                    step(tf.constant(2.0), tf.constant(0.0))
+            else:
+                assert step(tf.constant(float(number)), tf.constant(1.0)) == number * size
+    with pytest.raises(tf.errors.OpError, match=WAY_OUT):
+        step(tf.constant(0.0), tf.constant(1.0))
+    restart()
+
+
+def test_after_a_join_the_ranks_may_have_failed_in_other_steps(rank: int, size: int) -> None:
+    """The data of each rank ends in another step."""
+    def epoch() -> None:
+        data = iter(tf.data.Dataset.range(2 + rank))
+        while True:
+            try:
+                step(next(data) if rank % 2 else data)
+            except (tf.errors.OutOfRangeError, StopIteration):
+                break
+        hvd.join()
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def step(x: Any) -> Any:
+        return total(tf.cast(next(x) if hasattr(x, "get_next") else x, tf.float32), "of data")
+
+    for _ in range(3):
+        epoch()
+        assert step(tf.constant(1, tf.int64)) == size
 
 
 def test_a_step_that_is_ahead_does_not_meet_one_that_has_yet_to_fail(rank: int, size: int,

@@ -20,6 +20,8 @@ tape_hvd = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
+from .helpers import assert_equal_on_all_ranks  # noqa: E402
+
 COLUMNS, ROWS, BATCH = 5, 32, 8
 SAME_DATA = "all ranks train on the same data"
 broadcast = pytest.mark.parametrize("are_broadcast", [True, False], ids=["broadcast", "different"])
@@ -44,11 +46,6 @@ def fit(model: Any, data: tuple[np.ndarray, np.ndarray], callbacks: Sequence[Any
         **arguments: Any) -> Any:
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False, **arguments)
     return model.fit(*data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
-
-
-def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
-    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
-    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +238,7 @@ def test_the_variable_that_differs_is_named_as_in_its_own_step(rank: int, size: 
             variables = [first, second] if number < 2 else [last]
             observe = checks.observer(variables, [v.name.split(":")[0] for v in variables])
             assert observe is not None
-            observe([np.array([rank + 1.0])])
+            observe([np.array([rank + 1.0])], "")
             mpistrat.barrier()
 
 

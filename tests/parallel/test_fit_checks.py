@@ -12,9 +12,6 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.negotiation import root
-
-from ..support.system_calls import needs_system_calls
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
@@ -25,6 +22,7 @@ from mpistrat.keras import equal_weights, fit_checks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from .helpers import everywhere  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -44,10 +42,6 @@ def data_of(rank: int, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
 
 def fit(model: Any, rank: int, callbacks: Any = None, epochs: int = 1, rows: int = ROWS, **arguments: Any) -> Any:
     return model.fit(*data_of(rank, rows), batch_size=BATCH, epochs=epochs, verbose=0, callbacks=callbacks, **arguments)
-
-
-def everywhere(value: Any) -> list[Any]:
-    return mpistrat.allgather_object(value)
 
 
 class Keep(keras.callbacks.Callback):
@@ -456,11 +450,10 @@ def test_all_ranks_may_stop_together(batch: int | None, rank: int) -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadlock is reported at once, although a graph waits."""
-    monkeypatch.setattr(root, "_GRAPHS_S", 0.0)
+    """A deadlock is reported after a second."""
+    monkeypatch.setattr(runtime.current().world.engine.controller._coordinator.stalls, "deadlock_s", 1.0)
 
 
-@needs_system_calls
 @pytest.mark.usefixtures("soon")
 def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int, restart: Callable) -> None:
     text = r"This rank has stopped within epoch 1 \(stopped by Stop\), and others have not" if rank == 0 \
@@ -470,7 +463,6 @@ def test_a_rank_that_stops_alone_within_an_epoch_ends_training_on_all(rank: int,
     restart()
 
 
-@needs_system_calls
 @pytest.mark.usefixtures("soon")
 def test_ranks_whose_inputs_of_unknown_size_differ_are_told_their_steps(rank: int, restart: Callable) -> None:
     def batches() -> Iterator[Any]:

@@ -15,16 +15,7 @@ hvd = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.tensorflow.gradients import GradientReducer  # noqa: E402
 
-
-def eagerly(function: Callable) -> Callable:
-    return function
-
-
-def in_graph(function: Callable) -> Callable:
-    return tf.function(function, autograph=False)
-
-
-both_ways = pytest.mark.parametrize("way", [eagerly, in_graph], ids=["eager", "graph"])
+from .helpers import both_ways, eagerly, in_graph  # noqa: E402
 
 
 def quadratic(way: Callable, scale: Any, variables: Any, loss: Callable | None = None, **arguments: Any) -> Any:

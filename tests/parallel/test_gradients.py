@@ -15,16 +15,10 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.tensorflow as hvd
 
+from .helpers import eagerly, in_graph
+
 STEP = 1e-5  # The error of a central difference is about STEP ** 2.
 Shapes = list[tuple[int, ...]]
-
-
-def eagerly(step: Callable) -> Callable:
-    return step
-
-
-def in_graph(step: Callable) -> Callable:
-    return tf.function(step, autograph=False)
 
 
 class Case(NamedTuple):

@@ -12,10 +12,7 @@ import mpistrat.tensorflow as hvd
 from mpistrat.core.handle import Entry
 from mpistrat.engine.queue import TensorQueue
 
-
-def in_graph(function: Callable) -> Callable:
-    return tf.function(function, autograph=False)
-
+from .helpers import in_graph
 
 # Each takes a tensor with as many rows as there are ranks, and a process set.
 COLLECTIVES: dict[str, Callable[[Any, Any], Any]] = {

@@ -17,7 +17,8 @@ from mpistrat.core.tuning import PIGGYBACK_MOST_HOSTS, VOTE_MESSAGE_BYTES
 from mpistrat.transport.hierarchical import leader_exchange
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.piggyback import Piggyback
-from mpistrat.transport.shm.segment import HostMemory
+from mpistrat.transport.mpi.data import MpiData
+from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
 EACH = 4 * VOTE_MESSAGE_BYTES  # bytes that may go with a vote
 LIMIT_S = 30.0  # only a failing test waits for so long
@@ -38,14 +39,14 @@ class Host:
         self.woken: list[int] = []
         count = len(self.ranks)
         block = mmap.mmap(-1, HostMemory.size_for(count, Piggyback.memory_bytes(count, EACH)))
-        memories = [HostMemory(block, i, self.ranks) for i in range(count)]
+        self.memories = [HostMemory(block, i, self.ranks) for i in range(count)]
         self.piggybacks = [Piggyback(memory.data, i, count, EACH) if has_piggyback else None
-                         for i, memory in enumerate(memories)]
+                         for i, memory in enumerate(self.memories)]
         elsewhere = [rank for rank in range(self.size) if rank not in self.ranks]
         topology = Topology(host, tuple(f"host {h}" for h in range(len(sizes))))
         vote = leader_exchange.leader_exchange(MPI.COMM_WORLD, topology, self.piggybacks[0])
         self.agreements = [HierarchicalAgreement(memory, self.woken.append, None if i else vote, elsewhere)
-                        for i, memory in enumerate(memories)]
+                        for i, memory in enumerate(self.memories)]
 
     def outcomes(self) -> list[Outcome]:
         """Of the round in which all ranks of all hosts have voted, or will."""
@@ -132,6 +133,8 @@ def test_who_has_not_voted_is_known_within_the_host(host: Host) -> None:
 
 def test_the_first_rank_is_woken_by_votes_and_the_others_by_the_outcome(host: Host) -> None:
     host.woken.clear()
+    for memory in host.memories:
+        memory.post(1, ASLEEP)
     for agreement in host.agreements:
         agreement.vote(5)
     votes = [host.ranks[0]] * (len(host.ranks) - 1)
@@ -180,14 +183,15 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
         if host.ranks[i] != unready:
             cut = arrays[i].size // 2
             sources = [arrays[i]] if whole else [arrays[i][:cut], arrays[i][cut:]]
-            loads[i] = piggyback.pack(sources, [targets[i]], Reduction(op, prescale, scale), arrays[i].size)
+            loads[i] = piggyback.pack(MpiData(MPI.COMM_WORLD), sources, [targets[i]], Reduction(op, prescale, scale),
+                                      arrays[i].size)
         agreement.vote(number, is_ready=i in loads)
     outcomes = host.outcomes()
     first = host.piggybacks[0]
     assert first is not None and first._latest is None, "what was packed, and its targets, are kept alive"
     if outcomes[0] is Outcome.ALL_READY:
         for load in loads.values():
-            load.take()
+            load.finish(all_packed=True)
     return outcomes, targets
 
 

@@ -11,6 +11,8 @@ import mpistrat
 from mpistrat.api import runtime
 from mpistrat.negotiation.joined import JOIN
 
+from .helpers import everywhere
+
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.tensorflow")
@@ -20,10 +22,6 @@ keras_hvd = pytest.importorskip("mpistrat.keras")
 def active_in(step: int, size: int) -> list[int]:
     """The ranks that make this step, if rank r makes r + 1 steps."""
     return list(range(step, size))
-
-
-def everywhere(value: Any) -> list[Any]:
-    return mpistrat.allgather_object(value)
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------

@@ -23,19 +23,9 @@ from mpistrat.engine.queue import TensorQueue  # noqa: E402
 from mpistrat.keras.optimizer_parts import distributed_in  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, in_graph  # noqa: E402
 
 SHAPES = [(3, 2), (4,), (2, 1)]
-
-
-def eagerly(function: Callable) -> Callable:
-    return function
-
-
-def in_graph(function: Callable) -> Callable:
-    return tf.function(function, autograph=False)
-
-
-both_ways = pytest.mark.parametrize("way", [eagerly, in_graph], ids=["eager", "graph"])
 
 
 def new_variables() -> list[Any]:
@@ -64,11 +54,6 @@ def steps_with(optimizer: Any, gradients: Sequence[Sequence[np.ndarray]], way: C
     for values in gradients:
         step(*[tf.constant(value) for value in values])
     return [variable.numpy() for variable in variables]
-
-
-def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
-    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
-    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
 
 
 def assert_like_one_process(make: Callable, rank: int, size: int, way: Callable = eagerly, steps: int = 4,

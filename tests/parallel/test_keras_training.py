@@ -17,6 +17,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
+from .helpers import assert_equal_on_all_ranks  # noqa: E402
 
 STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
 
@@ -52,11 +53,6 @@ def fit(model: Any, optimizer: Any, data: tuple[np.ndarray, np.ndarray], batch: 
 def fit_on_all_ranks(model: Any, optimizer: Any, rank: int, size: int, **arguments: Any) -> Any:
     x, y = global_data(size)
     return fit(model, optimizer, (shard(x, rank, size), shard(y, rank, size)), BATCH, **arguments)
-
-
-def assert_equal_on_all_ranks(arrays: Sequence[Any]) -> None:
-    everybody = mpistrat.allgather_object([np.asarray(array).tobytes() for array in arrays])
-    assert all(other == everybody[0] for other in everybody), "not the same bits on all ranks"
 
 
 def values_of(variables: Sequence[Any]) -> list[np.ndarray]:

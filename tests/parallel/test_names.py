@@ -19,13 +19,13 @@ LIMIT_S = 60
 DELAY_S = 0.03
 
 
-def delayed(x: tf.Tensor, seconds: float) -> tf.Tensor:
+def delayed(x: tf.Tensor, seconds: tf.Tensor | float) -> tf.Tensor:
     """`x`, after a while. TensorFlow may run other nodes before and meanwhile."""
-    def wait(value: np.ndarray) -> np.ndarray:
-        time.sleep(seconds)
+    def wait(value: np.ndarray, seconds: np.float32) -> np.ndarray:
+        time.sleep(float(seconds))
         return value
 
-    later = tf.numpy_function(wait, [x], x.dtype, stateful=False)
+    later = tf.numpy_function(wait, [x, seconds], x.dtype, stateful=False)
     later.set_shape(x.shape)
     return later
 
@@ -268,6 +268,70 @@ def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) 
     for member in range(2):
         losses = [(1.0 + r + member) ** 2 for r in range(size)]
         assert (seen[member, "own"], seen[member, "mean"]) == (losses[rank], pytest.approx(np.mean(losses)))
+
+
+def test_an_optimizer_of_a_thread_has_one_name_whichever_thread_averages_first(rank: int, size: int) -> None:
+    """Beside one of the main thread."""
+    main = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    made, = in_threads(lambda _: hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0)), ["maker"])
+
+    def averaged(optimizer: Any) -> float:
+        v = keras.Variable(0.0)
+        optimizer.apply([tf.constant(2.0 * rank)], [v])
+        return float(v.numpy())
+
+    for optimizer in main, made:
+        found = averaged(optimizer) if rank else in_threads(lambda _, each=optimizer: averaged(each), ["maker"])[0]
+        assert found == 1.0 - size
+
+
+def named_step(factor: float) -> Callable:
+    """A function with the name of all others that this makes."""
+    @tf.function
+    def step(x: tf.Tensor, seconds: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(delayed(factor * x, seconds)) + by_tape(x)
+    return step
+
+
+def test_threads_run_functions_of_one_name_that_the_main_thread_has_traced(rank: int, size: int) -> None:
+    steps = [named_step(10.0), named_step(100.0)]
+    if rank:
+        for step in steps:
+            step.get_concrete_function(tf.TensorSpec([]), tf.TensorSpec([]))
+
+    def train(member: int) -> list[float]:
+        return [float(steps[member](tf.constant(1.0 + rank), tf.constant(DELAY_S * ((member + rank + number) % 2))))
+                for number in range(5)]
+
+    mean = (size + 1) / 2
+    assert in_threads(train, ["first member", "second member"]) == [[11.0 * mean] * 5, [101.0 * mean] * 5]
+
+
+def test_a_function_that_each_rank_has_traced_in_another_thread(rank: int, size: int) -> None:
+    step = named_step(1.0)
+    spec = tf.TensorSpec([])
+    if rank:
+        step.get_concrete_function(spec, spec)
+    else:
+        assert in_threads(lambda _: step.get_concrete_function(spec, spec) is None, ["tracer"]) == [False]
+    assert float(step(tf.constant(1.0 + rank), tf.constant(0.0))) == size + 1.0
+    found = in_threads(lambda _: float(step(tf.constant(1.0 + rank), tf.constant(0.0))), [None])
+    assert found == [size + 1.0]
+
+
+def test_one_function_in_two_threads_at_once_is_refused(rank: int, restart: Callable[[], None]) -> None:
+    step = named_step(1.0)
+    together = threading.Barrier(2)
+
+    def train(_: int) -> None:
+        together.wait(LIMIT_S)
+        for _ in range(100):
+            step(tf.constant(1.0), tf.constant(DELAY_S))
+
+    for error in in_threads(train, ["first member", "second member"]):
+        assert "two threads run one tf.function with this collective at the same time" in str(error), error
+        assert "The ranks cannot tell the two apart" in str(error) and "test_names.py" in str(error), error
+    restart()
 
 
 def test_fits_of_a_strategy_in_two_threads_do_not_share_the_rows_of_a_batch(

@@ -16,9 +16,7 @@ from mpistrat.core.handle import Entry
 from mpistrat.engine.queue import TensorQueue
 from mpistrat.tensorflow.gradient_groups import GradientGroups
 
-
-def eagerly(step: Callable) -> Callable:
-    return step
+from .helpers import eagerly
 
 
 @pytest.mark.horovod("groups")

@@ -117,7 +117,7 @@ def reduce_by_vote(plane: HierarchicalData, agreement: HierarchicalAgreement, so
     outcome = None
     while outcome is None:
         outcome = agreement.outcome()
-    plane.finish(prepared, outcome is Outcome.ALL_READY)
+    prepared.finish(outcome is Outcome.ALL_READY)
     return outcome
 
 

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.api import abort, registry, runtime
+from mpistrat.api import registry, runtime
 from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError
 from mpistrat.core.request import allreduce_request, scaled_op, specs_of
+from mpistrat.process import abort
 
 
 @pytest.fixture
@@ -299,15 +300,6 @@ def test_tapes_of_several_sets_do_not_wait_for_each_other(rank: int, two_sets: t
     mpistrat.barrier()
     groups = runtime.current().registry.groups
     assert not any(group.engine.controller.queue.in_flight() for group in groups.values())
-
-
-def test_a_set_that_is_removed_is_no_longer_looked_at_in_search_of_deadlocks(size: int) -> None:
-    scan = runtime.current().world.scan
-    before = len(scan.queues)
-    process_set = mpistrat.add_process_set(range(size - 1))
-    assert len(scan.queues) == before + (size > 2 and process_set.included())  # A rank alone has no deadlock.
-    mpistrat.remove_process_set(process_set)
-    assert len(scan.queues) == before
 
 
 @pytest.mark.horovod("one-rank")

@@ -41,10 +41,6 @@ def fit(model: Any, *callbacks: Any, epochs: int = 2, **arguments: Any) -> Any:
                      **arguments)
 
 
-def everywhere(value: Any) -> list[Any]:
-    return mpistrat.allgather_object(value)
-
-
 def writers_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The weight files that this rank begins to write from now on."""
     import h5py

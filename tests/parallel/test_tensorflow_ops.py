@@ -17,6 +17,8 @@ from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
 from mpistrat.tensorflow import many_calls  # noqa: E402
 
+from .helpers import both_ways, eagerly, in_graph  # noqa: E402
+
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 HALVES = [tf.float16, tf.bfloat16]
 NUMERIC = [*INTEGERS, *HALVES, tf.float32, tf.float64, tf.complex64, tf.complex128]
@@ -29,17 +31,6 @@ def dtype_name(value: Any) -> str:
 def of_rank(rank: int, dtype: Any) -> Any:
     """Small whole numbers that every dtype holds, other ones on every rank."""
     return tf.cast(tf.range(1, 8) + rank, dtype)
-
-
-def eagerly(function: Callable) -> Callable:
-    return function
-
-
-def in_graph(function: Callable) -> Callable:
-    return tf.function(function, autograph=False)
-
-
-both_ways = pytest.mark.parametrize("way", [eagerly, in_graph], ids=["eager", "graph"])
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras._private import goes_on_after_backup  # noqa: E402
 
+from .helpers import everywhere  # noqa: E402
+
 COLUMNS, BATCH, STEPS = 4, 8, 3
 Callbacks = keras.callbacks
 
@@ -29,10 +31,6 @@ def new_model(seed: int = 1) -> Any:
 def fit(model: Any, rank: int, *callbacks: Any, epochs: int = 2) -> Any:
     x = np.random.default_rng(rank).normal(rank, 1.0, (STEPS * BATCH, COLUMNS)).astype(np.float32)
     return model.fit(x, x[:, :1], batch_size=BATCH, epochs=epochs, verbose=0, callbacks=list(callbacks))
-
-
-def everywhere(value: Any) -> list[Any]:
-    return mpistrat.allgather_object(value)
 
 
 def bytes_of(model: Any) -> bytes:

@@ -5,14 +5,16 @@ and calls in a graph. Calls are for all ranks or for a process set; the sets ove
 another number of steps and then joins, and in some a rank disagrees with the others.
 
 In nested programs, the collectives are in functions, branches and loops inside of each other, most of them without
-names, and behind nodes that take another time on each rank. One rank may have traced the inner functions before, trace
-the outer one in each step, and have built another model. In some programs two threads run a program each, and in some
-a step ends in an error on all ranks, which the script catches.
+names, and behind nodes that take another time on each rank. One rank may have traced the functions before, in another
+thread, trace the outer one in each step, and have built another model. In some programs two threads run a program each.
+In some a step ends in an error, on one rank or on all, at any place of the graph, and the script catches it. Then the
+results are right, or all ranks get an error.
 
 usage: hypothesis_programs.py PROGRAMS [SEED [NESTED_PROGRAMS [INTER_OP_THREADS]]]
 """
 
 import os
+import re
 import sys
 import threading
 import time
@@ -301,7 +303,12 @@ WIDTH = 3
 WHOLE = 6.0  # The mean of so many times a whole number is whole on up to three ranks.
 ALWAYS = ("sum", "mean", "tape", "named", "gather", "several", "unused")
 NOT_WITH_JOIN = ("set", "optimizer")
+FAULTS = ("fault", "fault aside")  # with what follows behind it, or beside it
 NESTS = ("call", "call twice", "branch", "loop")
+OWN = ("own set", "optimizer", "call", "call twice")  # in two threads that the ranks cannot tell apart
+# What ends the engines after an error that a script has caught.
+ENDED = (r"ended in an error|disagree on how many executions|This is a deadlock|"
+         r"with the same name as another one that is currently being processed")
 
 
 @dataclass(frozen=True)
@@ -318,34 +325,38 @@ class Piece:
 class Nested:
     """Programs for one thread, or two threads, that each rank runs `steps[rank]` times.
 
-    `alone` is the rank that has traced and built more, or -1; in step `fails` there is an error, or -1.
+    `alone` is the rank that has traced and built more, or -1. In step `fails` there is an error on the ranks `failing`.
     """
 
     threads: tuple[tuple[Piece, ...], ...]
-    have_names: bool
+    kind: str  # of the threads: "main", "names", "own" (process sets and optimizers) or "refused"
     steps: tuple[int, ...]
     alone: int
     fails: int
+    failing: tuple[int, ...]
 
 
 @st.composite
-def pieces(draw: st.DrawFn, joins: bool, depth: int) -> tuple[Piece, ...]:
-    kinds = [*ALWAYS, *(() if joins else NOT_WITH_JOIN), *NESTS * (2 * (depth > 0))]
+def pieces(draw: st.DrawFn, kinds: tuple[str, ...], depth: int) -> tuple[Piece, ...]:
     found = []
-    for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)):
-        inner = draw(pieces(joins, depth - 1)) if kind in NESTS else ()
-        other = draw(pieces(joins, depth - 1)) if kind == "branch" else ()
+    for kind in draw(st.lists(st.sampled_from([k for k in kinds if depth or k not in NESTS]), min_size=1, max_size=3)):
+        inner = draw(pieces(kinds, depth - 1)) if kind in NESTS else ()
+        other = draw(pieces(kinds, depth - 1)) if kind == "branch" else ()
         found.append(Piece(kind, draw(st.integers(0, 10**9)), inner, other))
     return tuple(found)
 
 
 @st.composite
 def nested_programs(draw: st.DrawFn, size: int) -> Nested:
-    threads = draw(st.sampled_from([1, 1, 1, 2]))
-    joins = threads == 1 and draw(st.integers(0, 4)) == 0
-    steps = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))) if joins else (3,) * size
-    return Nested(tuple(draw(pieces(joins, 2)) for _ in range(threads)), threads == 1 or draw(st.integers(0, 3)) > 0,
-                  steps, draw(st.integers(-1, size - 1)), -1 if joins else draw(st.integers(-1, 1)))
+    kind = draw(st.sampled_from(["main"] * 5 + ["names"] * 3 + ["own", "refused"]))
+    joins = kind == "main" and draw(st.integers(0, 4)) == 0
+    fails = draw(st.sampled_from([-1, 0, 1, 2])) if kind != "refused" else -1
+    failing = tuple(range(size)) if draw(st.integers(0, 2)) else (draw(st.integers(0, size - 1)),)
+    kinds = OWN if kind == "own" else (*ALWAYS, *(() if joins else NOT_WITH_JOIN), *NESTS * 2)
+    kinds += FAULTS * (1 + len(kinds) // 8) if fails >= 0 else ()
+    steps = tuple(draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))) if joins else (4,) * size
+    return Nested(tuple(draw(pieces(kinds, 2)) for _ in range(1 if kind == "main" else 2)), kind, steps,
+                  draw(st.integers(-1, size - 1)), fails, failing)
 
 
 def every(whole: Sequence[Piece]) -> Iterator[Piece]:
@@ -362,74 +373,129 @@ def small(x: Any) -> Any:
 class NestedRunner:
     """Runs nested programs on one rank."""
 
-    def __init__(self, members: Sequence[tuple[int, ...]], sets: Sequence[Any]):
+    def __init__(self, members: Sequence[tuple[int, ...]]):
         self.rank, self.size = hvd.rank(), hvd.size()
-        self._members, self._sets = members, sets
+        self._members = members
+        self._sets = sets_of(members)
 
     def run(self, program: Nested) -> None:
         if program.alone == self.rank:
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
             model.compile(mpistrat.keras.DistributedOptimizer(keras.optimizers.SGD()), "mse")
             del model
-        if len(program.threads) == 1:
-            self._steps(program, program.threads[0])
+        errors: list[Exception] = []
+        if program.kind == "main":
+            self._run_part(program, 0, errors)
         else:
-            self._in_threads(program)
-        if len(set(program.steps)) > 1:
-            last = int(tf.function(hvd.join)()) if program.alone < 0 else int(hvd.join())
-            assert len(set(mpistrat.allgather_object(last))) == 1, program
+            self._in_threads(program, errors)
+        if program.kind == "refused":
+            assert len(errors) == 2 and all("cannot tell the two apart" in str(e) for e in errors), errors
+            errors.clear()
+        if len(set(program.steps)) > 1 and not errors:
+            try:
+                last = int(tf.function(hvd.join)()) if program.alone < 0 else int(hvd.join())
+                assert len(set(mpistrat.allgather_object(last))) == 1, program
+            except (tf.errors.OpError, mpistrat.MpistratError) as error:
+                errors.append(error)
+        self._require_all_or_none(program, errors)
 
-    def _in_threads(self, program: Nested) -> None:
-        together, errors = threading.Barrier(2), {}
+    def _require_all_or_none(self, program: Nested, errors: list[Exception]) -> None:
+        """Require that all ranks of a process set have ended, or none has."""
+        ends = []
+        for place, members in enumerate(self._members):
+            if self.rank in members:
+                try:
+                    total = mpistrat.allreduce(1.0, op=mpistrat.Sum, name="probe", process_set=self._sets[place])
+                    assert total == len(members), program
+                except mpistrat.MpistratError as error:
+                    ends.append(place)
+                    errors.append(error)
+        from mpi4py import MPI  # after init, which knows the threads that MPI starts
+        of_all = MPI.COMM_WORLD.allgather(ends)
+        for place, members in enumerate(self._members):
+            assert len({place in of_all[rank] for rank in members}) == 1, f"ended: {of_all} in {program}"
+        for error in errors:
+            assert program.fails >= 0 and re.search(ENDED, str(error)), (program, error)
+        if any(of_all):
+            mpistrat.shutdown()
+            mpistrat.init()
+            self._sets = sets_of(self._members)
+
+    def _in_threads(self, program: Nested, errors: list[Exception]) -> None:
+        together = threading.Barrier(2)
+        parts = [self._part(program, number) if program.kind == "own" or program.alone >= 0 else None
+                 for number in range(2)]
 
         def run(number: int) -> None:
             together.wait(120)
             try:
-                self._steps(program, program.threads[number])
-            except Exception as error:
-                errors[number] = error
-            together.wait(120)
+                self._run_part(program, number, errors, parts[number])
+            finally:
+                together.wait(240)
 
-        threads = [threading.Thread(target=run, args=(number,), name=f"member {number}" if program.have_names else None)
-                   for number in range(2)]
+        names = [f"member {number}" if program.kind == "names" else None for number in range(2)]
+        threads = [threading.Thread(target=self._guarded, args=(run, number, program), name=name)
+                   for number, name in enumerate(names)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(240)
-        if program.have_names:
-            assert not errors, (program, errors)
-        else:
-            assert len(errors) == 2 and all("cannot tell the two apart" in str(e) for e in errors.values()), errors
+            assert not thread.is_alive(), program
 
-    def _steps(self, program: Nested, whole: tuple[Piece, ...]) -> None:
+    @staticmethod
+    def _guarded(run: Callable[[int], None], number: int, program: Nested) -> None:
+        try:
+            run(number)
+        except BaseException:
+            abort(program)
+
+    def _part(self, program: Nested, number: int) -> tuple[Callable, dict]:
+        """The step of a thread, and what it is made of."""
+        whole = program.threads[number]
         # Optimizers are made in the same order on all ranks, also on one that traces inner functions first.
-        made = {piece: self._optimizer() for piece in every(whole) if piece.kind == "optimizer"}
+        made: dict[Any, Any] = {piece: self._optimizer() for piece in every(whole) if piece.kind == "optimizer"}
+        made["thread"], made["fails"] = number, tf.Variable(False)
 
         @tf.function(autograph=False)
-        def step(x: tf.Tensor, limit: tf.Tensor, salt: int) -> tf.Tensor:
+        def step(x: tf.Tensor, salt: int) -> tf.Tensor:
             y = self._graph(whole, x, made)
-            total = hvd.allreduce(y, op=hvd.Sum)
-            with tf.control_dependencies([tf.debugging.assert_less(total[0], limit)]):
+            if program.kind != "own":
+                hvd.allreduce(y, op=hvd.Sum)
+            with tf.control_dependencies([tf.debugging.assert_equal(made["fails"] & (y[0] < 1e9), False)]):
                 return tf.identity(y)
 
         if program.alone == self.rank:
             for piece in whole:
                 if piece.kind.startswith("call"):
                     self._function(piece, made).get_concrete_function(tf.TensorSpec([WIDTH]))
+            step.get_concrete_function(tf.TensorSpec([WIDTH]), 0)
+        return step, made
+
+    def _run_part(self, program: Nested, thread: int, errors: list[Exception], part: Any = None) -> None:
+        step, made = part or self._part(program, thread)
+        whole = program.threads[thread]
         state: dict[int, np.ndarray] = {}
         for number in range(program.steps[self.rank]):
             ranks = [r for r in range(self.size) if program.steps[r] > number]
             rows = np.array([[(7 * r + 5 * c + number) % 17 for c in range(WIDTH)] for r in ranks], np.float32)
-            wanted = self._rows(whole, rows, ranks, state)[ranks.index(self.rank)]
-            limit = tf.constant(-1.0 if number == program.fails else 1e9)
+            wanted = self._rows(whole, rows, ranks, state, thread)[ranks.index(self.rank)]
+            is_failing = number == program.fails and bool({*program.failing} & {*ranks})
+            fails = is_failing and self.rank in program.failing
+            made["fails"].assign(fails)
             try:
-                got = step(tf.constant(rows[ranks.index(self.rank)]), limit,
-                           number if program.alone == self.rank else 0)
-            except tf.errors.InvalidArgumentError:
-                assert number == program.fails, traceback.format_exc()
-                continue
-            assert number != program.fails, program
-            np.testing.assert_array_equal(got, wanted, err_msg=f"step {number} of {program}")
+                got = step(tf.constant(rows[ranks.index(self.rank)]), number if program.alone == self.rank else 0)
+            except (tf.errors.OpError, mpistrat.MpistratError) as error:
+                if not fails or re.search(ENDED, str(error)):
+                    errors.append(error)
+                    return
+            else:
+                assert not fails, program
+                np.testing.assert_array_equal(got, wanted, err_msg=f"step {number} of {program}")
+            if number == program.fails:  # Some optimizers have done their part, and some have not.
+                for piece in every(whole):
+                    if piece.kind == "optimizer":
+                        made[piece][1].assign(np.zeros(WIDTH, np.float32))
+                state.clear()
 
     def _late(self, x: tf.Tensor, number: int) -> tf.Tensor:
         """`x`, after a time that is another one on each rank."""
@@ -442,9 +508,19 @@ class NestedRunner:
         return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype, stateful=False), x.shape)
 
     def _graph(self, whole: tuple[Piece, ...], x: tf.Tensor, made: dict) -> tf.Tensor:
+        aside = []
         for piece in whole:
-            x = self._graph_of(piece, self._late(x, piece.number), made)
-        return x
+            late = self._late(x, piece.number)
+            if piece.kind in FAULTS:
+                diagonal = tf.where(made["fails"], 0.0, 1.0) + 0.0 * late[0]
+                zeros = 0.0 * tf.linalg.inv(tf.eye(WIDTH) * diagonal)[0]
+                if piece.kind == "fault":
+                    x += zeros
+                else:
+                    aside.append(zeros)
+            else:
+                x = self._graph_of(piece, late, made)
+        return tf.add_n([x, *aside])
 
     def _graph_of(self, piece: Piece, x: tf.Tensor, made: dict) -> tf.Tensor:
         if piece.kind == "tape":
@@ -462,8 +538,8 @@ class NestedRunner:
             parts = {number: x + float(number) for number in order}
             return small(x + tf.add_n([(number + 1.0) * hvd.allreduce(parts[number], op=hvd.Sum)
                                        for number in range(3)]))
-        if piece.kind == "set":
-            place = piece.number % len(self._sets)
+        if piece.kind in ("set", "own set"):
+            place = self._place_of(piece, made["thread"])
             return x if self.rank not in self._members[place] else small(
                 x + hvd.allreduce(x, op=hvd.Sum, process_set=self._sets[place]))
         if piece.kind.startswith("call"):
@@ -486,6 +562,9 @@ class NestedRunner:
                                  (0, x))[1]
         return small(x + total)
 
+    def _place_of(self, piece: Piece, thread: int) -> int:
+        return 1 + thread if piece.kind == "own set" else piece.number % len(self._members)
+
     def _optimizer(self) -> tuple[Any, Any]:
         variable = keras.Variable(np.zeros(WIDTH, np.float32))
         optimizer = mpistrat.keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
@@ -499,13 +578,15 @@ class NestedRunner:
             made[piece] = tf.function(call, autograph=False)
         return made[piece]
 
-    def _rows(self, whole: tuple[Piece, ...], x: np.ndarray, ranks: Sequence[int], state: dict) -> np.ndarray:
+    def _rows(self, whole: tuple[Piece, ...], x: np.ndarray, ranks: Sequence[int], state: dict,
+              thread: int) -> np.ndarray:
         """The tensors of all ranks, one below the other."""
         for piece in whole:
-            x = self._rows_of(piece, x, ranks, state)
+            x = self._rows_of(piece, x, ranks, state, thread)
         return x
 
-    def _rows_of(self, piece: Piece, x: np.ndarray, ranks: Sequence[int], state: dict) -> np.ndarray:
+    def _rows_of(self, piece: Piece, x: np.ndarray, ranks: Sequence[int], state: dict,
+                 thread: int) -> np.ndarray:
         total = x.sum(0)
         if piece.kind in ("mean", "tape"):
             return small(x + WHOLE * total / len(ranks))
@@ -514,22 +595,34 @@ class NestedRunner:
             return small(x + state[piece.number])
         if piece.kind == "several":
             return small(x + sum((number + 1) * (x + number).sum(0) for number in range(3)))
-        if piece.kind == "set":
-            members = list(self._members[piece.number % len(self._members)])
+        if piece.kind in ("set", "own set"):
+            members = list(self._members[self._place_of(piece, thread)])
             return np.array([small(row + x[members].sum(0)) if rank in members else row
                              for rank, row in zip(ranks, x, strict=True)])
         if piece.kind == "gather":
             return small(x + x.max(0))
-        if piece.kind == "unused":
+        if piece.kind == "unused" or piece.kind in FAULTS:
             return x
         if piece.kind == "branch":
-            return self._rows(piece.inner if small(total)[0] < 8 else piece.other, x, ranks, state)
+            return self._rows(piece.inner if small(total)[0] < 8 else piece.other, x, ranks, state, thread)
         if piece.kind in NESTS:
             times = int(total[1] % 3) if piece.kind == "loop" else 2 if piece.kind == "call twice" else 1
             for _ in range(times):
-                x = self._rows(piece.inner, x, ranks, state)
+                x = self._rows(piece.inner, x, ranks, state, thread)
             return x
         return small(x + total)
+
+
+def sets_of(members: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The process sets of these ranks, of which the first are all."""
+    return [hvd.global_process_set, *map(mpistrat.add_process_set, members[1:])]
+
+
+def abort(program: Any) -> None:
+    """End the job at once: hypothesis would run the program again, on this rank alone."""
+    print(f"rank {hvd.rank()}: {program}\n{traceback.format_exc()}", flush=True)
+    from mpi4py import MPI  # after init, which knows the threads that MPI starts
+    MPI.COMM_WORLD.Abort(1)
 
 
 def run_all(title: str, drawn: st.SearchStrategy, count: int, first: int, run: Callable[[Any], None]) -> None:
@@ -545,10 +638,8 @@ def run_all(title: str, drawn: st.SearchStrategy, count: int, first: int, run: C
         try:
             assert len(set(mpistrat.allgather_object(repr(program)))) == 1, "the ranks have drawn different programs"
             run(program)
-        except BaseException:  # At once: hypothesis would run the program again, on this rank alone.
-            print(f"rank {hvd.rank()}: {program}\n{traceback.format_exc()}", flush=True)
-            from mpi4py import MPI  # after init, which knows the threads that MPI starts
-            MPI.COMM_WORLD.Abort(1)
+        except BaseException:
+            abort(program)
         done += 1
 
     one()
@@ -565,11 +656,10 @@ def main() -> None:
     hvd.init()
     size = hvd.size()
     ranks = list(dict.fromkeys([tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]))
-    sets = [hvd.global_process_set, *map(mpistrat.add_process_set, ranks[1:])]
     if count:
-        run_all("programs", programs(size, ranks), count, first, Runner(sets).run)
+        run_all("programs", programs(size, ranks), count, first, Runner(sets_of(ranks)).run)
     if nested:
-        run_all("nested programs", nested_programs(size), nested, first, NestedRunner(ranks, sets).run)
+        run_all("nested programs", nested_programs(size), nested, first, NestedRunner(ranks).run)
 
 
 if __name__ == "__main__":

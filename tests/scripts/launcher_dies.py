@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import mpistrat
-from mpistrat.api.launcher_watch import launcher_here
+from mpistrat.process.launcher_watch import launcher_here
 
 
 def sleep() -> None:

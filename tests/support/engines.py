@@ -9,14 +9,13 @@ from mpistrat.core.topology import Topology
 from mpistrat.engine.controller import Controller
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.executor import Executor
-from mpistrat.engine.parked import ThreadScan
 
 
 def make_engine(rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings | None = None,
                 clock: Callable[[], float] = time.monotonic,
                 agreement: AgreementRound | None = None, device: DeviceExecutor | None = None,
-                scan: ThreadScan | None = None, members: tuple[int, ...] = ()) -> Engine:
+                members: tuple[int, ...] = ()) -> Engine:
     """The engine of one of `size` ranks that are all on one host. `members` are their ranks in the job."""
     settings, topology = settings or Settings(), Topology(rank, ("",) * size, members)
     executor = Executor(data, topology, settings.fusion_bytes, device or DeviceExecutor())
-    return Engine(Controller(topology, control, executor, settings, agreement, clock, scan))
+    return Engine(Controller(topology, control, executor, settings, agreement, clock))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mpistrat.api import processes
 from mpistrat.cli.bench import command, output
 from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
@@ -18,6 +17,7 @@ from mpistrat.cli.bench.plot import binary_text, decimal_text, plot, ratio_text
 from mpistrat.cli.bench.report import Table, as_json
 from mpistrat.core.errors import MpistratError
 from mpistrat.core.install import pip_extra
+from mpistrat.process import procfs
 
 
 def point(**changes: object) -> Point:
@@ -163,7 +163,7 @@ def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(mon
     try:
         for stdout, expected in ((writer, False), (terminal, True)):
             with subprocess.Popen(["sleep", "60"], stdout=stdout) as launcher:
-                process = processes.find(launcher.pid)
+                process = procfs.find(launcher.pid)
                 monkeypatch.setattr(output, "launcher_here", lambda environ, found=process: found)
                 assert output.has_terminal({"TERM": "xterm"}) is expected
                 launcher.kill()

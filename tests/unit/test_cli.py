@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.cli import check, inventory, mpirun, startup
+from mpistrat.cli import check, inventory, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
 from mpistrat.cli.run import asks_for_help
+from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
@@ -115,9 +116,10 @@ def test_help_of_a_script_runs_it_once_without_mpirun(tmp_path) -> None:
 
 @pytest.fixture
 def supervised(fake, monkeypatch):
-    """Return a function that runs `mpistrat run` up to the start of mpirun, and returns what supervise was given."""
+    """Return a function that runs `mpistrat run` up to the start of mpirun, and returns what launch was given."""
     calls: list[tuple] = []
-    monkeypatch.setattr("mpistrat.cli.run.supervise", lambda *words, **options: calls.append((*words, options)) or 0)
+    monkeypatch.setattr("mpistrat.cli.run.launch",
+                        lambda *words, **options: calls.append((*words, options)) or Outcome(0, ""))
 
     def run(*words: str, mpirun: str = "mpirun (Open MPI) 5.0.11") -> tuple:
         assert main(["run", "--mpirun", fake(mpirun), "-np", "2", *words]) == 0
@@ -128,19 +130,19 @@ def supervised(fake, monkeypatch):
 @pytest.mark.parametrize(("words", "has_driver"), [([], False), (["-H", "node1:1,node2:1"], True)])
 def test_only_a_job_of_this_host_is_known_to_have_no_driver(supervised, monkeypatch, words, has_driver) -> None:
     monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: False)
-    assert supervised(*words, "sh")[2]["has_driver"] is has_driver
+    assert supervised(*words, "sh")[2]["output"]._records._has_driver is has_driver
 
 
 def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised, monkeypatch) -> None:
     monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: True)
     launch, environ, options = supervised("python", "train.py")
     assert environ["_MPISTRAT_REPORTS"] == "summary"
-    assert environ["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
     assert environ["PYTHONPATH"] == startup.HERE
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
-    assert options == {"dialect": "Open MPI", "is_all_output": False, "has_driver": True, "start": None}
-    assert supervised("sh", mpirun=MPICH_VERSION)[2]["dialect"] == "MPICH"
+    assert options["start"] is None and not options["output"]._is_all and options["output"]._records._least == 2
+    assert launch.dialect == "Open MPI" and supervised("sh", mpirun=MPICH_VERSION)[0].dialect == "MPICH"
 
 
 INTEL_VERSION = "Intel(R) MPI Library for Linux* OS, Version 2021.10"
@@ -159,7 +161,7 @@ def test_ranks_share_the_cores_unless_mpirun_binds_them(supervised, options, mpi
 
 def test_options_ask_for_more(supervised, monkeypatch) -> None:
     _, environ, options = supervised("--all-output", "--traceback", "python", "train.py")
-    assert environ["_MPISTRAT_REPORTS"] == "traceback" and options["is_all_output"]
+    assert environ["_MPISTRAT_REPORTS"] == "traceback" and options["output"]._is_all
     assert "TF_CPP_MIN_LOG_LEVEL" not in environ
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
     assert supervised("python", "train.py")[1]["TF_CPP_MIN_LOG_LEVEL"] == "0"
@@ -393,12 +395,6 @@ def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) 
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     assert probe(timeout_s=2 if "sleep" in script else 30) == Findings(cupy={}, failure=failure)
-
-
-def test_check_ends_a_command_that_takes_too_long() -> None:
-    assert check._run(mpirun.LaunchCommand(("sleep", "60")), 0.2).startswith("it has not ended after 0.2 s")
-    assert check._run(mpirun.LaunchCommand(("sh", "-c", "exit 3")), 30).startswith("exit code 3.")
-    assert check._run(mpirun.LaunchCommand(("true",)), 30) == ""
 
 
 # -- options of horovodrun --------------------------------------------------------------------------------------------

@@ -82,26 +82,3 @@ def test_the_check_finds_private_names() -> None:
     assert problems_of("One of Compression. See MPIStrategy, and see tf.distribute.Strategy.") == []
     for text in ("", "As GradientReducer.", "Of a class like Compressor.", "See threads.py.", "See stalls."):
         assert problems_of(text), text
-
-
-def strategies() -> tuple[type, type]:
-    """MPIStrategy and the strategy of TensorFlow that it derives from."""
-    return importlib.import_module("mpistrat.tensorflow").MPIStrategy, tf.distribute.MultiWorkerMirroredStrategy
-
-
-def test_help_for_mpistrategy_shows_no_text_of_tensorflow() -> None:
-    ours, original = strategies()
-    deprecated = re.compile(r"DEPRECATED|deprecated|^Shortcut for `tf.group")
-    documents = {name: inspect.getdoc(getattr(original, name)) or "" for name in ["__init__", *dir(original)]
-                 if name == "__init__" or not name.startswith("_")}
-    assert {name for name, text in documents.items() if not deprecated.search(text)
-            and inspect.getdoc(getattr(ours, name)) in (text, None)} == set()
-
-
-def test_a_documented_method_is_tensorflows_but_for_its_docstring() -> None:
-    # AutoGraph leaves what belongs to TensorFlow as it is; it goes by the module.
-    ours, original = (strategy.run for strategy in strategies())
-    assert ours.__doc__ != original.__doc__
-    assert ours.__module__ == original.__module__
-    assert ours.__code__ is original.__code__
-    assert inspect.signature(ours) == inspect.signature(original)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.api.launch_env import RUN_REPORTS
+from mpistrat.process.launch_env import RUN_REPORTS
 from mpistrat.transport.mpi.library import finalize_without_barrier
 
 STUCK = """
 import sys, time, types
-from mpistrat.api import abort
+from mpistrat.process import abort
 abort._ABORT_LIMIT_S = 0.5
 def stuck(code):
     print("aborts with", code, flush=True)
@@ -36,7 +36,7 @@ def test_a_rank_ends_even_if_mpi_abort_does_not_return() -> None:
 
 PROMPT = """
 import types
-from mpistrat.api import abort
+from mpistrat.process import abort
 world = types.SimpleNamespace(Abort=lambda code: print("aborts with", code))
 abort.prepare(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
 raise ValueError("typed")
@@ -61,7 +61,7 @@ def test_an_error_of_a_script_ends_the_job_even_if_a_prompt_would_follow(tmp_pat
 
 ENDS = """
 import os, sys, time, types
-from mpistrat.api import abort
+from mpistrat.process import abort
 def aborted(code):
     sys.stdout.flush()
     os._exit(code)

@@ -41,7 +41,6 @@ from mpistrat.core.request import (
 from mpistrat.core.settings import Settings
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
-from mpistrat.engine.parked import ThreadScan
 from mpistrat.engine.queue import TensorQueue
 from mpistrat.transport.local import ThreadControl, ThreadData, ThreadGroup
 
@@ -78,12 +77,11 @@ def submit_barrier(engine: Engine, name: str) -> Handle:
 class ByHand:
     """Engines without threads. Work that moves no data can be driven in one thread, whatever the number of ranks."""
 
-    def __init__(self, size: int, settings: Settings | None = None, scans: Sequence[ThreadScan] | None = None):
+    def __init__(self, size: int, settings: Settings | None = None):
         group = ThreadGroup(size, timeout_s=0.01)
         self.now = 0.0
         self.engines = [make_engine(rank, size, group.control(rank), group.data(rank), settings,
-                               clock=lambda: self.now, agreement=ballot_of(group, rank),
-                               scan=scans[rank] if scans else None) for rank in range(size)]
+                               clock=lambda: self.now, agreement=ballot_of(group, rank)) for rank in range(size)]
 
     def settle(self, now: float | None = None) -> None:
         """Step all engines until nothing happens any more."""
@@ -173,7 +171,7 @@ def test_a_stall_is_reported_once_on_rank_0(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("size", [2, 18])
 def test_a_stall_fails_every_handle_on_every_rank(size: int) -> None:
-    job = ByHand(size)
+    job = ByHand(size, Settings(deadlock_s=0.0))
     waiting = [submit_barrier(engine, "a") for engine in job.engines[:-1]]
     other = submit_barrier(job.engines[-1], "b")
     for now in (0.0, 31.0, 62.0, 600.0):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.api.error_text import ErrorText, describe, is_users, message_of
 from mpistrat.core.errors import SettingsError, ShutdownError
+from mpistrat.process.error_text import ErrorText, describe, is_users, message_of
 
 # TensorFlow's texts, shortened in the number of frames only.
 PYTHON_FUNCTION = """Graph execution error:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mpistrat.api import exit_code
+from mpistrat.process import exit_code
 
 # The module needs nothing of the package, and so starts fast.
 START = f"""

@@ -85,7 +85,8 @@ def test_a_rank_that_is_ahead_does_not_change_the_outcome_for_the_others() -> No
 
 def test_ranks_that_may_sleep_are_called() -> None:
     group = ThreadGroup(3)
-    group.agreement(1).vote(4)
+    ranks = [group.agreement(rank) for rank in range(3)]
+    ranks[1].vote(4)
     assert [event.is_set() for event in group.wake_events] == [True, False, True]
 
 
@@ -612,8 +613,10 @@ def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> Non
     ranks.controllers[0]._coordinator.request_vote_end()
     ranks.step(0)
     theirs = ranks.put(1, "a", is_awaited=True)
-    assert ranks.controllers[1].may_propose
-    ranks.controllers[1]._proposals.take(ranks.controllers[1].queue.take_new(), 0.0, may_agree=True)
+    controller = ranks.controllers[1]
+    assert controller.may_propose
+    entry, = controller.queue.take_new()
+    controller._fast_path.propose(entry, controller.executor.prepare(entry), 0.0)
     ranks.step()
     assert ours.done() and theirs.done()
     assert ranks.is_open() == [False, False]

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..support.strangers import NOBODY, become_nobody, names_of, needs_another_user
+from ..support.threads import on_all
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's sockets only")
 
@@ -33,12 +34,6 @@ def open_descriptors() -> Iterator[None]:
     before = os.listdir("/proc/self/fd")
     yield
     assert os.listdir("/proc/self/fd") == before
-
-
-def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(index)` in a thread for each rank, and what they return."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(work, range(count)))
 
 
 def linked(ranks: Sequence[int]) -> tuple[list[HostLink], list[UnixSocketChannel]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.api.launch_env import launched_size
+from mpistrat.process.launch_env import launched_size
 
 
 def test_without_a_launcher_there_is_one_process() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from mpistrat.api import processes
-from mpistrat.api.launch_env import identity
-from mpistrat.api.launcher_watch import launcher_among, launcher_here, workers_of
-from mpistrat.api.processes import Process, descendants, parse_stat
+from mpistrat.process import procfs
+from mpistrat.process.launch_env import identity
+from mpistrat.process.launcher_watch import launcher_among, launcher_here, workers_of
+from mpistrat.process.procfs import Process, descendants, parse_stat
 
 RANK_1 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-7@1"}
 HYDRA_1 = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9"}
@@ -68,8 +68,8 @@ def test_without_a_launcher_nothing_is_watched(environ: Mapping[str, str]) -> No
 
 ASK = f"""
 import os, subprocess, sys
-from mpistrat.api.launcher_watch import launcher_here
-from mpistrat.api.processes import ancestors
+from mpistrat.process.launcher_watch import launcher_here
+from mpistrat.process.procfs import ancestors
 if sys.argv[1:] != ["inner"]:
     sys.exit(subprocess.run([sys.executable, "-c", sys.orig_argv[2], "inner"]).returncode)
 found = [process.pid for process in ancestors(os.getpid())]
@@ -109,18 +109,18 @@ def test_a_zombie_counts_as_ended(state: str) -> None:
 
 def test_a_process_is_alive_until_it_ends_even_if_it_is_then_a_zombie() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    found = processes.find(child.pid)
+    found = procfs.find(child.pid)
     assert found is not None
     assert found.parent == os.getpid()
     assert found.is_alive()
-    assert found in processes.running()
+    assert found in procfs.running()
     assert not Process(found.pid, found.started + 1, found.parent, found.group).is_alive()
     child.communicate()
     assert not found.is_alive()
 
 
 def test_the_environment_of_a_process() -> None:
-    environ = processes.environment_of(os.getpid())
+    environ = procfs.environment_of(os.getpid())
     assert environ is not None
     assert "PATH" in environ
-    assert processes.environment_of(2**22 + 1) is None
+    assert procfs.environment_of(2**22 + 1) is None

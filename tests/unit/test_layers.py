@@ -25,10 +25,11 @@ PACKAGES: dict[str, set[str]] = {
     "transport": {"core"},
     "gpu": {"core"},
     "engine": {"core", "negotiation"},
-    "api": {"core", "negotiation", "transport", "gpu", "engine"},
-    "tensorflow": {"core", "gpu", "api"},
-    "keras": {"core", "api", "tensorflow"},
-    "cli": {"core", "negotiation", "api", "keras", ""},
+    "process": {"core"},
+    "api": {"core", "negotiation", "transport", "gpu", "engine", "process"},
+    "tensorflow": {"core", "gpu", "process", "api"},
+    "keras": {"core", "process", "api", "tensorflow"},
+    "cli": {"core", "negotiation", "process", "api", "keras", ""},
     "": {"core", "api"},
     "__main__": {"cli"},
 }
@@ -44,7 +45,8 @@ MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
-    "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"}, "keras": {"numpy", "tensorflow", "keras"},
+    "process": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
+    "keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},

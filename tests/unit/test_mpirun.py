@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cli import mpirun
-from mpistrat.cli.capacity import check_count
 from mpistrat.cli.hostfile import HYDRA, OPEN_MPI, parse_list, read_hostfile
 from mpistrat.cli.mpirun import (
     INTEL_MPI,
@@ -23,6 +22,7 @@ from mpistrat.cli.mpirun import (
     identify,
     parse_version,
 )
+from mpistrat.cli.run import check_count
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 

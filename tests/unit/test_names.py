@@ -65,7 +65,7 @@ def test_a_gradient_has_the_name_of_its_collective_and_a_number_in_its_function(
             y = step(x)
         tape.gradient(y, x)
         assert found == ["<lambda>()/allreduce/gradient", "<lambda>()/allreduce/gradient_1",
-                         "gradient of <lambda>/allreduce"]
+                         "gradient of <lambda>()/allreduce"]
         assert [names.is_in_order(name) for name in found] == [True, True, False]
         found.clear()
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from mpistrat.api.error_text import ErrorText
-from mpistrat.api.report import Report
 from mpistrat.cli.banners import Ending, understand
 from mpistrat.cli.output import BLOCK_S, PARTIAL_S, Output
-from mpistrat.cli.records import HOLD_S
+from mpistrat.process.error_text import ErrorText
+from mpistrat.process.report import Report
 
 RULE = b"-" * 74 + b"\n"
 KILLED_5 = RULE + b"""prterun noticed that process rank 1 with PID 25997 on node vm exited on
@@ -148,26 +147,6 @@ NEW = b"%s0000 00:00:1795526973.34%d   %d port.cc:153] oneDNN custom operations 
 OLD = b"2024-01-31 09:30:00.12345%d: %s tensorflow/core/util/port.cc:153] oneDNN custom operations are on.\n"
 HEADER = b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
 FLAGS = b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow.\n"
-FAILURE = b"W0000 00:00:1795527858.88%d   2860%d %s UNKNOWN: ShutdownError: sum: ranks [0] wait\n"
-OP, RENDEZVOUS = b"op_kernel.cc:1845]", b"local_rendezvous.cc:412] Local rendezvous is aborting with status:"
-STACK = b"""Traceback (most recent call last):
-
-  File "/env/lib/script_ops.py", line 267, in __call__
-    return func(device, token, args)
-           ^^^^^^^^^^^^^^^^^^^^^^^^^
-
-  File "/env/lib/handle.py", line 66, in wait
-    raise self._error
-
-mpistrat.core.errors.ShutdownError: sum: ranks [0] wait
-
-
-"""
-NODE = b"\t [[{{function_node cond_false_348}}{{node cond/PyFuncStateless}}]]\n"
-TRACE = b"""Traceback (most recent call last):
-  File "train.py", line 1, in <module>
-ValueError: x
-"""
 
 
 @pytest.mark.parametrize("lines", [
@@ -215,45 +194,3 @@ def test_errors_before_the_script_begins_are_shown_once() -> None:
     assert shown(b"".join(line * 2 for line in USAGE.splitlines(keepends=True))) == USAGE
     assert shown(USAGE + USAGE.replace(b"'x'", b"'y'")).endswith(b"'x'\n" + USAGE.splitlines()[-1][:-3] + b"'y'\n")
     assert shown(b"train.py: error: x\n" * 2) == b"train.py: error: x\n" * 2
-
-
-def test_an_error_of_an_operation_that_a_report_has_is_left_out_with_its_stack() -> None:
-    failures = FAILURE % (1, 1, OP) + STACK + FAILURE % (2, 1, RENDEZVOUS) + STACK + NODE
-    output = Output()
-    assert fed(output, failures + b"other\n" + REPORT_LINES) == b"other\n"
-    assert output.due(HOLD_S) + output.end() == b""
-
-
-@pytest.mark.parametrize("cut", [
-    b"Traceback", b'  File "/env/lib/handle.py"', b"se self._error", b"mpistrat.core.errors", b"Error: sum: ranks",
-    b"\t [[{{function"])
-@pytest.mark.parametrize("is_reported", [True, False])
-def test_an_error_of_an_operation_that_is_cut_by_those_of_another_rank_is_left_out(cut: bytes,
-                                                                                   is_reported: bool) -> None:
-    def record(rank: int) -> bytes:
-        return FAILURE % (rank, rank, RENDEZVOUS) + STACK + NODE
-    at = len(FAILURE % (1, 1, RENDEZVOUS)) + (STACK + NODE).index(cut)
-    for pieces in ([record(1)[:at], record(2), record(1)[at:]],
-                   [record(1)[:at], record(2)[:at], record(1)[at:], record(2)[at:]]):
-        output = Output()
-        assert fed(output, b"".join(pieces) + b"other\n" + (REPORT_LINES if is_reported else b"")) == b"other\n"
-        assert (output.due(HOLD_S) == b"") is is_reported
-
-
-def test_an_error_of_an_operation_that_no_report_has_is_shown_once_after_a_moment() -> None:
-    first = FAILURE % (1, 1, OP) + STACK + NODE
-    output = Output()
-    assert fed(output, first + FAILURE % (2, 2, OP) + STACK + NODE + b"other\n") == b"other\n"
-    assert output.next_s(0.0) == HOLD_S
-    assert output.due(HOLD_S) == first
-    assert output.next_s(HOLD_S) is None
-
-
-def test_a_traceback_of_python_after_an_error_of_an_operation_is_shown() -> None:
-    for first in (FAILURE % (1, 1, OP), FAILURE % (1, 1, OP) + STACK, FAILURE % (1, 1, OP) + NODE):
-        output = Output()
-        assert fed(output, first + TRACE + FAILURE % (2, 2, OP) + TRACE) == TRACE * 2
-        assert output.due(HOLD_S) == first
-    output = Output()
-    assert fed(output, FAILURE % (1, 1, OP) + TRACE[:35]) == b""
-    assert output.due(1.0) == TRACE[:35]

@@ -26,6 +26,35 @@ def entry(name: str, origin: Origin | None = None) -> Entry:
     return Entry(Request(CollectiveType.BARRIER, name), [], Handle(name), origin=origin)
 
 
+def test_a_failure_is_a_part_of_the_next_entry_of_its_name() -> None:
+    queue = TensorQueue()
+    for expected in 0, 2, 0:
+        queue.put(entry("a"))
+        queue.put(entry("b"))
+        taken = {each.request.name: each.request.failures for each in queue.take_new()}
+        assert taken == {"a": expected, "b": 0}
+        assert [queue.finish(name).request.failures for name in ("a", "b")] == [expected, 0]
+        if not expected and not queue.completed > 2:
+            queue.count_failure(["a"])
+            queue.count_failure(["a"])
+
+
+def test_an_entry_that_waits_behind_another_has_the_failures_that_are_left() -> None:
+    queue = TensorQueue()
+    queue.count_failure(["a"])
+    for place in "first", "second":
+        queue.put(entry("a", origin(place, True)))
+    assert [each.request.failures for each in queue.take_new()] == [1]
+    queue.count_failure(["a"])
+    queue.finish("a")
+    assert [each.request.failures for each in queue.take_new()] == [1]
+    queue.finish("a")
+    queue.count_failure(["a"])
+    queue.forget_failures()
+    queue.put(entry("a"))
+    assert [each.request.failures for each in queue.take_new()] == [0]
+
+
 # -- Handle -----------------------------------------------------------------------------------------------------------
 
 

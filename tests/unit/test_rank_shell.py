@@ -3,8 +3,8 @@
 import subprocess
 from pathlib import Path
 
-from mpistrat.api.report import ReportReader
 from mpistrat.cli.rank_shell import in_shell
+from mpistrat.process.report import ReportReader
 
 ENVIRON = {"PATH": "/usr/bin:/bin", "PMI_RANK": "7"}
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from mpistrat.api import report
-from mpistrat.api.error_text import ErrorText
-from mpistrat.api.launch_env import RUN_REPORTS
-from mpistrat.api.report import Report, ReportReader
+from mpistrat.process import report
+from mpistrat.process.error_text import ErrorText
+from mpistrat.process.launch_env import RUN_REPORTS
+from mpistrat.process.report import Report, ReportReader
 
 FRAMES = '  File "/home/user/train.py", line 3, in <module>\n    main()'
 ONE = Report(1, "node1", 1, ErrorText(FRAMES, "ValueError: one\n\ntwo"))

@@ -58,10 +58,10 @@ def test_harmless_arguments_of_horovod_are_accepted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(function, "run_function", lambda *arguments: called.append(arguments))
     mpistrat.run(print, ("a",), {"sep": ""}, 2, disable_cache=True, use_mpi=True, verbose=1, mpi_args="--tag-output",
                  network_interfaces="eth0")
-    (call, ranks, where), = called
+    (call, options, executable, start_timeout_s, is_printed), = called
     assert call == (print, ("a",), {"sep": ""})
-    assert ranks == 2
-    assert where == function.Where(None, None, "eth0", None, None, "--tag-output", sys.executable, 600, None, True)
+    assert options == ["-np=2", "--network-interface=eth0", "--mpi-args=--tag-output"]
+    assert (executable, start_timeout_s, is_printed) == (sys.executable, 600, True)
 
 
 def outcomes(directory: Path, *found: RankResult | None) -> Path:

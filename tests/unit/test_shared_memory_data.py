@@ -1,7 +1,6 @@
 """Reduce-scatters, all-to-alls and all-gathers in shared memory, with threads in the place of ranks."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,13 @@ from mpistrat.transport.local import ThreadGroup
 from mpistrat.transport.shm.data import SharedMemoryData
 
 from ..support.shared_memory_of_threads import shared_memory_planes
+from ..support.threads import on_all
 
 LIMIT_S = 20.0
 CHUNK = 4096
 MEMORY = SharedMemoryData.slots * CHUNK  # bytes that each rank writes to
 # Elements in all: none, fewer than ranks, one-shot, the limit of that, several chunks, and more than the memory.
 SIZES = [0, 1, 7, 1000, MEMORY // 4, MEMORY // 4 + 1, 5 * MEMORY // 4 + 3]
-
-
-def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(index)` in a thread for each rank, and what they return."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(work, range(count)))
 
 
 def planes(count: int, limit_s: float = LIMIT_S) -> list[SharedMemoryData]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.api.launch_env import RUN_REPORTS
 from mpistrat.cli.startup import HERE, is_python, variables
+from mpistrat.process.launch_env import RUN_REPORTS
 
 ROOT = Path(__file__).parents[2]
 RANK_1 = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}

@@ -4,11 +4,11 @@ import signal
 
 import pytest
 
-from mpistrat.api.error_text import ErrorText
-from mpistrat.api.report import Report
 from mpistrat.cli.banners import Ending, Words
 from mpistrat.cli.hostfile import HYDRA, OPEN_MPI
 from mpistrat.cli.summary import summarize
+from mpistrat.process.error_text import ErrorText
+from mpistrat.process.report import Report
 
 FRAMES = '  File "train.py", line 3, in <module>\n    main()'
 END = "the job has ended with exit code"

@@ -6,8 +6,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from mpistrat.api.error_text import message_of  # noqa: E402
 from mpistrat.core.errors import ClusterError, EngineError, MismatchError, MpistratError, ShutdownError  # noqa: E402
+from mpistrat.process.error_text import message_of  # noqa: E402
 from mpistrat.tensorflow.bridge.cpu import as_tf_error  # noqa: E402
 
 each_class = pytest.mark.parametrize(("ours", "theirs"), [

@@ -4,9 +4,6 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 
 from ..support.shared_memory_of_threads import host_files, shared_memory_planes
+from ..support.threads import on_all
 
 LIMIT_S = 20.0
 CHUNK = 4096
@@ -34,12 +32,6 @@ def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = N
     block = mmap.mmap(-1, HostMemory.size_for(count, 0))
     ranks = [10 + rank for rank in range(count)]
     return [HostMemory(block, index, ranks, limit_s, topology) for index in range(count)]
-
-
-def on_all(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(index)` in a thread for each rank, and what they return."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(work, range(count)))
 
 
 def planes(count: int) -> list[SharedMemoryData]:
@@ -259,11 +251,11 @@ def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:
             source, target = np.full(size, float(step + index)), np.empty(size)
             arguments: tuple = [source], [target], Reduction(ReduceOp.SUM)
             if chance.random() < 0.3:
-                data[index].pack_ahead(data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:]))
+                data[index].prepare([np.full(size, -1.0)], [np.empty(size)], *arguments[2:]).pack_ahead()
             if chance.random() < 0.5:
                 prepared = data[index].prepare(*arguments)
-                data[index].pack_ahead(prepared)
-                data[index].finish(prepared, all_packed=False)
+                prepared.pack_ahead()
+                prepared.finish(all_packed=False)
             else:
                 data[index].allreduce(*arguments)
             right.append(bool((target == 3 * step + 3).all()))
@@ -279,8 +271,8 @@ def test_nobody_waits_where_all_have_packed_before() -> None:
         prepared = [plane.prepare([source], [target], Reduction(ReduceOp.SUM))
                     for plane, source, target in zip(data, sources, targets, strict=True)]
         assert all(one.is_packed for one in prepared)
-        for plane, one in zip(data, prepared, strict=True):
-            plane.finish(one, all_packed=True)  # one after the other, in one thread
+        for one in prepared:
+            one.finish(all_packed=True)  # one after the other, in one thread
         np.testing.assert_array_equal(targets, 2 * step + 1)
 
 
@@ -289,7 +281,7 @@ def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
     blocked = planes(2)[0]
     blocked._free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
     before = blocked._bytes.copy()
-    blocked.pack_ahead(blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)))
+    blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)).pack_ahead()
     assert not blocked.prepare([full[:1]], [full[:1]], Reduction(ReduceOp.SUM)).is_packed
     np.testing.assert_array_equal(blocked._bytes, before)
 

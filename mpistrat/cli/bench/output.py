@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from types import TracebackType
 
-from ...api.launcher_watch import launcher_here
+from ...process.launcher_watch import launcher_here
 
 _WIDTH = 78  # Ranks do not know the width of the terminal: the pty that Open MPI gives them has none.
 

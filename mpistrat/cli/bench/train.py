@@ -11,13 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import mpistrat
 from mpistrat.api import runtime
 from mpistrat.core import cores
+
+if TYPE_CHECKING:
+    import keras
 
 _WARM_UP = 2
 _POLL_S = 0.2
@@ -98,12 +101,12 @@ def _compiled(name: str, image: int, around: Callable[[Any], Any]) -> Any:
     return model
 
 
-def _batch(model: Any, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _batch(model: "keras.Model", rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     return random.random((rows, *model.input_shape[1:]), np.float32), random.integers(0, 10, rows)
 
 
-def _seconds_of_step(model: Any, data: tuple[np.ndarray, np.ndarray]) -> float:
+def _seconds_of_step(model: "keras.Model", data: tuple[np.ndarray, np.ndarray]) -> float:
     began = time.perf_counter()
     model.train_on_batch(*data)
     return time.perf_counter() - began

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...api.launch_env import RUN_REPORTS
-from ...api.report import SUMMARY, TRACEBACK
+from ...process.launch_env import RUN_REPORTS
+from ...process.report import SUMMARY, TRACEBACK
 
 HERE = str(Path(__file__).parent)
 _PYTHON = re.compile(r"python[\d.]*")

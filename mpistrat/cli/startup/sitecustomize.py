@@ -32,7 +32,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     try:
         if os.getpid() != _PROCESS:  # A process that the script has forked is no rank.
             raise ImportError
-        from mpistrat.api.abort import report_before_init
+        from mpistrat.process.abort import report_before_init
     except ImportError:
         sys.__excepthook__(kind, error, trace)
     else:

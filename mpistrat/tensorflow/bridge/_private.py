@@ -72,6 +72,11 @@ EagerFunc: Any = _found("tensorflow.python.ops.script_ops", "EagerFunc", _NUMPY_
 insert_function: Callable[[Any], str] | None = _found(
     "tensorflow.python.ops.script_ops:_py_funcs", "insert", _NUMPY_FUNCTION, (1, ()))
 
+_ATOMIC_FUNCTION = "tensorflow.python.eager.polymorphic_function.atomic_function"
+_CALLS = "Threads that run tf.functions are not told apart, nor are executions that end in an error."
+call_flat: Callable[..., Any] | None = _found(f"{_ATOMIC_FUNCTION}:AtomicFunction", "call_flat", _CALLS, (2, ()))
+AtomicFunction: Any = None if call_flat is None else _found(_ATOMIC_FUNCTION, "AtomicFunction", _CALLS)
+
 
 class Executors(NamedTuple):
     """Functions for the executor of the calling thread, which runs its eager operations."""

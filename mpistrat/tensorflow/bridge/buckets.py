@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import tensorflow as tf
@@ -11,8 +12,8 @@ import tensorflow as tf
 from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
-from . import cpu, gpu_graph, observers
-from .cpu import Wait
+from . import cpu, gpu_graph
+from .cpu import Observer, Wait
 
 
 @dataclass
@@ -26,7 +27,7 @@ class GraphBucket:
     @property
     def order(self) -> list[int]:
         """All indices, in the order of the bucket's results."""
-        return self.single + [i for indices in self.joined.values() for i in indices]
+        return [*self.single, *chain.from_iterable(self.joined.values())]
 
     def layout(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
@@ -34,10 +35,11 @@ class GraphBucket:
         Args:
             places: The place of each tensor in the caller's list. () means that none is left out of that list.
         """
-        arrays = tuple(tuple(places[i] for i in indices) for indices in (*([i] for i in self.single),
-                                                                         *self.joined.values()))
         is_simple = not self.joined and self.single == sorted(self.single)
-        return () if is_simple and list(places) == list(range(len(places))) else arrays
+        if is_simple and list(places) == list(range(len(places))):
+            return ()
+        return tuple([(places[i],) for i in self.single]
+                     + [tuple([places[i] for i in indices]) for indices in self.joined.values()])
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
@@ -67,7 +69,8 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
                 may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES, wire_dtype: str = "",
-                process_set: int = 0, places: Sequence[int] = ()) -> list[tf.Tensor]:
+                process_set: int = 0, places: Sequence[int] = (),
+                observer: Observer | None = None) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
@@ -82,6 +85,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         process_set: The id of the process set.
         places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
             The same on all ranks.
+        observer: In a graph, called with the arrays of the first bucket before they are submitted.
     """
     if not tensors:
         return []
@@ -98,13 +102,12 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
     results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
-        bucket_labels = tuple(labels[i] for i in bucket.order) if labels else ()
+        bucket_labels = tuple([labels[i] for i in bucket.order]) if labels else ()
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
-        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device, bucket_name,
-                                                                         process_set=process_set)
-        run = partial(run, observer=observers.claim())
+        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
+        run = partial(run, observer=observer if number == 0 else None)
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run,
                                      bucket.layout(places))
@@ -118,8 +121,8 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
                    run: Callable, layout: tuple[tuple[int, ...], ...]) -> list[tuple[int, tf.Tensor]]:
     submitted = [tensors[i] for i in bucket.single]
     shapes = [t.shape for t in submitted]
-    joined_specs = tuple(TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
-                         for indices in bucket.joined.values() for i in indices)
+    joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
+                          for i in bucket.order[len(bucket.single):]])
     for indices in bucket.joined.values():
         submitted.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
         shapes.append(submitted[-1].shape)
@@ -130,7 +133,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
         return allreduce_request(name, single_specs + joined_specs, scaled, labels, layout, wire_dtype=wire_dtype,
                                  process_set=process_set)
 
-    reduced = run(make_request, submitted, shapes)
+    reduced = run(name, make_request, submitted, shapes, process_set)
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])

@@ -10,8 +10,7 @@ queues as collectives were ever in flight at the same time.
 
 A wait ends when its result is fetched. Some results are never fetched: the execution was cancelled, or does not use
 them. The references to the ticket's memory, which TensorFlow does not copy, show that: as long as there is one, a node
-may still read the ticket or the queue. The dequeue runs in any case, because it is stateful. So if the references are
-gone before the collective is complete, the execution was cancelled.
+may still read the ticket or the queue.
 """
 
 import itertools
@@ -83,13 +82,6 @@ class _Slot:
         self.wait = _PendingWait(self.queue, handle)
         return self._ticket.copy(), self.wait  # The list's own references keep `is_abandoned` false.
 
-    def was_given_up(self, handle: Handle) -> bool:
-        """Whether the execution that has begun a wait for this handle has ended, and the collective is not complete."""
-        wait = self.wait
-        # In this order: a collective that is not complete now was not complete when the references were gone.
-        return (wait is not None and wait.handle is handle and self._references() == self._idle
-                and not handle.done())
-
     def is_abandoned(self) -> bool:
         """Whether no node can fetch the result, and the queue will be neither written nor read any more."""
         wait = self.wait
@@ -146,7 +138,6 @@ class CompletionQueues:
         with self._lock:
             slot = self._take()
             ticket, wait = slot.begin(handle, execution)
-        handle.was_given_up = slot.was_given_up
         handle.when_done(self._wake, wait)
         return ticket
 

@@ -20,12 +20,13 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter
 
 import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.error_text import is_users
+from ...api.group import Group
 from ...core.errors import (
     DuplicateNameError,
     EngineError,
@@ -34,23 +35,27 @@ from ...core.errors import (
     MpistratError,
     NotInitializedError,
 )
-from ...core.handle import Origin
 from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
 from ...gpu.arrays import GpuInput
-from ..names import is_in_order
 from ..types import Arrays
 from . import executions, gpu_eager
 from ._private import is_compiled_by_xla
+from .calls import CallSite
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
-from .observers import Observer
-from .program_order import in_order, is_ordered
+from .program_order import in_order
 from .python_op import host_call, keep_thread_state
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
 MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
+# Called when a collective of a graph runs, before its arrays are submitted: with the arrays of this rank, and with the
+# part of names that stands for the thread that runs the graph. Returns whether it wants to be called again. What it
+# raises becomes the error of the graph. It must not refer to the graph, and must not change the arrays or keep them.
+Observer = Callable[[Sequence[np.ndarray], str], bool]
+
+_SHAPE = attrgetter("shape")
 
 _TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
     (MismatchError, tf.errors.FailedPreconditionError),
@@ -71,24 +76,24 @@ class Wait(Enum):
 
 
 class _CollectiveCounter:
-    """The number of collectives in a graph so far, and of its executions: since when, and how many have begun."""
+    """The number of collectives in a graph so far."""
 
-    def __init__(self) -> None:
-        self.count = self.begun = 0
-        self.job: object = None
+    count = 0
 
 
 _counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.WeakKeyDictionary()
 
 
-def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        wait: Wait = Wait.NEVER, observer: Observer | None = None) -> list[tf.Tensor]:
+def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
+        process_set: int = 0, wait: Wait = Wait.NEVER, observer: Observer | None = None) -> list[tf.Tensor]:
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
+        name: Identifies the collective on all ranks.
         make_request: Called with the arrays: eagerly at once, in a graph when it runs with new shapes.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
+        process_set: The id of the process set, which `make_request` sets too.
         wait: In a graph, whether the submit waits for the result.
         observer: In a graph, called before the submit.
 
@@ -104,7 +109,7 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
         wait = Wait.NEVER
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
     execution = executions.current() or Execution()
-    site = _CpuCallSite(make_request, dtypes, counter, wait, execution, observer)
+    site = _CpuCallSite(name, process_set, make_request, dtypes, counter, wait, execution, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()
 
@@ -132,22 +137,8 @@ def run(make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequenc
                                    lambda: fetched(ticket, queue)))
         if execution.number is None:
             execution.number = execution_of(ticket)
-    site.place = place_of(ticket[0].op)
+    site.belongs_to(ticket[0].op)
     return results
-
-
-def place_of(node: tf.Operation) -> Callable[[], str]:
-    """A function that returns where the user's code has made a node of the current graph: file, line and function."""
-    name, graph = node.name, weakref.ref(tf.compat.v1.get_default_graph())
-
-    def place() -> str:
-        found = graph()
-        if found is None:
-            return f"the node {name}"
-        # Read here, as it takes milliseconds, and does not outlive the node.
-        frames = [frame for frame in found.get_operation_by_name(name).traceback if is_users(frame.filename)]
-        return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {name}"
-    return place
 
 
 def _may_be_in_branches(dtype: tf.DType) -> bool:
@@ -181,53 +172,47 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             return gpu_eager.run(make_request, tensors, shapes)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
-        results = runtime.current().engine_of(request).run(request, arrays).wait()
+        group = runtime.current().group_of(request.name, request.process_set)
+        results = group.engine.run(request, arrays).wait()
     except MpistratError as error:
         raise as_tf_error(error) from error
     return [to_tensor(result) for result in results]
 
 
-class _CpuCallSite:
+class _CpuCallSite(CallSite):
     """The callbacks of one collective in a graph. Several executions may be in flight.
 
-    It lives as long as the graph (see host_call), so neither it nor `make_request` may refer to the graph.
-
-    Attributes:
-        place: Returns where the user's code makes the collective.
+    `make_request` must not refer to the graph either.
     """
 
-    place: Callable[[], str]
-
-    def __init__(self, make_request: MakeRequest, dtypes: Sequence[tf.DType], counter: _CollectiveCounter, wait: Wait,
-                 execution: Execution, observer: Observer | None):
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[tf.DType],
+                 counter: _CollectiveCounter, wait: Wait, execution: Execution, observer: Observer | None):
+        super().__init__(name, process_set)
         self._make_request, self._counter, self._wait = make_request, counter, wait
         self._observer = observer
         self._has_past, self._counts = execution.is_past, execution.number is None
         counter.count += 1
-        self._position, self._is_ordered = counter.count, is_ordered()
+        self._position = counter.count
         self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
-        self._latest: tuple[list[tuple[int, ...]], Request] | None = None
-        self._origin: Origin | None = None
-        self._latest_execution: tuple[object, int] = None, 0
+        self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
 
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result."""
         keep_thread_state()
-        request, arrays, number = self._prepared(inputs)
-        handle = runtime.current().engine_of(request).submit(request, arrays, self._origin)
+        group, request, arrays, number = self._prepared(inputs)
+        handle = group.engine.submit(request, arrays, self.origin)
         return COMPLETIONS.ticket_for(handle, number)
 
     def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
         """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
         keep_thread_state()
-        request, arrays, number = self._prepared(inputs)
-        engine = runtime.current().engine_of(request)
+        group, request, arrays, number = self._prepared(inputs)
         if self._wait is Wait.ALWAYS or self._position == self._counter.count:
-            handle = engine.run(request, arrays, SUBMIT_WAIT_S, self._origin)
+            handle = group.engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
             if handle.done():
                 return [*COMPLETIONS.done_ticket(number), *handle.wait()]
         else:
-            handle = engine.submit(request, arrays, self._origin)
+            handle = group.engine.submit(request, arrays, self.origin)
         return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
 
     def fetch(self, ticket: np.int64) -> Arrays:
@@ -235,41 +220,20 @@ class _CpuCallSite:
         keep_thread_state()
         return COMPLETIONS.redeem(int(ticket)).wait()
 
-    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Request, Arrays, int]:
-        """The request, the arrays, and the number of the execution."""
-        arrays = [np.asarray(array) for array in inputs]
+    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Group, Request, Arrays, int]:
+        """The ranks that take part, the request, the arrays, and the number of the execution."""
+        arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         past = int(arrays.pop()) if self._has_past else None
-        if self._observer is not None and not self._observer(arrays):
+        if self._observer is not None and not self._observer(arrays, self.thread):
             self._observer = None
-        shapes = [array.shape for array in arrays]
-        if self._latest is None or self._latest[0] != shapes:
-            self._latest = shapes, dataclasses.replace(self._make_request(arrays), in_graph=True)
-        request = self._latest[1]
-        if self._origin is None:
-            self._origin = Origin(self.place, is_in_order(request.name))
-        number = executions.next_number(request.name, request.process_set) if self._counts else 0
-        suffix = ""
+        shapes, name = list(map(_SHAPE, arrays)), self.thread + self.name
+        if self._latest is None or self._latest[:2] != (shapes, name):
+            self._latest = shapes, name, dataclasses.replace(self._make_request(arrays), name=name, in_graph=True)
+        request, group = self._latest[2], self.group
+        number = group.next_number(("execution", name)) if self._counts else 0
         if past is not None:
-            suffix = executions.suffix(past)
-        elif self._is_ordered:
-            missed = self._missed_executions()
-            suffix = f" (after {missed} executions that ended in an error)" if missed else ""
-        return dataclasses.replace(request, name=request.name + suffix) if suffix else request, arrays, number
-
-    def _missed_executions(self) -> int:
-        """How many executions of this graph have ended in an error since the latest that came to this collective.
-
-        The same executions may have submitted it on another rank, where it is still in flight. A name without the
-        number would meet it. If they have failed before it on all ranks, all have the number.
-        """
-        counter, job = self._counter, weakref.ref(runtime.current())  # One job has one reference.
-        if counter.job is not job:
-            counter.job, counter.begun = job, 0
-        if self._position == 1:
-            counter.begun += 1
-        before = self._latest_execution[1] if self._latest_execution[0] is job else 0
-        self._latest_execution = job, counter.begun
-        return max(counter.begun - before - 1, 0)
+            request = dataclasses.replace(request, name=name + executions.suffix(past))
+        return group, request, arrays, number
 
 
 def as_tf_error(error: MpistratError) -> Exception:

@@ -118,20 +118,20 @@ def _registered(node: tf.Operation, *upstream: tf.Tensor) -> list[OptionalGradie
 def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor],
                execution: Execution) -> list[tf.Tensor]:
     """The gradients of this execution."""
-    dense, number = [tf.convert_to_tensor(value) for value in upstream], execution.number
+    number = execution.number
     if number is None or (function_of(number.graph) is current_function() and not execution.is_past):
-        return _weighted(gradient, values, dense)
+        return _weighted(gradient, values, upstream)
     with tf.device("CPU:0"):
         number = tf.identity(number)  # Now a tensor of this graph.
     with executions.scope(Execution(number, is_past=True)):
-        return _weighted(gradient, values, dense)
+        return _weighted(gradient, values, upstream)
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The gradients, as `loss_weighted` describes them. Those of a function inside of the step are not weighted."""
-    weight = captured_in_function(_weight.get())
+    weight, dense = captured_in_function(_weight.get()), [tf.convert_to_tensor(each) for each in upstream]
     if weight is None:
-        return list(gradient.of(values, upstream))
+        return list(gradient.of(values, dense))
     # Without rows the weight is 0, and a loss may be anything, also NaN.
-    weighted = [tf.math.multiply_no_nan(u, tf.cast(weight, u.dtype)) for u in map(tf.convert_to_tensor, upstream)]
+    weighted = [tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for each in dense]
     return [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in gradient.of(values, weighted)]

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from ...api import runtime
-
 
 @dataclass
 class Execution:
@@ -46,11 +44,6 @@ def scope(execution: Execution) -> Iterator[Execution]:
         yield execution
     finally:
         _current.reset(token)
-
-
-def next_number(name: str, process_set: int = 0) -> int:
-    """The number of a new execution of the collective of this name."""
-    return runtime.current().group_of(name, process_set).next_number(("execution", name))
 
 
 def suffix(number: int) -> str:

@@ -40,17 +40,16 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.own_gpu import go_by_host, gpu_input, why_no_cupy
-from ...core.handle import Handle, Origin
+from ...core.handle import Handle
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ...gpu.arrays import GpuInput
-from ..names import is_in_order
 from ..types import Arrays
 from . import cpu, executions, gpu_eager
+from .calls import CallSite
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
-from .cpu import MakeRequest
+from .cpu import MakeRequest, Observer
 from .executions import Execution
 from .gpu_memory import Shared, copied, shared, without_elements
-from .observers import Observer
 from .own_executor import SynchronousExecution
 from .program_order import in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
@@ -111,7 +110,7 @@ def _has_cupy() -> bool:
 
 
 def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-        shapes: Sequence[tf.TensorShape], rows: Sequence[tf.Tensor] = (), process_set: int = 0,
+        shapes: Sequence[tf.TensorShape], process_set: int = 0, rows: Sequence[tf.Tensor] = (),
         observer: Observer | None = None) -> list[tf.Tensor]:
     """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
 
@@ -121,8 +120,8 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
-        rows: The first dimension of each result, int64 on the host. By default each tensor is reduced in place.
         process_set: The id of the process set, which `make_request` sets too.
+        rows: The first dimension of each result, int64 on the host. By default each tensor is reduced in place.
         observer: Called with copies on the host before the submit.
     """
     cpu.require_function()
@@ -139,7 +138,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     with tf.device("CPU:0"):
         ticket = cpu.scalars(in_order(lambda: host_call(site.submit, [shape_of_key, mark, *past], TICKET,
                                                         stateful=True)))
-        site.origin = Origin(cpu.place_of(ticket[0].op), is_in_order(name))
+        site.belongs_to(ticket[0].op)
         shape_of_carrier = tf.concat([ticket[0][tf.newaxis], awaited(ticket, queue_of(ticket))], axis=0)
     with tf.device(device):
         carrier = tf.reshape(tf.zeros([0]), shape_of_carrier)
@@ -166,26 +165,21 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
 
     with tf.device("CPU:0"):
         own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
-        rows, = cpu.run(rows_of, [own[tf.newaxis]], [tf.TensorShape([None, len(tensors)])])
+        rows, = cpu.run(name, rows_of, [own[tf.newaxis]], [tf.TensorShape([None, len(tensors)])], process_set)
         totals = tf.unstack(tf.reduce_sum(rows, axis=0))
     another = f"{name}/on GPUs"
     return run(device, another, lambda arrays: dataclasses.replace(make_request(arrays), name=another), tensors,
-               shapes, totals, process_set, observer)
+               shapes, process_set, totals, observer)
 
 
-class _GpuCallSite:
-    """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite.
-
-    Attributes:
-        origin: The node that submits.
-    """
-
-    origin: Origin | None = None
+class _GpuCallSite(CallSite):
+    """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
 
     def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution,
                  process_set: int, observer: Observer | None):
-        self._name, self._make_request, self._tensors, self._observer = name, make_request, tensors, observer
-        self._process_set, self._counts = process_set, execution.number is None
+        super().__init__(name, process_set)
+        self._make_request, self._tensors, self._observer = make_request, tensors, observer
+        self._counts = execution.number is None
 
     def pack(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
         """Start to copy the tensors; return the key and the mark.
@@ -211,26 +205,27 @@ class _GpuCallSite:
         keep_thread_state()
         del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         pack = _packed[runtime.current()].pop(int(shape_of_key[0]))
-        suffix = executions.suffix(int(past[0])) if past else ""
-        execution = executions.next_number(self._name, self._process_set) if self._counts else 0
+        name = self.thread + self.name
+        execution = self.group.next_number(("execution", name)) if self._counts else 0
+        if past:
+            name += executions.suffix(int(past[0]))
         try:
-            handle = self._submitted(pack, suffix)
+            handle = self._submitted(pack, name)
         except Exception as error:  # The fetch raises it to the function's caller.
-            handle = Handle(self._name + suffix)
+            handle = Handle(name)
             handle.fail(error)
         ticket = COMPLETIONS.ticket_for(handle, execution)
         pack.lifetime.ticket = ticket
         return ticket
 
-    def _submitted(self, pack: _Pack, suffix: str) -> Handle:
+    def _submitted(self, pack: _Pack, name: str) -> Handle:
         if self._observer is not None:
             with SynchronousExecution():
-                if not self._observer([copy.tensor.numpy() for copy in pack.copies]):
+                if not self._observer([copy.tensor.numpy() for copy in pack.copies], self.thread):
                     self._observer = None
         arrays = [_input(copy, result) for copy, result in zip(pack.copies, pack.results, strict=True)]
-        request = dataclasses.replace(self._make_request(arrays), name=self._name + suffix, device=DEVICE_GPU,
-                                      in_graph=True)
-        return runtime.current().engine_of(request).submit(request, arrays, self.origin)
+        request = dataclasses.replace(self._make_request(arrays), name=name, device=DEVICE_GPU, in_graph=True)
+        return self.group.engine.submit(request, arrays, self.origin)
 
     def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
         """Return the results, or raise the collective's error.

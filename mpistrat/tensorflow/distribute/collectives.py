@@ -13,9 +13,8 @@ from ...api import runtime
 from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
-from ..bridge.buckets import reduce_list
 from ..bridge.program_order import complete_in_order
-from ..lists import broadcast_list, gather_list, reduce_mixed
+from ..lists import broadcast_list, gather_list, reduce_tensors
 from ..names import made
 from ..types import Tensor, TensorLike
 from . import files
@@ -26,7 +25,7 @@ T = TypeVar("T")
 def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp,
                operation: str = "all_reduce", labels: Sequence[str] = (),
                bucket_bytes: int = BUCKET_BYTES) -> list[Tensor]:
-    """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective.
+    """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
     Args:
         values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
@@ -39,12 +38,8 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     scaled = ScaledOp(Sum if op == tf.distribute.ReduceOp.SUM else Average)
-
-    def reduced(name: str) -> list[Tensor]:
-        return reduce_mixed(tensors, scaled, name, lambda dense, its_labels, places: reduce_list(
-            dense, name, scaled, labels=its_labels, bucket_bytes=bucket_bytes, places=places), labels=labels)
-
-    return _in_program_order(operation, reduced)
+    return _in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
+                                                                    bucket_bytes=bucket_bytes))
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:

@@ -14,15 +14,13 @@ from ..types import Structure
 from . import collectives
 from .options import CommunicationOptions
 
-_SUM = tf.distribute.ReduceOp.SUM
-
 
 class RankReplicaContext(tf.distribute.ReplicaContext):
     """TensorFlow's replica context with two collectives of its own; the other methods call `strategy.extended`."""
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                    options: CommunicationOptions | None = None) -> Structure:
-        """Reduce over the replicas. Collective. Differentiable, except for tf.IndexedSlices.
+        """Reduce over the replicas. Collective, differentiable.
 
         It replaces TensorFlow's method, each call of which in a graph keeps that graph alive until the process ends.
 
@@ -31,14 +29,9 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
             value: A tensor or a nested structure of tensors.
             options: tf.distribute.experimental.CommunicationOptions.
         """
-        op = reduce_op_of(reduce_op)
-        flat = tf.nest.flatten(value)
-        if not flat or any(isinstance(v, tf.IndexedSlices) for v in flat):
-            return super().all_reduce(op, value, options)
-        extended = self.strategy.extended
-        results = with_gradient(lambda *values: extended._replica_ctx_all_reduce(op, list(values), options),
-                                AllReduceGradient(op.value), [tf.convert_to_tensor(v) for v in flat])
-        return tf.nest.pack_sequence_as(value, results)
+        if not tf.nest.flatten(value):
+            return super().all_reduce(reduce_op, value, options)
+        return self.strategy.extended._replica_ctx_all_reduce(reduce_op, value, options)
 
     def all_gather(self, value: Structure, axis: int, options: CommunicationOptions | None = None) -> Structure:
         """Concatenate the replicas' values along `axis`, where their extents may differ. Collective, differentiable.
@@ -70,25 +63,13 @@ def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:
 
 
 @dataclass(frozen=True)
-class AllReduceGradient(Gradient):
-    """The gradient of an all-reduce: the same all-reduce. `op` is the value of a tf.distribute.ReduceOp."""
-
-    op: str
-
-    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        op = tf.distribute.ReduceOp(self.op)
-        return with_gradient(lambda *tensors: collectives.all_reduce(tensors, op), self, upstream)
-
-
-@dataclass(frozen=True)
 class AllGatherGradient(Gradient):
     """The gradient of an all-gather: of the sum over the replicas, the part that this one contributed."""
 
     axis: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        joined = with_gradient(lambda *tensors: collectives.all_reduce(tensors, _SUM), AllReduceGradient(_SUM.value),
-                               upstream)
+        joined = collectives.all_reduce(upstream, tf.distribute.ReduceOp.SUM)
         own = tf.stack([tf.shape(v)[self.axis] for v in values])
         before = tf.reduce_sum(collectives.all_gather([own[tf.newaxis]], 0)[0][:runtime.current().topology.rank], 0)
         return [tf.gather(whole, tf.range(before[i], before[i] + own[i]), axis=self.axis)

@@ -13,18 +13,16 @@ import tensorflow as tf
 
 from ...api import basics, runtime
 from ...api import ops as array_ops
-from ...api.launch_env import launched_rank
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
+from ...process.launch_env import launched_rank
 from .. import names
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
-from .docstrings import documented
 from .options import CommunicationOptions, agreed
 
 logger = logging.getLogger(__name__)
 
 
-@documented
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is sharded.
 
@@ -41,7 +39,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
     `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
     callbacks) are written by rank 0, in calls that all ranks make; optimizers and tapes must not be wrapped in
-    DistributedOptimizer and DistributedGradientTape.
+    DistributedOptimizer and DistributedGradientTape. The docstrings of inherited methods are TensorFlow's; the API
+    reference says which of them are collective, and what they do here.
 
     Several threads of a rank may use it at the same time, for example to read a metric. The ranks must be able to
     distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two threads that

@@ -21,7 +21,7 @@ from ...core.tuning import (
 from ..mpi.peer_wait import PeerWait
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.two_shot import Stage, TwoShotData, Work
-from .piggyback import Piggyback, PiggybackedReduce
+from .piggyback import Piggyback
 
 
 def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
@@ -73,18 +73,10 @@ class HierarchicalData(TwoShotData):
         elements = sum([source.size for source in sources])
         if self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes:
             return super().prepare(sources, targets, reduction)
-        return self._piggyback.pack(sources, targets, reduction, elements)
-
-    def finish(self, prepared: Prepared, all_packed: bool) -> None:
-        if not isinstance(prepared, PiggybackedReduce):
-            super().finish(prepared, all_packed)
-        elif not all_packed:
-            self.allreduce(prepared.sources, prepared.targets, prepared.reduction)
-        else:
-            prepared.take()
+        return self._piggyback.pack(self, sources, targets, reduction, elements)
 
     @property
-    def _stages(self) -> Sequence[Stage]:
+    def stages(self) -> Sequence[Stage]:
         return self._pack, self._send, self._combine, self._receive, self._unpack
 
     def _reducers(self, nbytes: int) -> int:

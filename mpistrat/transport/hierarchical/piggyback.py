@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...core.arithmetic import IDENTITY, Reduction, combine
-from ...core.interfaces import Prepared
+from ...core.interfaces import DataPlane, Prepared
 from ...core.packing import pack, unpack
 from ...core.tuning import PIGGYBACK_CROSS_BYTES, PIGGYBACK_HOST_BYTES, PIGGYBACK_MOST_HOSTS
 
@@ -23,9 +23,9 @@ class PiggybackedReduce(Prepared):
 
     __slots__ = ("part", "result")
 
-    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction,
-                 part: np.ndarray, result: np.ndarray):
-        super().__init__(sources, targets, reduction)
+    def __init__(self, plane: DataPlane, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+                 reduction: Reduction, part: np.ndarray, result: np.ndarray):
+        super().__init__(plane, sources, targets, reduction)
         self.part, self.result = part, result
         self.is_packed = True
 
@@ -33,9 +33,12 @@ class PiggybackedReduce(Prepared):
         """Reduce the hosts' partial results, one per row, into `result`. First rank of a host only."""
         combine(rows, self.reduction.op, self.result, self.reduction.scale)
 
-    def take(self) -> None:
-        """Copy the result to the targets, after the outcome ALL_READY. Local."""
-        unpack(self.result, self.targets)
+    def finish(self, all_packed: bool) -> None:
+        """After the outcome ALL_READY the result is there, and is copied to the targets. See Prepared."""
+        if all_packed:
+            unpack(self.result, self.targets)
+        else:
+            super().finish(all_packed)
 
 
 class Piggyback:
@@ -44,7 +47,7 @@ class Piggyback:
     Each rank packs its part into its slot of shared memory (`pack`). The first rank of the host packs nothing if it has
     a single array, which it reads in place. When all ranks have voted and are ready, the first rank reduces the parts
     (`reduce_host`), sends the result with the host's vote, and reduces what all hosts have sent into the slot of the
-    result (`reduce_hosts`), before it posts the outcome. Then each rank copies the result (`PiggybackedReduce.take`).
+    result (`reduce_hosts`), before it posts the outcome. Then each rank copies the result (`PiggybackedReduce.finish`).
 
     No counters are needed: a rank reuses its slot only after the outcome (its part has been read), and the result is
     overwritten only after every rank's next vote (it has been consumed).
@@ -79,9 +82,12 @@ class Piggyback:
         """Bytes of shared memory for `count` ranks."""
         return (count + 1) * slot_bytes
 
-    def pack(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction,
-             elements: int) -> PiggybackedReduce:
-        """Pack this rank's part for the next vote: `elements` in all, at most `slot_bytes`. Local."""
+    def pack(self, plane: DataPlane, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+             reduction: Reduction, elements: int) -> PiggybackedReduce:
+        """Pack this rank's part for the next vote: `elements` in all, at most `slot_bytes`. Local.
+
+        `plane` reduces it if the vote ends otherwise.
+        """
         views = self._views_of(sources[0].dtype)
         if self._index == 0 and len(sources) == 1 and reduction.prescale == 1.0:
             # Only this rank reads its part, so it needs no copy (1 MB, 2 hosts of 2 ranks: 6.3 ms instead of 6.8).
@@ -89,7 +95,7 @@ class Piggyback:
         else:
             part = views[self._index][:elements]
             pack(sources, part, reduction.prescale)
-        prepared = PiggybackedReduce(sources, targets, reduction, part, views[-1][:elements])
+        prepared = PiggybackedReduce(plane, sources, targets, reduction, part, views[-1][:elements])
         if self._index == 0:
             self._latest = prepared
         return prepared

@@ -8,7 +8,7 @@ thread (negotiation/fast_path.py).
 from collections.abc import Callable
 
 from ...core.interfaces import Outcome
-from .segment import EVEN_VOTE, ODD_VOTE, HostMemory
+from .segment import ASLEEP, EVEN_VOTE, ODD_VOTE, HostMemory
 
 # A vote is number * _NUMBER_UNIT | (_READY_BIT if its rank is ready) | (round & ROUND_MASK).
 ROUND_MASK, _READY_BIT, _NUMBER_UNIT = 3, 4, 8
@@ -30,6 +30,9 @@ class SharedMemoryAgreement:
         self._rank = memory.ranks[memory.index]
         self._others = [rank for rank in memory.ranks if rank != self._rank]
         self._ranks_to_wake = self._others  # the ranks to wake after this rank's vote
+        self._asleep_at = {rank: memory.place(rank, ASLEEP) for rank in self._others}
+        self._votes_at = {counter: [memory.place(rank, counter) for rank in self._others]
+                          for counter in (EVEN_VOTE, ODD_VOTE)}
         self._round, self._counter, self._vote = 1, ODD_VOTE, 0
         self.has_voted = False  # see AgreementRound
 
@@ -44,7 +47,8 @@ class SharedMemoryAgreement:
         # A rank posts ASLEEP, then checks the votes, then sleeps. So it sees the vote, or this rank sees ASLEEP.
         self._memory.fence()
         for rank in ranks:
-            self._wake_rank(rank)
+            if self._memory.words[self._asleep_at[rank]]:
+                self._wake_rank(rank)
 
     def outcome(self) -> Outcome | None:
         """See AgreementRound."""
@@ -67,16 +71,16 @@ class SharedMemoryAgreement:
         """Nothing to release."""
 
     def _host_has_voted(self) -> bool:
-        for other in self._others:  # all() of a generator takes ten times as long.
-            if (self._memory.counter_of(other, self._counter) ^ self._round) & ROUND_MASK:
+        for place in self._votes_at[self._counter]:  # all() of a generator takes ten times as long.
+            if (self._memory.words[place] ^ self._round) & ROUND_MASK:
                 return False
         return True
 
     def _host_outcome(self) -> tuple[int, Outcome] | None:
         """(number, outcome) of the host's votes, with number 0 if they differ; None if a rank has not voted."""
         own = common = any_of = self._vote
-        for other in self._others:
-            vote = self._memory.counter_of(other, self._counter)
+        for place in self._votes_at[self._counter]:
+            vote = self._memory.words[place]
             if (vote ^ own) & ROUND_MASK:
                 return None
             common &= vote

@@ -43,7 +43,7 @@ class SharedMemoryData(TwoShotData):
         memories = self._views_of(source.dtype).parts
         if source.nbytes > self._one_shot_bytes:
             work = ReduceScatter(memories, self._index, self._chunks + 1, source, target, counts, reduction)
-            self._run(work, (self._scatter, self._reduce_part))
+            self.run(work, (self._scatter, self._reduce_part))
             self._free_at = [self._chunks] * self.slots
             return
         reduction, start = divided_before(reduction, source.dtype), sum(counts[:self._index])

@@ -5,12 +5,12 @@ calls as possible. If all ranks have packed before they agree on the all-reduce,
 Used by the engine's thread.
 """
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 
 import numpy as np
 
 from ...core.arithmetic import Reduction, combine
-from ...core.interfaces import Prepared
+from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.packing import pack, segments, unpack
 from ...core.tuning import SHM_LARGE_TENSOR_BYTES
@@ -22,37 +22,35 @@ class OneShot(Prepared):
 
     Args:
         memory: The memory of the host, for its counters.
-        parts: The memory into which each rank of the host packs.
+        parts: The memory into which each rank of the host packs, of as many elements as the sources.
         free_at: How many chunks all ranks must have consumed before that memory may be overwritten.
-        number: How many chunks there were before.
-        sources, targets, reduction: As in DataPlane.allreduce.
-        elements: The elements of all sources.
+        number: The number of the chunk.
+        scratch: Memory of this rank.
+        count: Counts the chunk, when the all-reduce is complete.
     """
 
-    __slots__ = ("_free_at", "_memory", "_number", "_parts")
+    __slots__ = ("_count", "_free_at", "_memory", "_number", "_parts", "_scratch")
 
-    def __init__(self, memory: HostMemory, parts: Sequence[np.ndarray], free_at: int, number: int,
-                 sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], elements: int, reduction: Reduction):
-        super().__init__(sources, targets, reduction)
-        self._memory, self._free_at, self._number = memory, free_at, number + 1
-        self._parts = [part[:elements] for part in parts]
+    def __init__(self, plane: DataPlane, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+                 reduction: Reduction, memory: HostMemory, parts: Sequence[np.ndarray], free_at: int, number: int,
+                 scratch: FusionBuffer, count: Callable[[], None]):
+        super().__init__(plane, sources, targets, reduction)
+        self._memory, self._parts, self._free_at, self._number = memory, parts, free_at, number
+        self._scratch, self._count = scratch, count
 
     def pack_ahead(self) -> None:
         """Pack, if the memory is free. Local, never waits."""
-        if self._memory.have_all(self._free_at, CONSUMED):
-            self._pack()
+        if not self.is_packed and self._memory.have_all(self._free_at, CONSUMED):
+            pack(self.sources, self._parts[self._memory.index], self.reduction.prescale)
+            self.is_packed = True
 
-    def _pack(self) -> None:
-        pack(self.sources, self._parts[self._memory.index], self.reduction.prescale)
-        self.is_packed = True
-
-    def finish(self, all_packed: bool, scratch: FusionBuffer) -> None:
-        """Do the rest of the all-reduce. Collective. For `all_packed` see DataPlane.finish."""
+    def finish(self, all_packed: bool) -> None:
+        """See Prepared."""
         memory, targets, op, scale = self._memory, self.targets, self.reduction.op, self.reduction.scale
         if not all_packed:
             if not self.is_packed:
                 memory.await_all(self._free_at, CONSUMED)
-                self._pack()
+                pack(self.sources, self._parts[memory.index], self.reduction.prescale)
             memory.post(self._number, PACKED)
             memory.await_all(self._number, PACKED)
         if len(targets) == 1:
@@ -61,10 +59,11 @@ class OneShot(Prepared):
             for elements, target in segments(targets):
                 combine([part[elements] for part in self._parts], op, target, scale)
         else:
-            result = scratch.view(self._parts[0].size, self._parts[0].dtype)
+            result = self._scratch.view(self._parts[0].size, self._parts[0].dtype)
             combine(self._parts, op, result, scale)
             unpack(result, targets)
         memory.post(self._number, PACKED, CONSUMED, READY, UNPACKED)
+        self._count()
 
 
 def are_large(nbytes: int, tensors: Sized) -> bool:

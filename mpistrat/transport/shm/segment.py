@@ -57,6 +57,7 @@ class HostMemory:
     Attributes:
         index, ranks: As above.
         data: The memory behind the counters.
+        words: The counters of all ranks; `place` says where. Small operations read them without a call.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
@@ -66,7 +67,7 @@ class HostMemory:
         self._topology = topology or Topology(ranks[index], ("",) * (max(ranks) + 1))
         header = self.size_for(len(ranks), 0)
         view = memoryview(memory)
-        self._words = view[:header].cast("Q")
+        self.words = view[:header].cast("Q")
         self._first = index * _WORDS_PER_RANK
         self._first_of = {rank: i * _WORDS_PER_RANK for i, rank in enumerate(ranks)}
         self.data = view[header:]
@@ -87,7 +88,7 @@ class HostMemory:
         self._release()
         self._acquire()
         for counter in counters:
-            self._words[self._first + counter] = value
+            self.words[self._first + counter] = value
 
     def await_all(self, value: int, counter: int) -> None:
         """Wait until `counter` of every rank is at least `value`. What they wrote before is then visible (acquire).
@@ -96,7 +97,7 @@ class HostMemory:
             StallError: A rank is late by more than the limit, or has abandoned the memory because another rank is.
             EngineError: A rank has abandoned the memory for another reason.
         """
-        words = self._words
+        words = self.words
         for other in self._others:
             if words[other * _WORDS_PER_RANK + counter] < value:
                 self._await(other, value, counter)
@@ -106,15 +107,19 @@ class HostMemory:
     def have_all(self, value: int, counter: int) -> bool:
         """Whether `await_all` would return at once. If so, the same holds as after it. Never waits."""
         for other in self._others:
-            if self._words[other * _WORDS_PER_RANK + counter] < value:
+            if self.words[other * _WORDS_PER_RANK + counter] < value:
                 return False
         self._release()
         self._acquire()
         return True
 
+    def place(self, rank: int, counter: int) -> int:
+        """The index in `words` of a counter of `rank`."""
+        return self._first_of[rank] + counter
+
     def counter_of(self, rank: int, counter: int) -> int:
         """The value of a counter of `rank` that is visible to this rank."""
-        return self._words[self._first_of[rank] + counter]
+        return self.words[self._first_of[rank] + counter]
 
     def abandon(self, is_stalled: bool = False) -> None:
         """Make waits of other ranks for this one fail, now and later. Only the first call has an effect.
@@ -123,11 +128,11 @@ class HostMemory:
             is_stalled: This rank leaves because it has waited too long for others.
         """
         self._acquire(False)  # A Ctrl-C inside of a fence may have left the lock released.
-        if not self._words[self._first + _ABANDONED]:
-            self._words[self._first + _ABANDONED] = _HAS_STALLED if is_stalled else _HAS_LEFT
+        if not self.words[self._first + _ABANDONED]:
+            self.words[self._first + _ABANDONED] = _HAS_STALLED if is_stalled else _HAS_LEFT
 
     def _await(self, other: int, value: int, counter: int) -> None:
-        words, at = self._words, other * _WORDS_PER_RANK + counter
+        words, at = self.words, other * _WORDS_PER_RANK + counter
         for _ in range(SHM_SPIN_LOOKS):
             if words[at] >= value:
                 return
@@ -146,7 +151,7 @@ class HostMemory:
     def _error_of(self, other: int) -> EngineError:
         """The error for waits for a rank that has abandoned the memory."""
         left = f"rank {self._topology.job_ranks[self.ranks[other]]} has left in the middle of a collective"
-        if self._words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
+        if self.words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
             return RankLeftError(f"{left}.")
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 

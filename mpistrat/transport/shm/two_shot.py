@@ -45,12 +45,23 @@ class Work(Prepared):
 
     __slots__ = ("chunks", "first", "inputs", "outputs", "packed")
 
-    def __init__(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction, first: int):
-        super().__init__(sources, targets, reduction)
+    plane: "TwoShotData"
+
+    def __init__(self, plane: "TwoShotData", sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+                 reduction: Reduction, first: int):
+        super().__init__(plane, sources, targets, reduction)
         self.inputs = [source.reshape(-1) for source in sources]
         self.outputs = [target.reshape(-1) for target in targets]
         self.chunks: Sequence[Chunk] = ()
         self.first, self.packed = first, 0
+
+    def pack_ahead(self) -> None:
+        """See Prepared."""
+        self.plane.pack_ahead(self)
+
+    def finish(self, all_packed: bool) -> None:
+        """See Prepared."""
+        self.plane.run(self, self.plane.stages)
 
 
 Stage = Callable[[Any, int], None]  # a step on chunk k of an InChunks
@@ -111,7 +122,7 @@ class TwoShotData(DataPlane):
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        self.finish(self._begin(sources, targets, reduction), all_packed=False)
+        self._begin(sources, targets, reduction).finish(all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         prepared = self._begin(sources, targets, reduction)
@@ -123,11 +134,12 @@ class TwoShotData(DataPlane):
                reduction: Reduction) -> Work | OneShot:
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
-        nbytes, views = elements * dtype.itemsize, self._views_of(dtype)
+        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
         if nbytes <= self._one_shot_bytes:
-            return OneShot(self._memory, views.parts, max(self._free_at), self._chunks, sources, targets, elements,
-                           divided_before(reduction, dtype))
-        work = Work(sources, targets, reduction, self._chunks + 1)
+            return OneShot(self, sources, targets, divided_before(reduction, dtype), self._memory,
+                           [part[:elements] for part in views.parts], max(self._free_at), self._chunks + 1,
+                           self._scratch, self._count_one_shot)
+        work = Work(self, sources, targets, reduction, self._chunks + 1)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
@@ -163,29 +175,20 @@ class TwoShotData(DataPlane):
         """How many ranks, from the first of the host on, reduce a slice of a chunk of `nbytes`."""
         return self._count
 
-    def pack_ahead(self, prepared: Prepared) -> None:
-        if isinstance(prepared, Work):
-            for k, chunk in enumerate(prepared.chunks[:self.slots]):
-                if not self._memory.have_all(self._free_at[k], CONSUMED):
-                    break
-                self._copy_in(prepared, chunk)
-                prepared.packed = k + 1
-
-    def finish(self, prepared: Prepared, all_packed: bool) -> None:
-        if isinstance(prepared, OneShot):
-            prepared.finish(all_packed, self._scratch)
-            self._count_one_shot()
-        elif isinstance(prepared, Work):
-            self._run(prepared, self._stages)
-        else:
-            super().finish(prepared, all_packed)
+    def pack_ahead(self, work: Work) -> None:
+        """Pack the first chunks, whose memory is free. Local; never waits."""
+        for k, chunk in enumerate(work.chunks[:self.slots]):
+            if not self._memory.have_all(self._free_at[k], CONSUMED):
+                break
+            self._copy_in(work, chunk)
+            work.packed = k + 1
 
     def _count_one_shot(self) -> None:
         """Count a chunk that has used the memory of all slots."""
         self._chunks += 1
         self._free_at = [self._chunks] * self.slots
 
-    def _run(self, work: InChunks, stages: Sequence[Stage]) -> None:
+    def run(self, work: InChunks, stages: Sequence[Stage]) -> None:
         """Run the stages on all chunks. A stage on one chunk follows the stage before it on the next chunk."""
         count = len(work.chunks)
         if not count:
@@ -203,7 +206,7 @@ class TwoShotData(DataPlane):
         return self._free_at[k] if k < self.slots else work.first + k - self.slots
 
     @property
-    def _stages(self) -> Sequence[Stage]:
+    def stages(self) -> Sequence[Stage]:
         """The steps on a chunk, in order."""
         return self._pack, self._reduce, self._unpack
 

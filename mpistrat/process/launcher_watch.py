@@ -18,10 +18,9 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from ..core.tuning import LAUNCHER_POLL_S
-from ..engine.parked import WATCH_THREAD
-from . import processes
+from . import procfs
 from .launch_env import RUN_NAME, identity
-from .processes import Process
+from .procfs import Process
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class LauncherWatch:
     def __init__(self, launcher: Process):
         self._launcher = launcher
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=WATCH_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpistrat-launcher-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -63,7 +62,7 @@ def end_without_launcher(launcher: Process) -> None:
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
     except (AttributeError, OSError, ValueError):
         pass  # There is no stderr, or it has no reader.
-    for process in workers_of(os.getpid(), os.getpgrp(), processes.running()):
+    for process in workers_of(os.getpid(), os.getpgrp(), procfs.running()):
         try:
             os.kill(process.pid, signal.SIGKILL)
         except OSError:
@@ -73,14 +72,14 @@ def end_without_launcher(launcher: Process) -> None:
 
 def workers_of(pid: int, group: int, found: Iterable[Process]) -> list[Process]:
     """Return those of `found` that a launcher would end with rank `pid`: its descendants in its process group."""
-    return [process for process in processes.descendants(pid, found) if process.group == group]
+    return [process for process in procfs.descendants(pid, found) if process.group == group]
 
 
 def launcher_here(environ: Mapping[str, str]) -> Process | None:
     """Return the launcher of this process, or None if /proc does not show one. `environ`: this process' environment."""
     if not identity(environ):
         return None
-    ancestors = ((process, processes.environment_of(process.pid)) for process in processes.ancestors(os.getpid()))
+    ancestors = ((process, procfs.environment_of(process.pid)) for process in procfs.ancestors(os.getpid()))
     launcher = launcher_among(identity(environ), ancestors)
     logger.debug("process %d: the launcher is process %s", os.getpid(), None if launcher is None else launcher.pid)
     return launcher
@@ -111,8 +110,8 @@ def notify_abort(environ: Mapping[str, str]) -> None:
     number = environ.get(RUN_NAME, "").partition("-")[0]
     if launcher is None or not number.isdigit():
         return
-    is_started_by_rank = bool(identity(processes.environment_of(launcher.pid) or {}))
-    if not is_started_by_rank and any(process.pid == int(number) for process in processes.ancestors(launcher.pid)):
+    is_started_by_rank = bool(identity(procfs.environment_of(launcher.pid) or {}))
+    if not is_started_by_rank and any(process.pid == int(number) for process in procfs.ancestors(launcher.pid)):
         try:
             os.kill(int(number), ABORTED)
         except OSError:

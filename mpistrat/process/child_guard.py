@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ..core.errors import NotInitializedError
 from ..core.forked import RANK_PROCESS
-from . import processes
+from . import procfs
 from .launch_env import identity
 
 _STARTED = ("this process was started by a rank (process {rank}), and is none itself: only that process can call "
@@ -26,6 +26,6 @@ def require_own_place(environ: Mapping[str, str]) -> None:
     number = environ.get(RANK_PROCESS, "")
     own = identity(environ)
     if own and number.isdigit() and int(number) != os.getpid():
-        is_descendant = any(process.pid == int(number) for process in processes.ancestors(os.getpid()))
-        if is_descendant and identity(processes.environment_of(int(number)) or {}) == own:
+        is_descendant = any(process.pid == int(number) for process in procfs.ancestors(os.getpid()))
+        if is_descendant and identity(procfs.environment_of(int(number)) or {}) == own:
             raise NotInitializedError(_STARTED.format(rank=number))

@@ -3,7 +3,7 @@
 Under `mpistrat run` a rank prints a report in place of the traceback: marked lines, each with the rank, so that the
 lines of several ranks may mix. `mpistrat run` collects them, and prints one summary after the job has ended. If stderr
 goes elsewhere, the lines can be read as they are. Without `mpistrat run` a rank prints one sentence beside the
-traceback. api/abort.py calls `announce`, on the thread of the exception.
+traceback. process/abort.py calls `announce`, on the thread of the exception.
 """
 
 import contextlib

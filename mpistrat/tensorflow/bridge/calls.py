@@ -1,0 +1,183 @@
+"""Calls of graphs from Python: in which thread, and how they end. The nodes of a graph do not see that.
+
+A node that submits has a `CallSite`. When Python calls a function, all sites in it learn the thread, which is a part of
+the names that are made. So these do not depend on where the function was traced, and two threads may run functions of
+one name at the same time. One function in two threads at once is an error, because its nodes have no order then.
+
+If the call ends in an error, the engines of the sites learn that. A later execution then does not meet what this one
+has submitted on other ranks: see TensorQueue.
+
+TensorFlow has no hook for that. Every call of a graph from Python goes through AtomicFunction.call_flat, which is
+replaced here:
+https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/polymorphic_function/atomic_function.py#L219
+Only asynchronous execution (set_synchronous_execution(False)) raises an error of a function elsewhere.
+"""
+
+import functools
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from ...api import runtime
+from ...api.group import Group
+from ...core.errors import InvalidRequestError, NotInitializedError
+from ...core.handle import Origin
+from ...process.error_text import is_users
+from .. import names
+from ._private import AtomicFunction, call_flat
+
+
+class CallSite:
+    """A node of a graph that submits a collective.
+
+    It lives as long as the graph (see host_call), and must not refer to it.
+
+    Args:
+        name: The name of the collective, without the thread.
+        process_set: The id of the process set.
+
+    Attributes:
+        thread: What the name begins with: the part that stands for the thread that runs the function, if `names` has
+            made the name.
+        origin: The node.
+        running: The threads that run a function with this node now.
+    """
+
+    origin: Origin
+
+    def __init__(self, name: str, process_set: int):
+        self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
+        self.thread = ""
+        self.running: list[int] = []  # Operations on lists are atomic.
+
+    @property
+    def group(self) -> Group:
+        """The ranks that take part. Raises InvalidRequestError if the process set has been removed."""
+        return runtime.current().group_of(self.name, self.process_set)
+
+    def belongs_to(self, submit: tf.Operation) -> None:
+        """Note the node, which is a callback."""
+        self.origin = Origin(_place_of(submit), names.is_in_order(self.name))
+        _sites[submit.get_attr("token")] = self
+
+
+_sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictionary()
+
+
+def _place_of(node: tf.Operation) -> Callable[[], str]:
+    """A function that returns where the user's code has made a node of the current graph: file, line and function."""
+    name, graph = node.name, weakref.ref(tf.compat.v1.get_default_graph())
+
+    def place() -> str:
+        found = graph()
+        if found is None:
+            return f"the node {name}"
+        # Read here, as it takes milliseconds, and does not outlive the node.
+        frames = [frame for frame in found.get_operation_by_name(name).traceback if is_users(frame.filename)]
+        return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {name}"
+    return place
+
+
+class _Function(Protocol):
+    """TensorFlow's AtomicFunction."""
+
+    cached_definition: Any
+    _bound_context: Any
+
+
+def _sites_in(function: _Function) -> tuple[CallSite, ...]:
+    """The sites in a function and in all functions that it calls."""
+    found: dict[CallSite, None] = {}
+    todo, seen = [function.cached_definition], {""}
+    while todo:
+        for node in todo.pop().node_def:
+            if "token" in node.attr and (site := _sites.get(node.attr["token"].s)) is not None:
+                found[site] = None
+            for name in _functions_of(node):
+                if name not in seen:
+                    seen.add(name)
+                    with suppress(tf.errors.NotFoundError):  # A function of a dataset that the runtime has made.
+                        todo.append(function._bound_context.get_function_def(name))
+    return tuple(found)
+
+
+def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
+    for value in node.attr.values():
+        yield value.func.name
+        for each in value.list.func:
+            yield each.name
+
+
+def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def observed(function: _Function, *args: tf.Tensor) -> Any:
+        if not _sites or not tf.executing_eagerly():
+            return call(function, *args)
+        known = function.__dict__
+        sites = known.get("_mpistrat_sites")
+        if sites is None:
+            sites = known["_mpistrat_sites"] = _sites_in(function)
+        if not sites:
+            return call(function, *args)
+        _enter(sites)
+        try:
+            return call(function, *args)
+        except BaseException:
+            _end_failed(sites)
+            raise
+        finally:
+            _leave(sites)
+    return observed
+
+
+def _enter(sites: Sequence[CallSite]) -> None:
+    """A call of this thread begins.
+
+    Raises:
+        InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
+    """
+    prefix = names.prefix(is_exclusive=not any(site.is_made and not site.process_set for site in sites))
+    thread = threading.get_ident()
+    for site in sites:
+        site.running.append(thread)
+    for site in sites:
+        if len(site.running) > 1 and any(other != thread for other in site.running):
+            _leave(sites)
+            _refuse(site)
+        if site.is_made:
+            site.thread = prefix
+
+
+def _leave(sites: Sequence[CallSite]) -> None:
+    thread = threading.get_ident()
+    for site in sites:
+        site.running.remove(thread)
+
+
+def _refuse(site: CallSite) -> None:
+    problem = (f"{site.name}: two threads run one tf.function with this collective at the same time, one of them "
+               f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up what they "
+               f"reduce. Give each thread a tf.function of its own. The collective is made by {site.origin.place()}.")
+    # On all ranks: which one of the threads comes first is another one on each.
+    site.group.engine.break_off(problem)
+    raise InvalidRequestError(problem)
+
+
+def _end_failed(sites: Sequence[CallSite]) -> None:
+    """A call of this thread has ended in an error."""
+    by_set: defaultdict[int, list[CallSite]] = defaultdict(list)
+    for site in sites:
+        by_set[site.process_set].append(site)
+    for its in by_set.values():
+        with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
+            its[0].group.engine.end_failed_execution({site.thread + site.name for site in its},
+                                                     {site.origin for site in its})
+
+
+if call_flat is not None:
+    AtomicFunction.call_flat = _observed(call_flat)
