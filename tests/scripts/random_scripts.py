@@ -470,7 +470,7 @@ class Run:
                             for _ in range(2))
         saves, loads = with_all or way.rank == 0, on_all or way.rank == 0
         in_scope = way.scope() if draw.randrange(2) == 0 else contextlib.nullcontext()
-        if how == "model" and (self.script.loop != "fit" or self.local or not loads):
+        if how == "model" and (self.script.loop != "fit" or self.local or not on_all):
             how = "weights"
         saved: Any = None
         with in_scope:
