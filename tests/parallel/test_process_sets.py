@@ -207,6 +207,7 @@ def test_the_numbers_of_optimizers_start_again_with_init(rank: int, size: int) -
             optimizer.apply([tf.fill([2], float(rank))], [weight])
             assert weight.numpy().tolist() == [-sum(ranks) / len(ranks)] * 2
         mpistrat.barrier()
+    assert mpistrat.remove_process_set(process_set)
 
 
 def test_a_function_traced_for_a_removed_set_does_not_run_in_a_later_one(rank: int, size: int) -> None:
