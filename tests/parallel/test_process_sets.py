@@ -197,7 +197,9 @@ def test_the_numbers_of_unnamed_calls_start_again_with_each_set(rank: int, size:
 
 def test_the_numbers_of_optimizers_start_again_with_init(rank: int, size: int) -> None:
     """A rank that has averaged in a set, and is in the set with the same id of the next init, has no more of them."""
-    for ranks in ([0, size - 1], [0, 1])[:size - 1]:  # With three ranks, rank 0 alone is in both.
+    if size < 3:
+        pytest.skip("two sets that have one rank in common, and are not all ranks, need three")
+    for ranks in ([0, size - 1], [0, 1]):
         mpistrat.shutdown()
         mpistrat.init()
         process_set = mpistrat.add_process_set(ranks)
