@@ -20,7 +20,7 @@ from .lists import topology_of
 
 logger = logging.getLogger(__name__)
 
-MANY = 32  # With fewer calls a step saves less than 2 ms.
+MANY = 32  # 400 calls take 25 ms, so fewer than 32 should take less than 2 ms.
 
 _counts: "weakref.WeakKeyDictionary[tf.Graph, Counter[int]]" = weakref.WeakKeyDictionary()
 _hints: list[str] = []  # The functions with a hint; one is enough.
