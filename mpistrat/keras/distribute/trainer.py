@@ -286,7 +286,8 @@ def average_statistics(model: keras.Model) -> None:
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
-    accumulators = accumulators_in(IdentitySet(part for optimizer in (model.optimizer, *optimizers_of(model))
+    own = getattr(model, "optimizer", None)  # A model that is not compiled has none.
+    accumulators = accumulators_in(IdentitySet(part for optimizer in (own, *optimizers_of(model))
                                                for part in parts_of(optimizer)))
     average(running_statistics(model) + accumulators, lambda variables, labels: collectives.all_reduce(
         [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
