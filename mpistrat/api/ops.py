@@ -37,6 +37,7 @@ from ..core.request import (
 from ..core.rows import even_splits, int32_splits
 from ..gpu.arrays import GpuInput
 from . import runtime
+from .group import Group
 from .interop import Tensor, tensors_of
 from .libraries import TensorLike
 from .process_sets import ProcessSet, global_process_set, resolved
@@ -291,45 +292,45 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 def _allreduce(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
                finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    return _submit(name, process_set, tensors_of(arrays), finish, blocking,
+    return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking,
                    lambda specs, device: allreduce_request(name, specs, scaled, device=device))
 
 
 def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: bool = False) -> AsyncResult[Any]:
-    return _submit(name, process_set, tensors_of([array]), _first, blocking,
+    return _submit(resolved(process_set).group(name), name, tensors_of([array]), _first, blocking,
                    lambda specs, device: allgather_request(name, specs, device))
 
 
 def _reducescatter(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
                    finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    return _submit(name, process_set, tensors_of(arrays), finish, blocking,
+    return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking,
                    lambda specs, device: reducescatter_request(name, specs, scaled, device))
 
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
               blocking: bool = False) -> AsyncResult[Any]:
-    size, tensors = resolved(process_set).group(name).topology.size, tensors_of([array])
-    shape, device = tensors[0].array.shape, _device_of(name, [tensors[0].array])
+    group, tensors = resolved(process_set).group(name), tensors_of([array])
+    size, shape, device = group.topology.size, tensors[0].array.shape, _device_of(name, [tensors[0].array])
     counts = even_splits(name, shape[0] if shape else 0, size) if splits is None else splits
     tensors += tensors_of([int32_splits(name, counts)])
-    return _submit(name, process_set, tensors, _first if splits is None else tuple, blocking,
+    return _submit(group, name, tensors, _first if splits is None else tuple, blocking,
                    lambda specs, device: alltoall_request(name, specs, size, device), device)
 
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
                blocking: bool = False) -> AsyncResult[Any]:
-    ranks = resolved(process_set).group(name).topology.job_ranks
-    return _submit(name, process_set, tensors_of([array]), _first, blocking,
-                   lambda specs, device: broadcast_request(name, specs, root_rank, ranks, device=device))
+    group = resolved(process_set).group(name)
+    return _submit(group, name, tensors_of([array]), _first, blocking, lambda specs, device: broadcast_request(
+        name, specs, root_rank, group.topology.job_ranks, device=device))
 
 
-def _submit(name: str, process_set: ProcessSet, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T],
-            blocking: bool, make_request: Callable[[tuple[TensorSpec, ...], str], Request],
+def _submit(group: Group, name: str, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T], blocking: bool,
+            make_request: Callable[[tuple[TensorSpec, ...], str], Request],
             device: str = "") -> AsyncResult[T]:
     """Submit a collective. `device` is that of the tensors if it is not the device of each of them."""
-    engine, arrays = resolved(process_set).group(name).engine, [tensor.array for tensor in tensors]
+    arrays = [tensor.array for tensor in tensors]
     request = make_request(specs_of(arrays), device or _device_of(name, arrays))
-    handle = (engine.run if blocking else engine.submit)(request, arrays)
+    handle = (group.engine.run if blocking else group.engine.submit)(request, arrays)
     return AsyncResult(handle, lambda results: finish([t.restore(r) for t, r in zip(tensors, results, strict=True)]))
 
 
