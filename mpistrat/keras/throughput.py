@@ -151,7 +151,7 @@ class Throughput(Callback):
             logs[f"{speed.unit}_per_second"] = speed.per_second
 
 
-class FitThroughput(Callback):
+class FitThroughput(Throughput):
     """Prints the speed of the whole of fit on the first rank of a process set. Collective; fit adds it.
 
     Args:
@@ -159,26 +159,13 @@ class FitThroughput(Callback):
         process_set: The ranks that take part.
     """
 
-    async_safe = True
-
     def __init__(self, name: str, process_set: ProcessSet):
-        super().__init__()
-        self._name, self._process_set = name, process_set
-
-    def on_train_begin(self, logs: Logs = None) -> None:
-        self._meter, self._work = Meter(self.model), Work(0, 0, 0.0)
-
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self._meter.begin_epoch()
-
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        self._meter.begin_step()
-
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._meter.end_step(batch)
+        super().__init__(process_set)
+        self._name, self._work = name, Work(0, 0, 0.0)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._work += self._meter.end_epoch()
+        if self._meter is not None:
+            self._work += self._meter.end_epoch()
 
     def on_train_end(self, logs: Logs = None) -> None:
         works = array_ops.allgather_object(self._work, self._name, self._process_set)

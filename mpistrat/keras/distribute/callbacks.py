@@ -33,7 +33,7 @@ from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
 from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
 from ..fit_optimizers import optimizers_of
-from ..throughput import FitThroughput, Throughput
+from ..throughput import Throughput
 from .checks import require_same_training
 from .optimizer import slots_of
 from .patches import Function, replaces
@@ -47,7 +47,7 @@ Logs = dict[str, Any] | None
 _ONE_RANK_ONLY = (CSVLogger, TensorBoard)
 _TOGETHER = (ModelCheckpoint, BackupAndRestore)
 # These have a method that runs after a batch, but it ignores the logs or only displays them.
-_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore, Throughput, FitThroughput)
+_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore, Throughput)
 
 
 # -- the list of callbacks --------------------------------------------------------------------------------------------
