@@ -21,6 +21,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip
+from ..tensorflow import _private as tensorflow_private
 from .optimizer_parts import distributed_in
 
 
@@ -86,9 +87,9 @@ def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
 def functions_of(dataset: object) -> Iterator[object]:
     """The functions that a tf.data pipeline calls; for other objects, none."""
     if isinstance(dataset, tf.data.Dataset):
-        for wrapper in dataset._functions():
+        for wrapper in tensorflow_private.functions_of(dataset):
             yield getattr(wrapper, "_func", None)
-        for inside in dataset._inputs():
+        for inside in tensorflow_private.inputs_of(dataset):
             yield from functions_of(inside)
 
 

@@ -203,7 +203,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
                 data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
                 break
         rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-                                   for leaf in _without_none(data_batch)])
+                        for leaf in _without_none(data_batch)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
     with step_state.flags_of(self):
         step_state.set_flag("usual_rows", max(1, int(usual)))
