@@ -661,7 +661,10 @@ def main() -> None:
     size = hvd.size()
     ranks = list(dict.fromkeys([tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]))
     if count:
-        run_all("programs", programs(size, ranks), count, first, Runner(sets_of(ranks)).run)
+        sets = sets_of(ranks)
+        run_all("programs", programs(size, ranks), count, first, Runner(sets).run)
+        for process_set in sets[1:]:  # The nested programs register them again.
+            mpistrat.remove_process_set(process_set)
     if nested:
         run_all("nested programs", nested_programs(size), nested, first, NestedRunner(ranks).run)
 
