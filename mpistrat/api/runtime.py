@@ -19,6 +19,7 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
+from ..elastic import member
 from ..process import abort
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
@@ -104,6 +105,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
+        member.join(os.environ)
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
             if library.is_left_to_init():
