@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from ..core.errors import ElasticError
 from ..process import exit_code
@@ -76,7 +76,7 @@ class Member:
         self._writing = threading.Event()
         self._failure = ""
         self._number = 0
-        self._has_said_end = False
+        self._has_said_end, self._leaves = False, ""
         self._line = _line_to_keeper(job)
         self._line.read(self._take)
         self._welcome = self._ask(kind="hello", rank=rank, pid=os.getpid(), generation=job.generation)
@@ -219,17 +219,18 @@ class Member:
             return
         self._has_said_end = True
         ended = exit_code.final()
-        code, why = ended or ((1, "an exception") if hasattr(sys, "last_value") else (0, ""))
+        code, why = (LEAVE_CODE, self._leaves) if self._leaves else \
+            ended or ((1, "an exception") if hasattr(sys, "last_value") else (0, ""))
         self._line.send(kind="ended", code=code, why=why)
 
-    def leave(self, why: str) -> None:
-        """End this process, so that the supervisor starts the next generation. Does not return. Local."""
-        self.finish()
-        self._has_said_end = True
-        self._line.send(kind="ended", code=LEAVE_CODE, why=why)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(LEAVE_CODE)
+    def leave(self, why: str) -> NoReturn:
+        """End this process by SystemExit, so that the supervisor starts the next generation. All ranks call it.
+
+        mpirun gets exit code 0, with which it does not end the other ranks before they have said that they leave.
+        """
+        logger.info("this rank leaves: %s", why)
+        self._leaves = why
+        sys.exit(0)
 
 
 def _leave_now(why: str) -> None:
