@@ -18,8 +18,7 @@ from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
 from ..tensorflow import names
 from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.gradient_groups import GradientGroups, Groups
-from ..tensorflow.gradients import GradientReducer
+from ..tensorflow.gradients import GradientGroups, GradientOptions, GradientReducer, Groups
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
@@ -273,9 +272,9 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
         passes: How many times as many passes as in the original are accumulated.
     """
     process_set = resolved(its.process_set)
-    reducer = GradientReducer(
-        name, its.compression, its.sparse_as_dense, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
-        process_set, GradientGroups(its.groups, its.num_groups))
+    options = GradientOptions(its.compression, its.sparse_as_dense, GradientGroups(its.groups, its.num_groups))
+    reducer = GradientReducer(name, options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+                              process_set)
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(

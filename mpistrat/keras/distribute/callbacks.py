@@ -35,7 +35,7 @@ from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, 
 from ..fit_optimizers import optimizers_of
 from ..throughput import Throughput
 from .checks import require_same_training
-from .optimizer import slots_of
+from .optimizer import conclude_checks, slots_of
 from .patches import Function, replaces
 from .saving import writes_together
 from .step_state import strategy_of
@@ -84,6 +84,7 @@ def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs 
     if getattr(self, "model", None) is not None:
         average_statistics(self.model)
         _require_same_training(self, f"at the end of epoch {epoch + 1}")
+        conclude_checks(self.model)
     with _errors_shared(self):
         original(self, epoch, logs)
 

@@ -15,6 +15,7 @@ The functions run in a replica, in TensorFlow's thread, unless the docstring say
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -24,9 +25,13 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
+from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
+from ...tensorflow.names import OptimizerName
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
+from ..fit_optimizers import optimizers_of
+from ..optimizer_parts import parts_of
 from . import step_state
 from .checks import require_same_training
 from .patches import Function, replaces
@@ -34,7 +39,40 @@ from .patches import Function, replaces
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
 _HALVES = (tf.float16, tf.bfloat16)
-_SUM = tf.distribute.ReduceOp.SUM
+_OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
+             "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
+
+
+@dataclass
+class OptimizerState:
+    """What an optimizer under a strategy has in its attribute `_mpistrat`.
+
+    Attributes:
+        checks: Of its first reductions.
+        clipped: The gradients of this step that have been reduced, since they are clipped after that.
+        is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
+    """
+
+    checks: FirstSteps
+    clipped: list[Tensor] = field(default_factory=list)
+    is_compared: bool = False
+
+
+def state_of(optimizer: Optimizer) -> OptimizerState:
+    """The state of an optimizer. The first call gives it its name, on all ranks in the same order."""
+    if "_mpistrat" not in vars(optimizer):
+        checks = FirstSteps(OptimizerName(0)(), way_out=_OWN_ROWS)
+        object.__setattr__(optimizer, "_mpistrat", OptimizerState(checks))  # By plain assignment Keras would track it.
+    state: OptimizerState = optimizer._mpistrat
+    return state
+
+
+def conclude_checks(model: keras.Model) -> None:
+    """Let the checks decide, if an epoch ends after two or three steps. Outside of a replica."""
+    for optimizer in (model.optimizer, *optimizers_of(model)):
+        for part in parts_of(optimizer):
+            if isinstance(vars(part).get("_mpistrat"), OptimizerState):
+                state_of(part).checks.conclude()
 
 
 # -- optimizers that were made outside of the scope -------------------------------------------------------------------
@@ -76,14 +114,12 @@ def all_reduce_sum_gradients(original: Function, self: Optimizer,
     pairs = list(grads_and_vars)
     strategy.extended.assigned_in_lockstep(calls_of(self).value)
     present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
-    gradients = [pairs[i][0] for i in present]
-    reduced = getattr(self, "_mpistrat_clipped", None)
-    if reduced is None or len(reduced) != len(gradients) \
-            or any(a is not b for a, b in zip(reduced, gradients, strict=True)):
-        reduced = reduce_gradients(self, gradients, [pairs[i][1] for i in present])
-    object.__setattr__(self, "_mpistrat_clipped", None)
-    for i, gradient in zip(present, reduced, strict=True):
-        pairs[i] = (gradient, pairs[i][1])
+    own = state_of(self)
+    if [id(pairs[i][0]) for i in present] != [id(gradient) for gradient in own.clipped]:
+        reduced = reduce_gradients(self, [pairs[i][0] for i in present], [label_of(pairs[i][1]) for i in present])
+        for i, gradient in zip(present, reduced, strict=True):
+            pairs[i] = (gradient, pairs[i][1])
+    own.clipped = []
     return pairs
 
 
@@ -92,10 +128,10 @@ def clip_gradients(original: Function, self: Optimizer, grads: list[Tensor]) -> 
     clips = any(getattr(self, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
     if not clips or step_state.strategy_here() is None:
         return original(self, grads)
-    clipped = list(original(self, reduce_gradients(self, list(grads), None)))
-    # By plain assignment Keras would track the tensors.
-    object.__setattr__(self, "_mpistrat_clipped", clipped)
-    return clipped
+    grads = list(grads)
+    own = state_of(self)
+    own.clipped = list(original(self, reduce_gradients(self, grads, [f"gradient {i}" for i in range(len(grads))])))
+    return own.clipped
 
 
 @replaces(LossScaleOptimizer, "check_finite",
@@ -107,28 +143,27 @@ def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tenso
     if step_state.state.rows is not None:
         finite = tf.logical_or(finite, step_state.state.rows == 0)  # Gradients without rows do not count.
     not_finite = tf.cast(tf.logical_not(finite), tf.int32)
-    return collectives.all_reduce([not_finite], _SUM, "finite")[0] == 0
+    return collectives.all_reduce([not_finite], tf.distribute.ReduceOp.SUM, "finite")[0] == 0
 
 
-def reduce_gradients(optimizer: Optimizer, gradients: Sequence[Tensor],
-                     variables: Sequence[tf.Variable] | None) -> list[Tensor]:
+def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
     """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
 
     Args:
         optimizer: The optimizer that applies them.
         gradients: Tensors or tf.IndexedSlices; no None.
-        variables: Their variables, for error messages, if known.
+        labels: What users call their variables, for error messages.
     """
-    labels = [label_of(v) for v in variables] if variables is not None else \
-        [f"gradient {i}" for i in range(len(gradients))]
-    strategy = tf.distribute.get_strategy()
-    bucket_bytes = strategy.extended.bucket_bytes()
+    if not gradients:
+        return []
+    strategy, checks = tf.distribute.get_strategy(), state_of(optimizer).checks
     weight = step_state.state.weight
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
-        return collectives.all_reduce(gradients, _SUM, "gradients", labels, bucket_bytes)
+        return strategy.extended.reduce_gradients(gradients, labels, checks, {})
     weighted = tf.cond(weight == 1, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
-    *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"], bucket_bytes)
-    step_state.state.total = total
+    # As an integer, since the wire dtype of compression is for floating-point numbers.
+    *summed, rows = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": step_state.state.rows})
+    total = step_state.state.total = tf.cast(rows, tf.float32) / tf.cast(step_state.flag("usual_rows"), tf.float32)
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
     return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
 
@@ -147,7 +182,7 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
-    object.__setattr__(optimizer, "_mpistrat_compared", True)
+    state_of(optimizer).is_compared = True
     with tf.init_scope():
         if not tf.executing_eagerly():
             return
@@ -197,7 +232,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     strategy = step_state.strategy_here()
     if strategy is not None:
         _belongs_to(self, strategy)
-        if step_state.state.rows is None and not hasattr(self, "_mpistrat_compared"):
+        if step_state.state.rows is None and not state_of(self).is_compared:
             _compare_in_loop(self, trained_by(self) if variables is None else variables)
         # The sum of several steps' gradients has no single number of rows.
         if self.gradient_accumulation_steps and step_state.state.weight is not None:
