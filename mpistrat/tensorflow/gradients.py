@@ -16,7 +16,7 @@ from .bridge.cpu import Observer, as_tf_error, to_array
 from .compression import Compression, Compressor
 from .first_steps import FirstSteps
 from .identity import IdentitySet
-from .lists import reduce_tensors
+from .lists import all_true, number_of, reduce_tensors
 from .types import OptionalGradient, Tensor, Variable
 
 Groups = int | list[list[Variable]] | None
@@ -172,9 +172,7 @@ class GradientReducer:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
             MismatchError: On every rank, when the ranks train different weights.
         """
-        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
-            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
-                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+        self.require_no_strategy()
         results = list(gradients)
         if not self.process_set.has_others():
             return results
@@ -197,6 +195,19 @@ class GradientReducer:
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
+
+    def require_no_strategy(self) -> None:
+        """Raise InvalidRequestError in a replica of MPIStrategy, which reduces gradients too."""
+        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
+            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
+                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+
+    def all_true(self, value: tf.Tensor, purpose: str) -> tf.Tensor:
+        """Whether a boolean scalar is true on every rank of the process set. Collective."""
+        if not self.process_set.has_others():
+            return value
+        number = number_of(self.process_set, self.name)
+        return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
 
     def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
-from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
@@ -114,6 +114,11 @@ class ReduceGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
                             self.may_wait, self.wire_dtype, self.process_set)
+
+
+def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    return tf.cast(reduce_list([tf.cast(value, tf.int32)], name, ScaledOp(Min), process_set=process_set)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,

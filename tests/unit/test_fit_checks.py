@@ -202,11 +202,11 @@ def test_optimizers_are_found_in_public_attributes_in_the_order_of_their_names()
     model._hidden = first
     found = fit_optimizers_of(model)
     assert found is not None
-    assert found.reducers == [second._mpistrat_reducer, third._mpistrat_reducer]
+    assert found.reducers == [second._mpistrat.reducer, third._mpistrat.reducer]
     model.compile(third, "mse")
     found = fit_optimizers_of(model)
     assert found is not None
-    assert found.reducers == [third._mpistrat_reducer, second._mpistrat_reducer]
+    assert found.reducers == [third._mpistrat.reducer, second._mpistrat.reducer]
 
 
 def test_variables_that_are_trained_in_another_process_set_are_not_shared() -> None:

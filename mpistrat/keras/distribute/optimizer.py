@@ -32,9 +32,10 @@ from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
 from ..fit_optimizers import optimizers_of
 from ..optimizer_parts import parts_of
+from ..patches import Function
+from ..patches import replaces_for_strategy as replaces
 from . import step_state
 from .checks import require_same_training
-from .patches import Function, replaces
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
@@ -88,7 +89,8 @@ def _belongs_to(optimizer: Optimizer, strategy: MPIStrategy) -> None:
         set_strategy_of_optimizer(optimizer, strategy)
 
 
-@replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots")
+@replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots",
+          "self._distribution_strategy.extended.colocate_vars_with(")
 def add_variable_from_reference(original: Function, self: Optimizer, reference_variable: keras.Variable | tf.Variable,
                                 *args: object, **kwargs: object) -> keras.Variable:
     variable = getattr(reference_variable, "value", reference_variable)
@@ -105,7 +107,8 @@ def add_variable_from_reference(original: Function, self: Optimizer, reference_v
 
 
 @replaces(Optimizer, "_all_reduce_sum_gradients",
-          "uneven batches would not have the gradient of the global batch, and errors would lack variable names")
+          "uneven batches would not have the gradient of the global batch, and errors would lack variable names",
+          "tf.distribute.ReduceOp.SUM, grads")
 def all_reduce_sum_gradients(original: Function, self: Optimizer,
                              grads_and_vars: GradientsAndVariables) -> GradientsAndVariables:
     strategy = step_state.strategy_here()
@@ -123,7 +126,8 @@ def all_reduce_sum_gradients(original: Function, self: Optimizer,
     return pairs
 
 
-@replaces(Optimizer, "_clip_gradients", "each rank would clip its own gradients, and not their average")
+@replaces(Optimizer, "_clip_gradients", "each rank would clip its own gradients, and not their average",
+          "clip_by_global_norm(grads")
 def clip_gradients(original: Function, self: Optimizer, grads: list[Tensor]) -> list[Tensor]:
     clips = any(getattr(self, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
     if not clips or step_state.strategy_here() is None:
@@ -135,15 +139,14 @@ def clip_gradients(original: Function, self: Optimizer, grads: list[Tensor]) -> 
 
 
 @replaces(LossScaleOptimizer, "check_finite",
-          "a rank with an overflow would skip the step, and the others would wait for its gradients")
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tensor]) -> tf.Tensor:
     finite = original(self, grads)
     if step_state.strategy_here() is None:
         return finite
     if step_state.state.rows is not None:
         finite = tf.logical_or(finite, step_state.state.rows == 0)  # Gradients without rows do not count.
-    not_finite = tf.cast(tf.logical_not(finite), tf.int32)
-    return collectives.all_reduce([not_finite], tf.distribute.ReduceOp.SUM, "finite")[0] == 0
+    return collectives.all_true(finite, "finite")
 
 
 def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
@@ -203,7 +206,7 @@ def slots_of(optimizer: Optimizer) -> Slots | None:
         else None
 
 
-@replaces(Optimizer, "add_variable", "central slots would be on every rank")
+@replaces(Optimizer, "add_variable", "central slots would be on every rank", "variable = backend.Variable(")
 def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> keras.Variable:
     slots = slots_of(self)
     # Every rank scales its own loss and accumulates its own gradients.
@@ -214,17 +217,20 @@ def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any)
         return original(self, *args, **kwargs)
 
 
-@replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have")
-@replaces(Optimizer, "_update_model_variables_moving_average", "likewise")
-@replaces(Optimizer, "_overwrite_model_variables_with_average_value", "likewise")
+@replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have",
+          "self.update_step(grad, var, learning_rate)")
+@replaces(Optimizer, "_update_model_variables_moving_average", "likewise", "average.assign(")
+@replaces(Optimizer, "_overwrite_model_variables_with_average_value", "likewise",
+          "self._model_variables_moving_average")
 @replaces(Optimizer, "save_own_variables",
-          "a file of another rank would have slots without elements, and could not be loaded")
+          "a file of another rank would have slots without elements, and could not be loaded", "variable.numpy()")
 def only_where_slots_are(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     slots = slots_of(self)
     return original(self, *args, **kwargs) if slots is None or slots.are_here else None
 
 
-@replaces(Optimizer, "apply", "only the chief would have the new values")
+@replaces(Optimizer, "apply", "only the chief would have the new values",
+          "self._backend_apply_gradients(grads, trainable_variables)")
 def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient],
           trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
     grads = list(grads)
@@ -260,7 +266,8 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     return result
 
 
-@replaces(Optimizer, "finalize_variable_values", "only the chief's model would end with the averages")
+@replaces(Optimizer, "finalize_variable_values", "only the chief's model would end with the averages",
+          "self._overwrite_model_variables_with_average_value(var_list)")
 def finalize_variable_values(original: Function, self: Optimizer, var_list: Iterable[keras.Variable]) -> None:
     """Called by Keras at the end of training, outside of a replica."""
     original(self, var_list)

@@ -13,7 +13,7 @@ from ...api import runtime
 from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
-from .. import gradients
+from .. import gradients, lists
 from ..bridge.cpu import Observer
 from ..bridge.program_order import complete_in_order
 from ..gradients import GradientOptions
@@ -57,6 +57,13 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     scaled = ScaledOp(Sum if op == tf.distribute.ReduceOp.SUM else Average)
     return _in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
                                                                     bucket_bytes=bucket_bytes))
+
+
+def all_true(value: tf.Tensor, operation: str) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    if runtime.current().topology.size == 1:
+        return value
+    return _in_program_order(operation, lambda name: [lists.all_true(value, name)])[0]
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
