@@ -20,9 +20,10 @@ from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientGroups, GradientOptions, GradientReducer, Groups
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import OptionalGradient, Variable
-from . import fit, patches, whole_files, xla  # noqa: F401  # They register what they replace.
+from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
 from ._private import accumulators_of, calls_of, is_older_than, serialise_as, trained_by
 from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
+from .fit import fit_callbacks  # noqa: F401
 from .old_optimizers import advice
 from .optimizer_parts import distributed_in, parts_of, passes_on
 from .patches import Function, replaces

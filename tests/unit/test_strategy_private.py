@@ -176,7 +176,7 @@ def model_with_layers_in_layers() -> tuple[Any, list[str]]:
 
 
 def names_of_statistics(model: Any) -> list[str]:
-    statistics = importlib.import_module("mpistrat.keras.running_statistics").running_statistics(model)
+    statistics = importlib.import_module("mpistrat.keras.fit.running_statistics").running_statistics(model)
     assert {variable.name for variable in statistics} == {"moving_mean", "moving_variance"}
     return sorted(variable.path.split("/")[-2] for variable in statistics if variable.name == "moving_mean")
 

@@ -32,10 +32,10 @@ from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
 from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
-from ..fit_optimizers import optimizers_of
+from ..fit.fit_optimizers import optimizers_of
+from ..fit.throughput import Throughput
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
-from ..throughput import Throughput
 from .checks import require_same_training
 from .optimizer import conclude_checks, slots_of
 from .saving import writes_together

@@ -30,7 +30,7 @@ from ...tensorflow.gradients import label_of
 from ...tensorflow.names import OptimizerName
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
-from ..fit_optimizers import optimizers_of
+from ..fit.fit_optimizers import optimizers_of
 from ..optimizer_parts import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces

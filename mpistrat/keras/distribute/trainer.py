@@ -33,12 +33,12 @@ from .._private import (
     set_number_of_batches,
 )
 from .._private import trainer as keras_trainer
-from ..fit_optimizers import accumulators_in, optimizers_of
+from ..fit.fit_optimizers import accumulators_in, optimizers_of
+from ..fit.row_counts import rows_of
+from ..fit.running_statistics import average, counters, running_statistics
 from ..optimizer_parts import distributed_in, parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
-from ..row_counts import rows_of
-from ..running_statistics import average, counters, running_statistics
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
 from .step_state import state, strategy_here, strategy_of

@@ -17,19 +17,19 @@ import keras
 import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
-from ..api import runtime
-from ..api.process_sets import global_process_set
-from ..tensorflow.distribute import MPIStrategy
-from ..tensorflow.names import eager
+from ...api import runtime
+from ...api.process_sets import global_process_set
+from ...tensorflow.distribute import MPIStrategy
+from ...tensorflow.names import eager
+from ..input_rows import digest_of_rows, warn_of_own_order
+from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
-from .input_rows import digest_of_rows, warn_of_own_order
-from .patches import Function, replaces
+from .join_epochs import JoinEpochs
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
 from .throughput import FitThroughput
-from .uneven import JoinEpochs
 from .written_once import written_once
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 from keras.optimizers import Optimizer
 
-from ..tensorflow.first_steps import FirstSteps
-from ..tensorflow.gradients import GradientReducer
-from ..tensorflow.identity import IdentitySet
-from ..tensorflow.types import Variable
-from ._private import accumulators_of, calls_of, trained_by
-from .optimizer_parts import distributed_in, optimizers_in, parts_of
+from ...tensorflow.first_steps import FirstSteps
+from ...tensorflow.gradients import GradientReducer
+from ...tensorflow.identity import IdentitySet
+from ...tensorflow.types import Variable
+from .._private import accumulators_of, calls_of, trained_by
+from ..optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
 class FitOptimizers:
