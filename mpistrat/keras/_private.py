@@ -4,9 +4,8 @@ They were run with all versions of Keras that `import mpistrat.keras` accepts, t
 (keras.optimizer checks the hooks that Keras calls while it applies gradients.)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import keras
@@ -22,7 +21,6 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from ..core.errors import MissingDependencyError
 from ..core.install import pip
 from ..tensorflow import _private as tensorflow_private
-from .optimizer_parts import distributed_in
 
 
 def is_older_than(major: int, minor: int) -> bool:
@@ -43,40 +41,10 @@ def serialise_as(subclass: type, original: type) -> None:
             registry[subclass] = registry[original]
 
 
-# The functions that save a model in one file, for all of Keras' public ones.
-SAVING: tuple[tuple[ModuleType, str], ...] = (
-    (saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
-SAVE_BACKUP = "_save_model"  # of BackupAndRestore
-
 
 def saves_epochs(callback: keras.callbacks.BackupAndRestore) -> bool:
     """Whether a BackupAndRestore saves the epoch in a file of its own. That of Keras 3.0 saves the weights alone."""
     return hasattr(callback, _EPOCH_PATH)
-
-
-def agree_on_finite(all_ranks: Callable[[keras.optimizers.Optimizer, tf.Tensor], tf.Tensor]) -> None:
-    """Make LossScaleOptimizer check the gradients of all ranks for overflow, if an optimizer in it is distributed.
-
-    Keras checks the local gradients only, before they are averaged. (Under mixed_float16 compile() wraps every
-    optimizer in a LossScaleOptimizer.) A rank with an overflow would skip the step while the others wait for its
-    gradients.
-
-    Args:
-        all_ranks: Takes a distributed optimizer and a boolean scalar tensor, and returns whether it is true on every
-            rank of the optimizer's process set. Collective.
-    """
-    optimizer = keras.optimizers.LossScaleOptimizer
-    local = optimizer.check_finite
-    if getattr(local, "_mpistrat", False):
-        return
-
-    def check_finite(self: keras.optimizers.LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
-        finite = local(self, grads)
-        inner = distributed_in(self.inner_optimizer)
-        return all_ranks(inner[0], finite) if inner else finite
-
-    check_finite._mpistrat = True  # type: ignore[attr-defined]
-    optimizer.check_finite = check_finite
 
 
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -229,8 +197,8 @@ def require_for_strategy() -> None:
                                      f"({pip(f'keras>={oldest}')}).")
 
 
-__all__ = ["SAVE_BACKUP", "SAVING", "GeneratorDataAdapter", "TFDatasetAdapter", "accumulators_of",
-           "agree_on_finite", "all_layers", "calls_of", "config_without", "create_anew", "decay_exclusions_of",
+__all__ = ["GeneratorDataAdapter", "TFDatasetAdapter", "accumulators_of",
+           "all_layers", "calls_of", "config_without", "create_anew", "decay_exclusions_of",
            "distributed_dataset", "epoch_after_backup", "epoch_of_backup_in", "functions_of", "goes_on_after_backup",
            "is_older_than", "legacy_h5_format", "non_trainable_variables", "objects_given_to", "path_of_checkpoint",
            "paths_of_backup", "require_for_strategy", "saves_epochs", "saving_lib", "serialise_as",

@@ -11,7 +11,7 @@ import keras
 from ..api import runtime
 from ..api.process_sets import ProcessSet
 from ..tensorflow.distribute import MPIStrategy
-from .fit_optimizers import fit_optimizers_of
+from .fit.fit_optimizers import fit_optimizers_of
 from .optimizer_parts import parts_of
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
-from .fit_optimizers import optimizers_of
-from .metric_means import MetricMeans
+from .fit.fit_optimizers import optimizers_of
+from .fit.metric_means import MetricMeans
+from .fit.rates import number
+from .fit.row_counts import RowsOfEpoch
+from .fit.throughput import Throughput
 from .momentum import MomentumCorrection
-from .rates import number
-from .row_counts import RowsOfEpoch
-from .throughput import Throughput
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]

@@ -12,7 +12,6 @@ mpistrat. A copy that Keras makes in this process is distributed again:
 - pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex
 
@@ -23,6 +22,7 @@ from ..api import runtime
 from . import xla
 from ._private import config_without, decay_exclusions_of, objects_given_to
 from .optimizer_parts import distributed_in, parts_of, passes_on
+from .patches import PATCHES, Function, replaces
 
 # Distributes a copy of an optimizer as the original.
 Again = Callable[[Optimizer], Optimizer]
@@ -106,37 +106,27 @@ def again_of(config: Mapping[str, Any]) -> Again | None:
 
 def keep_marks(cls: type[Optimizer]) -> None:
     """Make the from_config of a class distribute what a marked configuration makes. Further calls do nothing."""
-    owner: Any = next(base for base in cls.__mro__ if "from_config" in vars(base))
-    original = vars(owner)["from_config"].__func__
-    if getattr(original, "_mpistrat", False):
-        return
-
-    @functools.wraps(original)
-    def from_config(cls: type[Optimizer], config: dict[str, Any], *args: object, **kwargs: object) -> Optimizer:
-        again = again_of(config)
-        if again is None:
-            return original(cls, config, *args, **kwargs)
-        return again(original(cls, config | {"name": str(config["name"])}, *args, **kwargs))
-
-    from_config._mpistrat = True  # type: ignore[attr-defined]
-    owner.from_config = classmethod(from_config)
-    _keep_marks_of_models()
+    owner = next(base for base in cls.__mro__ if "from_config" in vars(base))
+    if not any(patch.owner is owner and patch.name == "from_config" for patch in PATCHES):
+        replaces(owner, "from_config", "a copy would train alone",
+                 "https://github.com/keras-team/keras/blob/v3.10.0/keras/src/optimizers/base_optimizer.py")(from_config)
 
 
-def _keep_marks_of_models() -> None:
-    """Make pickle and copy distribute the optimizer of a model. Further calls do nothing."""
-    original: Any = keras.Model.__reduce_ex__
-    if getattr(original, "_mpistrat", False):
-        return
+def from_config(original: Function, cls: type[Optimizer], config: dict[str, Any], *args: object,
+                **kwargs: object) -> Optimizer:
+    """Replaces the from_config of a class of optimizers."""
+    again = again_of(config)
+    if again is None:
+        return original(cls, config, *args, **kwargs)
+    return again(original(cls, config | {"name": str(config["name"])}, *args, **kwargs))
 
-    @functools.wraps(original)
-    def __reduce_ex__(self: keras.Model, protocol: SupportsIndex) -> Any:  # noqa: N807
-        how = original(self, protocol)
-        optimizer = getattr(self, "optimizer", None)
-        return distributed_when_loaded(optimizer, how) if distributed_in(optimizer) else how
 
-    __reduce_ex__._mpistrat = True  # type: ignore[attr-defined]
-    keras.Model.__reduce_ex__ = __reduce_ex__
+@replaces(keras.Model, "__reduce_ex__", "pickle and copy would make a model that trains alone",
+          "https://github.com/keras-team/keras/blob/v3.10.0/keras/src/saving/keras_saveable.py")
+def reduce_ex(original: Function, self: keras.Model, protocol: SupportsIndex) -> Any:
+    how = original(self, protocol)
+    optimizer = getattr(self, "optimizer", None)
+    return distributed_when_loaded(optimizer, how) if distributed_in(optimizer) else how
 
 
 def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What fit gets: a digest of rows, to find ranks that train on the same arrays, and the order of a dataset.
 
-Called by fit.py; local.
+Called by fit_callbacks.py; local.
 """
 
 import hashlib

@@ -5,31 +5,28 @@ For users; wrapping is local, and applying gradients is collective.
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import keras
 import tensorflow as tf
-from keras.optimizers import Optimizer
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
-from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
+from ..core.request import Average, ReduceOp, Sum
 from ..tensorflow import names
-from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.gradient_groups import GradientGroups, Groups
-from ..tensorflow.gradients import GradientReducer
+from ..tensorflow.gradients import GradientGroups, GradientOptions, GradientReducer, Groups
 from ..tensorflow.identity import IdentitySet
-from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
-from . import xla
-from ._private import accumulators_of, agree_on_finite, calls_of, is_older_than, serialise_as, trained_by
+from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
+from ._private import accumulators_of, calls_of, is_older_than, serialise_as, trained_by
 from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
-from .fit import wrap_fit
+from .fit import fit_callbacks  # noqa: F401
 from .old_optimizers import advice
 from .optimizer_parts import distributed_in, parts_of, passes_on
-from .whole_files import wrap_saving
+from .patches import Function, replaces
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -62,6 +59,37 @@ class Arguments:
     check_weights: bool
 
 
+@dataclass
+class Distribution:
+    """What a distributed optimizer has in its attribute `_mpistrat`.
+
+    Attributes:
+        class_name: The class of the optimizer.
+        arguments: None: it can be loaded, copied and saved, and does not train.
+        is_copy: Keras has made the optimizer from the original.
+        called: The hooks that Keras has called.
+        accumulating: While accumulated gradients are applied, their variables.
+    """
+
+    class_name: str
+    reducer_or_none: GradientReducer | None = None
+    arguments: Arguments | None = None
+    is_copy: bool = False
+    called: set[str] = field(default_factory=set)
+    accumulating: list[keras.Variable] | None = None
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """What averages the gradients."""
+        if self.reducer_or_none is None:
+            raise InvalidRequestError(
+                f"this {self.class_name} cannot average gradients: it was made by the class of a distributed "
+                "optimizer, or it is a copy that does not know the original's local variables (register_local_var), "
+                "groups of variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
+                f"{self.class_name}(...)) in its place.")
+        return self.reducer_or_none
+
+
 class _Distributed:
     """A mix-in before a Keras optimizer's class: it reduces gradients before Keras uses them.
 
@@ -70,19 +98,11 @@ class _Distributed:
     """
 
     is_distributed = True
-    _mpistrat_arguments: Arguments
-    _mpistrat_accumulating: list[keras.Variable] | None
-    _mpistrat_called: set[str]  # the hooks that Keras has called
-    _mpistrat_is_copy = False  # made by Keras from the original
 
     @functools.cached_property
-    def _mpistrat_reducer(self) -> GradientReducer:
-        """Set by _distribute. Without it the optimizer can be loaded, copied and saved, and does not train."""
-        name = type(self).__name__
-        raise InvalidRequestError(
-            f"this {name} cannot average gradients: it was made by the class of a distributed optimizer, or it is a "
-            "copy that does not know the original's local variables (register_local_var), groups of variables, process "
-            f"set or parts. Write hvd.DistributedOptimizer(keras.optimizers.{name}(...)) in its place.")
+    def _mpistrat(self) -> Distribution:
+        # _distribute sets it in vars(): by plain assignment Keras would track what is in it.
+        return Distribution(type(self).__name__)
 
     def apply(self, grads: Iterable[OptionalGradient],
               trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
@@ -102,7 +122,7 @@ class _Distributed:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return self._mpistrat_apply_accumulated(grads, given, variables)
         if grads:
-            grads = self._mpistrat_reducer.reduce(grads, variables)
+            grads = self._mpistrat.reducer.reduce(grads, variables)
         return super().apply(grads, given)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
@@ -136,14 +156,15 @@ class _Distributed:
             is_in_process: The copy stays in this process; pickle cannot copy a process set.
             is_whole: The copy is not of another optimizer, which has this one and others in it.
         """
-        its: Arguments | None = vars(self).get("_mpistrat_arguments")
+        its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
-            and not self._mpistrat_reducer.has_local and not isinstance(its.groups, list | tuple)
+            and not self._mpistrat.reducer.has_local and not isinstance(its.groups, list | tuple)
         return functools.partial(_distribute_copy, its if is_known else None)
 
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
-        if self._mpistrat_called.issuperset(_HOOKS):
+        self._mpistrat.reducer.require_no_strategy()
+        if self._mpistrat.called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]
         require_hooks(type(self))
         # Keras assigns the gradients of some variables directly, and calls no hook if there are no others.
@@ -153,22 +174,21 @@ class _Distributed:
         if tf.executing_eagerly() and (int(calls_of(self)) + 1) % steps:
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
-        if not expected <= self._mpistrat_called:
+        if not expected <= self._mpistrat.called:
             raise _unknown(f"it has applied gradients with {type(self).__name__} and not called "
-                           f"{', '.join(sorted(expected - self._mpistrat_called))}")
+                           f"{', '.join(sorted(expected - self._mpistrat.called))}")
         return result
 
     def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
                                  trainable_variables: Sequence[keras.Variable]) -> None:
         # Keras calls this from apply. In turn this calls _clip_gradients, only in the branch of the update.
-        self._mpistrat_called.add("_backend_apply_gradients")
-        accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
-        # Not by plain assignment: Keras would track the model's variables in the list as the optimizer's own.
-        object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
+        self._mpistrat.called.add("_backend_apply_gradients")
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._mpistrat.accumulating = list(trainable_variables)
         try:
             return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         finally:
-            self._mpistrat_accumulating = None
+            self._mpistrat.accumulating = None
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
                                   ) -> list[tuple[OptionalGradient, tf.Variable]]:
@@ -179,10 +199,12 @@ class _Distributed:
         return list(grads_and_vars)
 
     def _clip_gradients(self, grads: list[OptionalGradient]) -> list[OptionalGradient]:
-        self._mpistrat_called.add("_clip_gradients")
-        if self._mpistrat_accumulating is not None:
-            grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
-            factor = self._mpistrat_arguments.factor
+        own = self._mpistrat
+        own.called.add("_clip_gradients")
+        if own.accumulating is not None:
+            grads = own.reducer.reduce(grads, own.accumulating)
+            assert own.arguments is not None  # It has a reducer.
+            factor = own.arguments.factor
             if factor != 1.0:
                 grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
         elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -191,7 +213,7 @@ class _Distributed:
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the averaging."""
-        self._mpistrat_reducer.register_local(variable)
+        self._mpistrat.reducer.register_local(variable)
 
 
 def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
@@ -273,24 +295,19 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
         passes: How many times as many passes as in the original are accumulated.
     """
     process_set = resolved(its.process_set)
-    reducer = GradientReducer(
-        name, its.compression, its.sparse_as_dense, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
-        process_set, GradientGroups(its.groups, its.num_groups))
+    options = GradientOptions(its.compression, its.sparse_as_dense, GradientGroups(its.groups, its.num_groups))
+    reducer = GradientReducer(name, options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+                              process_set)
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
-    # By plain assignment Keras would track the set.
-    for attribute, value in {"reducer": reducer, "arguments": its, "accumulating": None, "called": set()}.items():
-        object.__setattr__(distributed, f"_mpistrat_{attribute}", value)
+    vars(distributed)["_mpistrat"] = Distribution(type(distributed).__name__, reducer, its)
     if optimizer.built:
         _take_over(distributed, optimizer, passes)
-    agree_on_finite(_on_all_ranks)
     keep_marks(original_class(type(optimizer)))
-    xla.without_auto()
-    wrap_fit()
-    wrap_saving()
+    patches.apply()
     return distributed
 
 
@@ -306,7 +323,7 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
         copy = copy_of(optimizer, _distributed_class(type(optimizer)))
         if optimizer.built:
             _take_over(copy, optimizer, 1)
-    copy._mpistrat_is_copy = True
+    copy._mpistrat.is_copy = True
     return copy
 
 
@@ -326,7 +343,7 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
-    if distributed_in(optimizer) and not getattr(optimizer, "_mpistrat_is_copy", False):
+    if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
     if op not in (Average, Sum):
         raise InvalidRequestError("op currently only supports Average and Sum. Received: "
@@ -370,11 +387,11 @@ def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
     return _classes[original]
 
 
-def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
-    reducer = optimizer._mpistrat_reducer
-    process_set = reducer.process_set
-    if not process_set.has_others():
-        return finite
-    number = number_of(process_set, reducer.name)
-    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], names.of(f"{reducer.name}/finite", number), ScaledOp(Min),
-                               process_set=number)[0], tf.bool)
+# Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
+@replaces(LossScaleOptimizer, "check_finite",
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
+def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
+    """Keras checks the gradients of this rank only, before they are averaged."""
+    finite = original(self, grads)
+    inside = distributed_in(self.inner_optimizer)
+    return inside[0]._mpistrat.reducer.all_true(finite, "finite") if inside else finite

@@ -50,6 +50,8 @@ _NOTHING = bytes(_DIGEST_BYTES)  # the digest of gradients that are all zero, or
 # Digests of an earlier step are there already, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
 
+SHARD = "x, y = hvd.shard(x, y)"
+
 # The digests of one rank: of its gradients, and then of each variable, if they were read.
 Digests = list[bytes]
 
@@ -80,16 +82,18 @@ class FirstSteps:
         process_set: The ranks that reduce.
         is_of_tapes: There may be several in a step, or a new one in each step. Reductions for other variables are
             looked at on their own.
+        way_out: How each rank gets data of its own, for the warning.
 
     Attributes:
         is_paused: The weights are going to be broadcast, and reductions before that do not count.
         is_done: There is nothing left to check.
     """
 
-    def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False):
+    def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
+                 way_out: str = SHARD):
         self.is_paused = self.is_done = False
         self._purpose, self._name = name, f"check/{name}"
-        self._process_set, self._is_of_tapes = process_set, is_of_tapes
+        self._process_set, self._is_of_tapes, self._way_out = process_set, is_of_tapes, way_out
         self._count = 0  # of the reductions so far
         self._joins: int | None = None  # how often the ranks had joined before the first step
         self._exchanges: list[_Exchange] = []
@@ -209,7 +213,7 @@ class FirstSteps:
             _warn_once("gradients are reduced twice: by a DistributedGradientTape, and then by a DistributedOptimizer. "
                        "Keep one of them: the optimizer that was wrapped applies the gradients of the tape.")
         elif not apart:
-            warn_of_equal_data("their gradients had the same bits in the first steps")
+            warn_of_equal_data("their gradients had the same bits in the first steps", self._way_out)
 
     def _places_that_differ(self) -> list[int]:
         return [place for place in range(len(self._lists)) if place in self._differed
@@ -226,9 +230,9 @@ class FirstSteps:
         return [digests for _, *digests in found] if is_complete else []
 
 
-def warn_of_equal_data(why: str) -> None:
+def warn_of_equal_data(why: str, way_out: str = SHARD) -> None:
     """Warn once in this process that all ranks train on the same data, and say how that is known. Local."""
-    _warn_once(f"all ranks train on the same data: {why}. Give each rank its own rows: x, y = hvd.shard(x, y).")
+    _warn_once(f"all ranks train on the same data: {why}. Give each rank its own rows: {way_out}.")
 
 
 def _warn_once(sentence: str) -> None:

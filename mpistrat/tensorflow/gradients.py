@@ -1,21 +1,109 @@
-"""GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers. Collective."""
+"""Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
+from ..core.tuning import BUCKET_BYTES
 from . import first_steps, names
 from .bridge.cpu import Observer, as_tf_error, to_array
-from .compression import Compressor
+from .compression import Compression, Compressor
 from .first_steps import FirstSteps
-from .gradient_groups import GradientGroups
 from .identity import IdentitySet
-from .lists import reduce_tensors
+from .lists import all_true, number_of, reduce_tensors
 from .types import OptionalGradient, Tensor, Variable
+
+Groups = int | list[list[Variable]] | None
+
+
+class GradientGroups:
+    """Divides lists of gradients into groups.
+
+    Args:
+        groups: A number of groups of about the same number of gradients, in their order; or lists of variables, whose
+            gradients are a group each. The gradients of other variables are one more group. None: all are one group.
+        num_groups: Deprecated form of a number; 0 means None.
+
+    Raises:
+        InvalidRequestError: `groups` is neither None, a positive number nor a list of lists of variables.
+    """
+
+    def __init__(self, groups: Groups = None, num_groups: int = 0):
+        is_valid = (groups is None and num_groups >= 0) or (isinstance(groups, int) and groups > 0) or (
+            isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups))
+        if not is_valid:
+            raise InvalidRequestError("groups should be a non-negative integer or a list of list of variables, and not "
+                                      f"0. Received: groups={groups!r}, num_groups={num_groups!r}")
+        self._count = groups if isinstance(groups, int) else num_groups
+        self._sets = [] if groups is None or isinstance(groups, int) else [IdentitySet(group) for group in groups]
+
+    def divide(self, variables: Sequence[object]) -> list[list[int]]:
+        """The places of the variables in each group that has any, as lists. Local."""
+        places = range(len(variables))
+        if self._sets:
+            numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
+                       for variable in variables]
+            divided = [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
+        else:
+            count = max(min(self._count, len(variables)), 1)
+            divided = [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
+        return [group for group in divided if group]
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are sent.
+
+    Attributes:
+        compression: One of Compression.
+        sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
+        groups: Which gradients are reduced together.
+    """
+
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    groups: GradientGroups = field(default_factory=GradientGroups)
+
+
+def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, options: GradientOptions, *,
+                     variables: Sequence[Variable] = (), labels: Sequence[str] = (), places: Sequence[int] = (),
+                     process_set: int = 0, observer: Observer | None = None, bucket_bytes: int = BUCKET_BYTES,
+                     exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
+    """Return the reduced gradients, and after them the reduced tensors of `exact`. Collective.
+
+    Args:
+        gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
+        name, scaled, labels, places, process_set, bucket_bytes, exact: As in lists.reduce_tensors. `exact` goes with
+            the group that is reduced last.
+        options: How to send the gradients.
+        variables: Those of the gradients, for groups that are lists of variables.
+        observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
+    """
+    results: list[Tensor] = [tf.convert_to_tensor(g) if options.sparse_as_dense else g for g in gradients]
+    if observer is not None and tf.executing_eagerly():
+        _observe_eagerly(observer, results)
+        observer = None
+    places = places or range(len(results))
+    groups = options.groups.divide(variables or places)
+    # The last group first: that is the order in which the backward pass computes gradients.
+    for group, members in reversed(list(enumerate(groups))):
+        reduced = reduce_tensors(
+            [results[i] for i in members], name if len(groups) == 1 else f"{name}/group{group}", scaled,
+            compression=options.compression, labels=[labels[i] for i in members] if labels else (),
+            places=[places[i] for i in members], process_set=process_set, observer=observer,
+            bucket_bytes=bucket_bytes, exact={} if group else exact)
+        observer = None  # It is called once in each step.
+        for i, gradient in zip(members, reduced, strict=False):
+            results[i] = gradient
+        if group == 0:
+            results += reduced[len(members):]
+    return results
 
 
 class GradientReducer:
@@ -23,14 +111,12 @@ class GradientReducer:
 
     Args:
         optimizer: The name of the optimizer whose gradients are reduced; None: those of a tape are.
-        compression: One of Compression.
-        sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
+        options: How they are sent.
         op: Average or Sum.
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
         process_set: The ranks that take part. On other ranks gradients do not change.
-        groups: Which gradients are reduced together; None: all.
 
     Attributes:
         changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
@@ -40,11 +126,10 @@ class GradientReducer:
     changes_early = False
     checks_weights = True
 
-    def __init__(self, optimizer: names.OptimizerName | None, compression: type[Compressor], sparse_as_dense: bool,
-                 op: ReduceOp, gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
-                 process_set: ProcessSet = global_process_set, groups: GradientGroups | None = None):
+    def __init__(self, optimizer: names.OptimizerName | None, options: GradientOptions, op: ReduceOp,
+                 gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
+                 process_set: ProcessSet = global_process_set):
         op = resolve_op(op, None)
-        self._groups = groups or GradientGroups()
         self.process_set = resolved(process_set)
         if gradient_predivide_factor != 1.0 and op is not Average:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
@@ -52,8 +137,8 @@ class GradientReducer:
             raise InvalidRequestError(f"gradient_predivide_factor must be positive. Received: "
                                       f"{gradient_predivide_factor}")
         self.optimizer = optimizer
-        self._compression, self._sparse_as_dense, self._op = compression, sparse_as_dense, op
-        self._predivide = gradient_predivide_factor
+        self._options = options
+        self._scaled = ScaledOp(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
         self._scale_local = scale_local_gradients
         self._local: IdentitySet[Variable] = IdentitySet()
 
@@ -87,9 +172,7 @@ class GradientReducer:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
             MismatchError: On every rank, when the ranks train different weights.
         """
-        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
-            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
-                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+        self.require_no_strategy()
         results = list(gradients)
         if not self.process_set.has_others():
             return results
@@ -102,27 +185,29 @@ class GradientReducer:
             if variable in self._local:
                 results[i] = self._local_gradient(gradient, size)
                 continue
-            if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
-                results[i] = tf.convert_to_tensor(gradient)
             shared.append(i)
         trained = [variables[i] for i in shared]
         observer = self._observer(purpose, number, trained)
-        if observer is not None and tf.executing_eagerly():
-            _observe_eagerly(observer, [results[i] for i in shared])
-            observer = None
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        groups = self._groups.divide(trained)
-        # The last first: that is the order in which the backward pass computes them.
-        for group, members in reversed(list(enumerate(groups))):
-            places = [shared[member] for member in members]
-            reduced = reduce_tensors(
-                [results[i] for i in places], name if len(groups) == 1 else f"{name}/group{group}",
-                ScaledOp(self._op, 1.0 / self._predivide, self._predivide), compression=self._compression,
-                labels=[label_of(variables[i]) for i in places], places=places, process_set=number, observer=observer)
-            observer = None  # It is called once in each step.
-            for i, gradient in zip(places, reduced, strict=True):
-                results[i] = gradient
+        reduced = reduce_gradients([results[i] for i in shared], name, self._scaled, self._options, variables=trained,
+                                   labels=[label_of(v) for v in trained], places=shared, process_set=number,
+                                   observer=observer)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
         return results
+
+    def require_no_strategy(self) -> None:
+        """Raise InvalidRequestError in a replica of MPIStrategy, which reduces gradients too."""
+        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
+            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
+                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+
+    def all_true(self, value: tf.Tensor, purpose: str) -> tf.Tensor:
+        """Whether a boolean scalar is true on every rank of the process set. Collective."""
+        if not self.process_set.has_others():
+            return value
+        number = number_of(self.process_set, self.name)
+        return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
 
     def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""

@@ -4,16 +4,17 @@ Process sets are ids here, see Request. All functions are collective unless thei
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import tensorflow as tf
 
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
-from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
@@ -47,8 +48,11 @@ def topology_of(process_set: int) -> Topology:
 def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
                    compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
                    places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
-                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None) -> list[Tensor]:
+                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None,
+                   exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
+
+    Returns the reduced tensors, and after them those of `exact`.
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
@@ -61,6 +65,7 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         process_set: The id of the process set.
         may_wait, bucket_bytes: As in buckets.reduce_list.
         observer: In a graph, called with the arrays of the first collective before they are submitted.
+        exact: Dense tensors by their labels, which are reduced with the others and not compressed.
     """
     places = places or range(len(tensors))
     results, dense = list(tensors), []
@@ -71,11 +76,13 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         else:
             dense.append(i)
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
-    reduced = reduce_dense(compressed.tensors, name, scaled, [labels[i] for i in dense] if labels else (), may_wait,
-                           compressed.wire_dtype, process_set, [places[i] for i in dense], bucket_bytes, observer)
-    for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
+    after = range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
+    reduced = reduce_dense([*compressed.tensors, *exact.values()], name, scaled,
+                           [*(labels[i] for i in dense), *exact] if labels else (), may_wait, compressed.wire_dtype,
+                           process_set, [*(places[i] for i in dense), *after], bucket_bytes, observer)
+    for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
-    return results
+    return [*results, *reduced[len(dense):]]
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
@@ -107,6 +114,11 @@ class ReduceGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
                             self.may_wait, self.wire_dtype, self.process_set)
+
+
+def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    return tf.cast(reduce_list([tf.cast(value, tf.int32)], name, ScaledOp(Min), process_set=process_set)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,

@@ -1,6 +1,7 @@
 """MPIStrategy alone: what it imports of TensorFlow and Keras is there, and a lone rank trains as without it."""
 
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -32,23 +33,36 @@ def keras_integration() -> ModuleType:
     pytest.importorskip("keras")
     integration = importlib.import_module("mpistrat.keras.distribute")
     integration.undo()
-    importlib.import_module("mpistrat.keras.whole_files").wrap_saving()  # It stays.
+    importlib.import_module("mpistrat.keras.patches").apply()  # Those that are not for strategies stay.
     return integration
 
 
 def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     integration = keras_integration()
-    originals = [getattr(patch.owner, patch.name) for patch in integration.PATCHES]
-    own = [patch.name in vars(patch.owner) for patch in integration.PATCHES]
+    patches = [patch for patch in integration.PATCHES if patch.is_for_strategy]
+    originals = [getattr(patch.owner, patch.name) for patch in patches]
+    own = [patch.name in vars(patch.owner) for patch in patches]
     integration.apply()
     integration.apply()
-    assert all(getattr(patch.owner, patch.name) is not original
-               for patch, original in zip(integration.PATCHES, originals))
+    assert all(getattr(patch.owner, patch.name) is not original for patch, original in zip(patches, originals))
     integration.undo()
-    assert [getattr(patch.owner, patch.name) for patch in integration.PATCHES] == originals
-    assert [patch.name in vars(patch.owner) for patch in integration.PATCHES] == own
+    assert [getattr(patch.owner, patch.name) for patch in patches] == originals
+    assert [patch.name in vars(patch.owner) for patch in patches] == own
     assert all(patch.reason for patch in integration.PATCHES)
-    assert len({(patch.owner, patch.name) for patch in integration.PATCHES}) == len(integration.PATCHES)
+    assert len({(patch.owner, patch.name) for patch in patches}) == len(patches)
+
+
+def test_the_newest_keras_still_has_the_lines_that_make_the_patches_needed() -> None:
+    keras = pytest.importorskip("keras")
+    if not keras.__version__.startswith("3.15."):
+        pytest.skip("the lines are those of Keras 3.15")
+    for patch in keras_integration().PATCHES:
+        if patch.upstream.startswith("https://"):
+            continue
+        original = inspect.unwrap(getattr(patch.owner, patch.name))
+        place = f"{original.__module__}.{original.__qualname__}"
+        assert place.startswith("keras.src."), f"{place} is replaced twice, or is none of Keras' functions"
+        assert patch.upstream in inspect.getsource(original), f"{place} has changed; is its replacement still needed?"
 
 
 @pytest.mark.parametrize("is_dataset", [False, True])
@@ -162,7 +176,7 @@ def model_with_layers_in_layers() -> tuple[Any, list[str]]:
 
 
 def names_of_statistics(model: Any) -> list[str]:
-    statistics = importlib.import_module("mpistrat.keras.running_statistics").running_statistics(model)
+    statistics = importlib.import_module("mpistrat.keras.fit.running_statistics").running_statistics(model)
     assert {variable.name for variable in statistics} == {"moving_mean", "moving_variance"}
     return sorted(variable.path.split("/")[-2] for variable in statistics if variable.name == "moving_mean")
 

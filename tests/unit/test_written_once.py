@@ -13,7 +13,7 @@ keras = pytest.importorskip("keras")
 
 from mpistrat.keras import DistributedOptimizer  # noqa: E402
 from mpistrat.keras._private import saves_epochs  # noqa: E402
-from mpistrat.keras.written_once import Entry, Role, role_of  # noqa: E402
+from mpistrat.keras.fit.written_once import Entry, Role, role_of  # noqa: E402
 
 ALONE, LEADS, FOLLOWS, IDLE = Role(True, False), Role(True, True), Role(False, True), Role(False, False)
 LOG, OWN_LOG, OTHER = Entry("CSVLogger", "/log.csv"), Entry("CSVLogger", "/1.csv"), Entry("script.Own")

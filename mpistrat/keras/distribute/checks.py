@@ -13,9 +13,9 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import MismatchError
 from ...tensorflow.names import eager
-from ..equal_weights import require_equal_weights
+from ..fit.equal_weights import require_equal_weights
+from ..fit.rates import different_rate, rates_of
 from ..optimizer_parts import parts_of
-from ..rates import different_rate, rates_of
 
 _CAUSES = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights on "
            "all ranks), and a callback or a learning rate on some ranks only.")

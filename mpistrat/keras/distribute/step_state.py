@@ -18,7 +18,7 @@ import tensorflow as tf
 from ...tensorflow.bridge.differentiable import loss_weighted
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.distribute import MPIStrategy, collectives
-from ..row_counts import rows_of
+from ..fit.row_counts import rows_of
 
 T = TypeVar("T")
 

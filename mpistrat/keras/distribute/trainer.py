@@ -33,13 +33,14 @@ from .._private import (
     set_number_of_batches,
 )
 from .._private import trainer as keras_trainer
-from ..fit_optimizers import accumulators_in, optimizers_of
+from ..fit.fit_optimizers import accumulators_in, optimizers_of
+from ..fit.row_counts import rows_of
+from ..fit.running_statistics import average, counters, running_statistics
 from ..optimizer_parts import distributed_in, parts_of
-from ..row_counts import rows_of
-from ..running_statistics import average, counters, running_statistics
+from ..patches import Function
+from ..patches import replaces_for_strategy as replaces
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
-from .patches import Function, replaces
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ Trainer = keras_trainer.TensorFlowTrainer
 # -- what is made outside of the scope of a model ---------------------------------------------------------------------
 
 
-@replaces(keras_trainer.base_trainer.Trainer, "compile", "optimizer and metrics would not be the strategy's")
+@replaces(keras_trainer.base_trainer.Trainer, "compile", "optimizer and metrics would not be the strategy's",
+          "optimizers.get(optimizer)")
 def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
     strategy = strategy_of(self)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
@@ -69,7 +71,8 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
 
 
 @replaces(Trainer, "_make_function",
-          "the number of rows would not be known, and no warning would name a model that is not synchronised")
+          "the number of rows would not be known, and no warning would name a model that is not synchronised",
+          "self.distribute_strategy.run(step_function")
 def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
     if strategy_of(self) is None:
         if step_function == self.train_step:
@@ -123,7 +126,8 @@ def _warn_of_model_outside(model: keras.Model) -> None:
 
 
 @replaces(keras_trainer, "reduce_per_replica",
-          "every log would be a collective of its own in every step (keras#20585)")
+          "every log would be a collective of its own in every step (keras#20585)",
+          'strategy.reduce("MEAN", v, axis=0)')
 def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
                        reduction: str) -> Structure:
     if isinstance(strategy, MPIStrategy) and strategy.num_replicas_in_sync > 1 and reduction in ("auto", "mean"):
@@ -146,7 +150,8 @@ def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
 
 
 @replaces(keras_trainer.loss_module, "scale_loss_for_distribution",
-          "a mean of losses that a step of the user's keeps would be divided by the number of ranks")
+          "a mean of losses that a step of the user's keeps would be divided by the number of ranks",
+          "1.0 / num_replicas")
 def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
     loss = original(value)
     if state.weight is not None and loss is not value:
@@ -154,7 +159,7 @@ def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
     return loss
 
 
-@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses")
+@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses", "ops.sum(losses)")
 def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
     loss = original(self, *args, **kwargs)
     if state.weight is not None and strategy_here() is not None:
@@ -162,7 +167,8 @@ def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs:
     return loss
 
 
-@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows")
+@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows",
+          "num_samples = 1")
 def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
                 sample_weight: TensorLike | None = None) -> object:
     values = step_state.unscaled(values)
@@ -174,7 +180,7 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
 
 
 @replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
-          "a metric among other logs of a step of the user's would be the mean of those of the ranks")
+          "a metric among other logs of a step of the user's would be the mean of those of the ranks", "return logs")
 def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> object:
     found = original(self, logs)
     if strategy_of(self) is None or found is not logs or not isinstance(logs, dict):
@@ -187,7 +193,8 @@ def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> obje
 
 
 @replaces(Trainer, "_maybe_symbolic_build",
-          "the first batch would be reduced over the ranks, with strings and different numbers of rows")
+          "the first batch would be reduced over the ranks, with strings and different numbers of rows",
+          "self.distribute_strategy.reduce(")
 def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_trainer.TFEpochIterator | None = None,
                          data_batch: object = None) -> None:
     strategy = strategy_of(self)
@@ -237,7 +244,8 @@ def _without_none(data: object) -> list[Any]:
             and not isinstance(leaf, tf.experimental.Optional)]
 
 
-@replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order")
+@replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
+          "experimental_distribute_dataset(")
 def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
                    distribute_strategy: tf.distribute.Strategy | None = None, *args: Any, **kwargs: Any) -> None:
     is_shared = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
@@ -246,7 +254,8 @@ def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
     _set_steps(self)
 
 
-@replaces(keras_trainer.TFEpochIterator, "reset", "fit would stop after the number of batches before they are split")
+@replaces(keras_trainer.TFEpochIterator, "reset", "fit would stop after the number of batches before they are split",
+          "self._num_batches = self.data_adapter.num_batches")
 def reset_epoch(original: Function, self: keras_trainer.TFEpochIterator) -> None:
     original(self)
     _set_steps(self)
@@ -258,7 +267,7 @@ def _set_steps(iterator: keras_trainer.TFEpochIterator) -> None:
         set_number_of_batches(iterator, dataset.mpistrat_steps)
 
 
-@replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units")
+@replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units", "self.state.assign(")
 def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
     seed = original(self, ordered)
     strategy = strategy_here()
@@ -271,8 +280,9 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 # -- running statistics -----------------------------------------------------------------------------------------------
 
 
-@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics")
-@replaces(Trainer, "predict", "likewise")
+@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
+          "self.make_test_function()")
+@replaces(Trainer, "predict", "likewise", "self.make_predict_function()")
 def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> object:
     average_statistics(self)
     return original(self, *args, **kwargs)
@@ -295,7 +305,8 @@ def average_statistics(model: keras.Model) -> None:
         [strategy.extended.local(v.value) for v in variables], names.eager("strategy/counters"), ScaledOp(Max), labels))
 
 
-@replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both")
+@replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both",
+          "self.assign(self + value)")
 def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> object:
     if self.aggregation != "sum" or strategy_here() is None or not isinstance(self.value, RankMirroredVariable):
         return original(self, value)

@@ -4,7 +4,7 @@ TensorFlow's own class for several processes runs each replica in its own thread
 branches and loops. One replica per process needs no thread, and `merge_call` is a plain call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -21,6 +21,8 @@ from .._private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from ..first_steps import FirstSteps
+from ..gradients import GradientOptions
 from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
@@ -42,6 +44,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         cluster_resolver: The value of `strategy.cluster_resolver`.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
         central: Whether the chief alone has the optimizers' slots.
+        gradient_options: How gradients are sent.
     """
 
     # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
@@ -53,9 +56,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
                  cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, random_per_rank: bool,
-                 central: bool):
+                 central: bool, gradient_options: GradientOptions):
         super().__init__(strategy)
-        self._options = options
+        self._options, self._gradient_options = options, gradient_options
         self._device, self._cluster_resolver, self.random_per_rank = device, cluster_resolver, random_per_rank
         topology = runtime.current().topology
         self._rank, self._size = topology.rank, topology.size
@@ -138,7 +141,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Structure,
                                 options: CommunicationOptions | None = None) -> Structure:
         return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), reduce_op_of(reduce_op),
-                                                                      bucket_bytes=self.bucket_bytes(options)))
+                                                                      bucket_bytes=self._bucket_bytes(options)))
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Structure, destinations: object,
                    options: CommunicationOptions | None) -> Structure:
@@ -148,7 +151,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
                          options: CommunicationOptions | None) -> list[Tensor]:
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
+    def _bucket_bytes(self, options: CommunicationOptions | None) -> int:
         """The size of the buckets of a call; `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
@@ -162,10 +165,23 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         results = [self.local(value) for value in values]
         sent = [i for i, is_equal in enumerate(equal) if not is_equal]
         reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
-                                         bucket_bytes=self.bucket_bytes(options))
+                                         bucket_bytes=self._bucket_bytes(options))
         for i, result in zip(sent, reduced, strict=True):
             results[i] = result
         return results
+
+    def reduce_gradients(self, gradients: Sequence[Tensor], labels: Sequence[str], checks: FirstSteps,
+                         exact: Mapping[str, tf.Tensor]) -> list[Tensor]:
+        """The sums of an optimizer's gradients over the ranks, and then those of `exact`. Collective.
+
+        Args:
+            gradients: Tensors or tf.IndexedSlices, at least one.
+            labels: Users' names of their variables, for error messages.
+            checks: Those of the optimizer. They do not read the weights, which Keras' part compares before.
+            exact: Tensors by their labels, which are not compressed.
+        """
+        return collectives.reduce_gradients(gradients, labels, self._gradient_options, bucket_bytes(self._options),
+                                            checks.observer((), (), may_read=False), exact)
 
     def local(self, value: Any) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""

@@ -12,9 +12,9 @@ from typing import Any
 import keras
 from keras.callbacks import Callback
 
-from ..api import ops as array_ops
-from ..api.process_sets import ProcessSet, global_process_set, resolved
-from ..tensorflow.names import eager
+from ...api import ops as array_ops
+from ...api.process_sets import ProcessSet, global_process_set, resolved
+from ...tensorflow.names import eager
 from .row_counts import UNKNOWN, RowCount
 
 Logs = dict[str, Any] | None

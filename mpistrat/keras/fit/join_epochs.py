@@ -1,6 +1,6 @@
 """JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others.
 
-They wait in join(), which negotiation/joined.py describes. `fit.own_callbacks` adds the callback for an optimizer with
+They wait in join(), which negotiation/joined.py describes. `own_callbacks` adds the callback for an optimizer with
 uneven="join". It runs in the thread that called fit.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from ..api import ops as array_ops
-from ..tensorflow.ops import broadcast_variables
-from .callbacks import LearningRateScheduleCallback
+from ...api import ops as array_ops
+from ...tensorflow.ops import broadcast_variables
+from ..callbacks import LearningRateScheduleCallback
 from .fit_optimizers import FitOptimizers
 
 

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..core.topology import describe_by_rank
-from ._private import all_layers, functions_of
+from ...core.topology import describe_by_rank
+from .._private import all_layers, functions_of
 from .rates import are_equal
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)

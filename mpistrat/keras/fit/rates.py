@@ -11,9 +11,9 @@ import keras
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
-from ..core.topology import describe_by_rank
-from ._private import objects_given_to
-from .optimizer_parts import passes_on
+from ...core.topology import describe_by_rank
+from .._private import objects_given_to
+from ..optimizer_parts import passes_on
 
 # A schedule is computed on each rank, and processors may round differently.
 _RELATIVE = 1e-5

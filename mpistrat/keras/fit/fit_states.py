@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau
 
-from ..core.topology import describe_by_rank, rank_list
+from ...core.topology import describe_by_rank, rank_list
+from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from .adapted import Adapted
-from .callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from .rates import different_rate
 from .save_schedules import SaveSchedule
 

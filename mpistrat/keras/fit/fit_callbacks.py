@@ -8,9 +8,7 @@ their own, maybe on one rank. So are evaluate and predict, which may run on one 
 first optimizer is wrapped, and when the first MPIStrategy is made.
 """
 
-import functools
 import inspect
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,49 +17,35 @@ import keras
 import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
-from ..api import runtime
-from ..api.process_sets import global_process_set
-from ..tensorflow.distribute import MPIStrategy
-from ..tensorflow.names import eager
+from ...api import runtime
+from ...api.process_sets import global_process_set
+from ...tensorflow.distribute import MPIStrategy
+from ...tensorflow.names import eager
+from ..input_rows import digest_of_rows, warn_of_own_order
+from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
-from .input_rows import digest_of_rows, warn_of_own_order
+from .join_epochs import JoinEpochs
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
 from .throughput import FitThroughput
-from .uneven import JoinEpochs
 from .written_once import written_once
 
-logger = logging.getLogger(__name__)
 
-
-def wrap_fit() -> None:
-    """Make fit of all models add the callbacks of `own_callbacks`. Further calls do nothing."""
-    original = keras.Model.fit
-    if getattr(original, "_mpistrat", False):
-        return
-    signature = inspect.signature(original)
-    if "callbacks" not in signature.parameters:
-        logger.warning("Model.fit of Keras %s has no argument callbacks: fit does not check that the ranks train "
-                       "alike, and does not average running statistics.", keras.__version__)
-        return
-
-    @functools.wraps(original)
-    def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        optimizers = fit_optimizers_of(self)
-        is_strategys = isinstance(self.distribute_strategy, MPIStrategy)
-        process_set = optimizers.process_set if optimizers is not None else global_process_set
-        if (optimizers is None and not is_strategys) or not process_set.has_others():
-            return original(self, *args, **kwargs)
-        call = signature.bind(self, *args, **kwargs)
-        inputs = [call.arguments.get("x"), call.arguments.get("y")]
-        with _extended(call.arguments.get("callbacks"), self, optimizers, inputs) as callbacks:
-            call.arguments["callbacks"] = callbacks
-            return original(*call.args, **call.kwargs)
-
-    fit._mpistrat = True  # type: ignore[attr-defined]
-    keras.Model.fit = fit
+@replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
+          "callbacks.on_train_begin()")
+def fit(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    optimizers = fit_optimizers_of(self)
+    is_strategys = isinstance(self.distribute_strategy, MPIStrategy)
+    process_set = optimizers.process_set if optimizers is not None else global_process_set
+    if (optimizers is None and not is_strategys) or not process_set.has_others():
+        return original(self, *args, **kwargs)
+    call = inspect.signature(original).bind(self, *args, **kwargs)
+    inputs = [call.arguments.get("x"), call.arguments.get("y")]
+    with _extended(call.arguments.get("callbacks"), self, optimizers, inputs) as callbacks:
+        call.arguments["callbacks"] = callbacks
+        return original(*call.args, **call.kwargs)
 
 
 def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:

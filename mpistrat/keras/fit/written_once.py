@@ -7,7 +7,7 @@ their common callbacks in the same order. Where they have not, waiting could be 
 next epoch begins.
 
 Only Keras' own classes are run by one rank. A class that is derived from them may call collectives, so it runs on all
-ranks; whole_files.py keeps their models whole. `role_of` is pure. Called by fit.py, in the thread of fit.
+ranks; whole_files.py keeps their models whole. `role_of` is pure. Called by fit_callbacks.py, in the thread of fit.
 """
 
 import os
@@ -19,11 +19,11 @@ import keras
 import tensorflow as tf
 from keras.callbacks import BackupAndRestore, Callback, CSVLogger, ModelCheckpoint, TensorBoard
 
-from ..api import ops as array_ops
-from ..core.errors import MismatchError
-from ..tensorflow.distribute import files
-from ._private import epoch_after_backup, goes_on_after_backup, set_epoch_after_backup
-from .callbacks import Logs, broadcast_state
+from ...api import ops as array_ops
+from ...core.errors import MismatchError
+from ...tensorflow.distribute import files
+from .._private import epoch_after_backup, goes_on_after_backup, set_epoch_after_backup
+from ..callbacks import Logs, broadcast_state
 from .fit_optimizers import FitOptimizers, optimizers_of
 
 # The classes, and the attribute that has the path of the files.

@@ -15,12 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..core.request import Average, Max, ReduceOp, ScaledOp, Sum
-from ..tensorflow.bridge.buckets import reduce_list
-from ..tensorflow.gradients import label_of
-from ..tensorflow.identity import IdentitySet
-from ..tensorflow.lists import number_of
-from ._private import non_trainable_variables
+from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
+from ...tensorflow.bridge.buckets import reduce_list
+from ...tensorflow.gradients import label_of
+from ...tensorflow.identity import IdentitySet
+from ...tensorflow.lists import number_of
+from .._private import non_trainable_variables
 from .fit_optimizers import FitOptimizers
 
 # Takes variables and their labels, and returns the ranks' mean of each. Collective.

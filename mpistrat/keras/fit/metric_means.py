@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..api import ops as array_ops
-from ..api.process_sets import ProcessSet
-from ..core.topology import rank_list
+from ...api import ops as array_ops
+from ...api.process_sets import ProcessSet
+from ...core.topology import rank_list
 from .row_counts import weighted_means
 
 logger = logging.getLogger(__name__)

@@ -15,15 +15,15 @@ from typing import Any
 import keras
 from keras.callbacks import Callback, TerminateOnNaN
 
-from ..api import ops as array_ops
-from ..core.errors import CollectiveError, MismatchError
-from ..core.topology import rank_list
-from ..tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
-from ..tensorflow.gradients import label_of
-from ..tensorflow.identity import IdentitySet
-from ._private import all_layers, non_trainable_variables
+from ...api import ops as array_ops
+from ...core.errors import CollectiveError, MismatchError
+from ...core.topology import rank_list
+from ...tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
+from ...tensorflow.gradients import label_of
+from ...tensorflow.identity import IdentitySet
+from .._private import all_layers, non_trainable_variables
+from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
-from .callbacks import BroadcastGlobalVariablesCallback, Logs
 from .equal_weights import require_equal_weights
 from .fit_optimizers import FitOptimizers
 from .fit_states import (
@@ -40,10 +40,10 @@ from .fit_states import (
     setters,
     setters_on_some,
 )
+from .join_epochs import use_longest_epoch
 from .metric_means import MetricMeans
 from .rates import rates_of
 from .save_schedules import AverageBeforeSaves, schedules_of
-from .uneven import use_longest_epoch
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 from keras.optimizers import Optimizer
 
-from ..tensorflow.first_steps import FirstSteps
-from ..tensorflow.gradients import GradientReducer
-from ..tensorflow.identity import IdentitySet
-from ..tensorflow.types import Variable
-from ._private import accumulators_of, calls_of, trained_by
-from .optimizer_parts import distributed_in, optimizers_in, parts_of
+from ...tensorflow.first_steps import FirstSteps
+from ...tensorflow.gradients import GradientReducer
+from ...tensorflow.identity import IdentitySet
+from ...tensorflow.types import Variable
+from .._private import accumulators_of, calls_of, trained_by
+from ..optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
 class FitOptimizers:
@@ -35,15 +35,15 @@ class FitOptimizers:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], wholes: Iterable[Optimizer]):
-        first: GradientReducer = optimizers[0]._mpistrat_reducer
+        first: GradientReducer = optimizers[0]._mpistrat.reducer
         self.name, self.process_set = first.name, first.process_set
         number = self.process_set.process_set_id
-        self._optimizers = [o for o in optimizers if o._mpistrat_reducer.process_set.process_set_id == number]
+        self._optimizers = [o for o in optimizers if o._mpistrat.reducer.process_set.process_set_id == number]
         self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
         self._wholes = list(wholes)
-        self.reducers: list[GradientReducer] = [o._mpistrat_reducer for o in self._optimizers]
-        self.averages_statistics = all(o._mpistrat_arguments.average_statistics for o in self._optimizers)
-        self.joins = any(o._mpistrat_arguments.uneven == "join" for o in self._optimizers)
+        self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]
+        self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
+        self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
         self.accumulates = any(o.gradient_accumulation_steps for o in self._optimizers)
 
     @property
@@ -132,5 +132,5 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
 
 def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
     """Distributed optimizers in the order in which they were made: that of attributes may differ among the ranks."""
-    found = {o._mpistrat_reducer.optimizer.place: o for o in optimizers}
+    found = {o._mpistrat.reducer.optimizer.place: o for o in optimizers}
     return dict(sorted(found.items()))

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from ..api import ops as array_ops
-from ..api.process_sets import ProcessSet, global_process_set
-from ..core.errors import MismatchError
-from ..core.request import Max, Min
-from ..core.topology import describe_by_rank
-from ..tensorflow.bridge.cpu import to_array
-from ..tensorflow.bridge.own_executor import SynchronousExecution
-from ..tensorflow.first_steps import describe_differing, differing
-from ..tensorflow.gradients import label_of
-from ..tensorflow.types import Variable
+from ...api import ops as array_ops
+from ...api.process_sets import ProcessSet, global_process_set
+from ...core.errors import MismatchError
+from ...core.request import Max, Min
+from ...core.topology import describe_by_rank
+from ...tensorflow.bridge.cpu import to_array
+from ...tensorflow.bridge.own_executor import SynchronousExecution
+from ...tensorflow.first_steps import describe_differing, differing
+from ...tensorflow.gradients import label_of
+from ...tensorflow.types import Variable
 
 logger = logging.getLogger(__name__)
 
