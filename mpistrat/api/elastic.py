@@ -23,7 +23,7 @@ R = TypeVar("R")
 Snapshot = dict[str, Any]
 
 
-class HostsUpdatedInterrupt(Exception):
+class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
     """Raised by commit() of all ranks: the number of ranks changes, and this generation ends. `run` handles it."""
 
 
@@ -151,7 +151,8 @@ class ObjectState:
         Returns:
             That rank; 0 if there is no commit; None if all ranks have returned to it.
         """
-        found, snapshot = CommitId(own.job.generation, self._number), None
+        found: CommitId | None = CommitId(own.job.generation, self._number)
+        snapshot: Snapshot | None = None
         if not self._number:
             found, snapshot = self._kept(own)
         ids = ops.allgather_object(found, name="elastic.newest")
@@ -170,7 +171,7 @@ class ObjectState:
             else:
                 self.restore()
         if rank == 0:
-            logger.warning("mpistrat: training goes on from %s%s", newest, f" ({self._where()})" if rank == root else "")
+            logger.warning("mpistrat: training goes on from %s", newest)
         return None if is_everywhere else root
 
     def _kept(self, own: Member) -> tuple[CommitId | None, Snapshot | None]:

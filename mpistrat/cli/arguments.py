@@ -25,7 +25,8 @@ _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscrib
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
-    "-oversubscribe": "--oversubscribe", "-h": "--help", "-output-filename": "--output-filename", "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
+    "-oversubscribe": "--oversubscribe", "-h": "--help", "-output-filename": "--output-filename",
+    "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
 }
 _ALIASES.update(horovodrun.ALIASES)
 # Options of mpirun that are used with training jobs, and the number of values of each. The names are without dashes:

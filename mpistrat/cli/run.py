@@ -90,8 +90,8 @@ def main(argv: list[str]) -> int:
     return launched(planned, options)
 
 
-def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, str] = {},
-             limits: TimeLimits = TimeLimits(), interference: Interference | None = None) -> int:
+def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, str] | None = None,
+             limits: TimeLimits | None = None, interference: Interference | None = None) -> int:
     """Run the planned job and return its exit code. On the main thread, see supervisor.launch.
 
     Args:
@@ -100,13 +100,14 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         limits, interference: See supervisor.launch.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
-    environ = {**os.environ, **more, **_added(options, job, planned.command, is_here, os.environ),
+    environ = {**os.environ, **(more or {}), **_added(options, job, planned.command, is_here, os.environ),
                **_binding(job, planned.mpirun)}
     start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S,
                   lambda: why_unreachable(planned.others, {**environ, **planned.variables})) if planned.others else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    return launch(planned.composed(environ), environ, limits, output, start, interference=interference).code
+    return launch(planned.composed(environ), environ, limits or TimeLimits(), output, start,
+                  interference=interference).code
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,8 @@ class Member:
             try:
                 commits.save(packed, str(self._checkpoint_path))
             except OSError as error:  # The commit in memory is there. Training goes on.
-                logger.warning("commit %d could not be saved in %s: %s. The file of an earlier commit is intact.", number,
-                               self.job.checkpoint, error)
+                logger.warning("commit %d could not be saved in %s: %s. The file of an earlier commit is intact.",
+                               number, self.job.checkpoint, error)
 
     @property
     def _checkpoint_path(self) -> Path:

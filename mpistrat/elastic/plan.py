@@ -330,8 +330,8 @@ class Plan:
         slots = sum(usable.values())
         if slots < self._limits.min_np:
             if now - self._waits_since > self._limits.timeout_s:
-                return self._finish(Done(1, f"there are {slots} slots, and --min-np {self._limits.min_np} asks for more. "
-                                            f"None have come in {self._limits.timeout_s:g} s (--elastic-timeout)"
+                return self._finish(Done(1, f"there are {slots} slots, and --min-np {self._limits.min_np} asks for "
+                                            f"more. None have come in {self._limits.timeout_s:g} s (--elastic-timeout)"
                                             + (f"; the last is {self.newest}" if self.newest else "")))
             if self._has_said_wait:
                 return []

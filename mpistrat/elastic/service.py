@@ -109,14 +109,14 @@ class Service:
                         self._lose(line, f"no sign of life for {now - self._heard[line]:.1f} s", now)
                 self._do(self._plan.tick(now))
             try:
-                line, message = self._events.get(timeout=max(min(beat_at, look_at) - time.monotonic(), 0.0))
+                source, message = self._events.get(timeout=max(min(beat_at, look_at) - time.monotonic(), 0.0))
             except Empty:
                 continue
-            if line is None and message is not None and message["kind"] == "close":
+            if source is None and message is not None and message["kind"] == "close":
                 self._end_keepers()
                 return
             try:
-                self._do(self._decide(line, message, time.monotonic()))
+                self._do(self._decide(source, message, time.monotonic()))
             except (KeyError, TypeError) as error:  # A keeper of another version.
                 logger.warning("a message of a keeper is not understood: %r (%s)", message, error)
 
@@ -179,11 +179,11 @@ class Service:
         left = set(self._keepers)
         while left and time.monotonic() < until:
             try:
-                line, message = self._events.get(timeout=0.1)
+                source, message = self._events.get(timeout=0.1)
             except Empty:
                 continue
-            if message is None and line is not None:
-                left.discard(line)
+            if message is None and source is not None:
+                left.discard(source)
 
     def _listed(self, host: str, peer: str) -> str:
         """The name under which a keeper's host is listed."""

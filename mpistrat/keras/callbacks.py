@@ -19,6 +19,7 @@ from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
+from .fit.elastic_fit import Elastic
 from .fit.fit_optimizers import optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
@@ -26,7 +27,7 @@ from .fit.row_counts import RowsOfEpoch
 from .fit.throughput import Throughput
 from .momentum import MomentumCorrection
 
-__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
 
 Logs = dict[str, Any] | None

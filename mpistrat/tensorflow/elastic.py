@@ -62,8 +62,8 @@ class TensorFlowState(ObjectState):
         values = snapshot["variables"]
         shapes = [tuple(value.shape) for value in values]
         if shapes != [tuple(variable.shape) for variable in self._variables]:
-            raise ElasticError(f"the commit has {len(values)} variables, which do not fit the {len(self._variables)} of "
-                               "this state: the script has changed since it was made.")
+            raise ElasticError(f"the commit has {len(values)} variables, which do not fit the {len(self._variables)} "
+                               "of this state: the script has changed since it was made.")
         for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
         super()._take(snapshot)
