@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
                          f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
                 code = launched(_for_generation(options, order), service.job(order.generation).variable(), _LIMITS,
                                 control)
-                service.generation_over(order.generation, code)
+                service.generation_over(order.generation, code, control.has_started)
             elif isinstance(order, Done):
                 service.close()
                 if order.why:

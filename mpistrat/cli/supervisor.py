@@ -105,10 +105,12 @@ class Interference:
     Attributes:
         ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
         why_stop: Why mpirun ends now, once this process has got the signal ABORTED; "" while it goes on.
+        has_started: Whether all ranks have started; `launch` sets it at the end.
     """
 
     ends_all = False
     why_stop = ""
+    has_started = True
 
     def takes(self, number: int) -> bool:
         """Whether the supervisor handles this signal, which mpirun does not get then."""
@@ -203,6 +205,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
                    output or Output(), start, speaker, interference or Interference())
         outcome = run.wait()
+        run.note_start()
         run.say_why(outcome.code)
         return outcome
     finally:
@@ -264,6 +267,10 @@ class _Run:
     @property
     def _has_started(self) -> bool:
         return self._start is None or self._output.started >= self._start.ranks
+
+    def note_start(self) -> None:
+        """Tell the supervisor of several mpiruns whether all ranks have started."""
+        self._interference.has_started = self._has_started
 
     def say_why(self, code: int) -> None:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""

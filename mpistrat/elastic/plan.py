@@ -280,17 +280,22 @@ class Plan:
             return self._finish(self._ending)
         return [] if self._running.leaves else self._leave(f"{name} has arrived")
 
-    def generation_over(self, generation: int, code: int, now: float) -> list[Action]:
+    def generation_over(self, generation: int, code: int, now: float, has_started: bool = True) -> list[Action]:
         """The mpirun of the generation has ended.
 
         Args:
             generation: Its number.
             code: mpirun's exit code, for people.
             now: The time.
+            has_started: Whether processes have started on all hosts.
         """
         running, self._running = self._running, None
         if running is None or self._is_done:
             return []
+        heard = {process.host for process in running.processes.values()}
+        for host in running.hosts:
+            if heard and host not in heard and not has_started:
+                self._cool(host, now)
         states = [process.state for process in running.processes.values()]
         if states.count("done") >= max(running.size, 1) and running.lost_at == math.inf:
             return self._finish(Done(0, ""))

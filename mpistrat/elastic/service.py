@@ -70,9 +70,9 @@ class Service:
         """What the ranks of a generation are told."""
         return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint)
 
-    def generation_over(self, generation: int, code: int) -> None:
-        """The mpirun of the generation has ended."""
-        self._put(kind="over", generation=generation, code=code)
+    def generation_over(self, generation: int, code: int, has_started: bool) -> None:
+        """The mpirun of the generation has ended; see Plan.generation_over."""
+        self._put(kind="over", generation=generation, code=code, has_started=has_started)
 
     def signalled(self, name: str, code: int, is_urgent: bool) -> None:
         """A signal has arrived."""
@@ -125,7 +125,7 @@ class Service:
         if line is None:
             assert message is not None
             if message["kind"] == "over":
-                return plan.generation_over(message["generation"], message["code"], now)
+                return plan.generation_over(message["generation"], message["code"], now, message["has_started"])
             return plan.signalled(message["name"], message["code"], message["is_urgent"], now)
         if message is None:
             if line in self._keepers:
