@@ -134,7 +134,7 @@ class RanksLostError(EngineError):
     @property
     def lost(self) -> tuple[LostRank, ...]:
         """The lost ranks that this rank knows of, in the order in which it has learnt of them."""
-        return self.args[0]  # type: ignore[no-any-return]
+        return self.args[0]
 
     def add(self, lost: Iterable[LostRank]) -> None:
         """Add ranks that are not known to be lost."""
