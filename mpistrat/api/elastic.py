@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.errors import CollectiveError, ElasticError
+from ..core.errors import CollectiveError, ElasticError, RecoveryError
 from ..elastic import member
 from ..elastic.commits import CommitId, DamagedCommitError
 from ..elastic.member import Member
-from . import ops, runtime
+from . import ops, recovery, runtime
 from .elastic_sampler import ElasticSampler
 
 logger = logging.getLogger(__name__)
@@ -210,6 +210,30 @@ class ObjectState:
             setattr(self, name, value)
 
 
+def go_on_after_loss() -> bool:
+    """Connect the ranks that are left, if an exception was caused by the loss of ranks, in an elastic job. Collective.
+
+    If they cannot be connected in these processes, this process ends, and the next generation goes on.
+
+    Returns:
+        Whether the ranks are connected; else the exception has another cause, or the job ends with its ranks.
+    """
+    own = member.current()
+    if own is None or not recovery.can_recover():
+        return False
+    lost = runtime.current().losses.interruption.error
+    if lost is None:
+        return False
+    logger.warning("mpistrat: %s", lost)
+    try:
+        recovery.recover()
+    except RecoveryError as error:
+        own.leave_now(str(error))
+    topology = runtime.current().topology
+    own.rename(topology.rank, topology.size)
+    return True
+
+
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorate a training function whose first argument is a state: synchronise the state, then call the function.
 
@@ -229,6 +253,10 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
                     raise ElasticError("HostsUpdatedInterrupt is for jobs of mpistrat run --elastic") from None
                 own.leave(str(interrupt))
             except Exception:
+                if go_on_after_loss():
+                    state.restore()
+                    state.on_reset()
+                    continue
                 state.restore()
                 rank = runtime.current().topology.rank if runtime.is_initialized() else 0
                 logger.warning("rank %d: the training function has raised an exception; its state is that of the last "

@@ -7,6 +7,7 @@ The main thread runs one mpirun after the other (`supervisor.launch`), as the Pl
 import argparse
 import copy
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,7 +21,8 @@ from ..elastic.plan import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
 from .arguments import counted, read_hosts
-from .hostfile import HostList, parse_list
+from .hostfile import OPEN_MPI, HostList, parse_list
+from .mpirun import Mpirun, find_mpirun, identify
 from .supervisor import Interference, TimeLimits
 
 AUTO, RESTART = "auto", "restart"
@@ -67,7 +69,8 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
     Args:
         options: Those of `mpistrat run`.
         launched: Runs a generation and returns the exit code of its mpirun. It is given the options with the number of
-            ranks and the hosts of the generation, variables for the ranks, TimeLimits and an Interference.
+            ranks and the hosts of the generation, options for mpirun, variables for the ranks, TimeLimits and an
+            Interference.
 
     Raises:
         LaunchError: The input is wrong.
@@ -76,6 +79,7 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
     first = find_hosts()
     if first is None:
         raise LaunchError(f"no hosts: {find_hosts.problem}")
+    mpirun = identify(find_mpirun(options.mpirun, os.environ))
     control = _Control()
     service = Service(limits, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
                       control.stop, _directory(options), options.elastic_checkpoint_every)
@@ -88,14 +92,27 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
                 if order.generation > 1:
                     _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
                          f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
-                code = launched(_for_generation(options, order), service.job(order.generation).variable(), _LIMITS,
-                                control)
+                tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
+                code = launched(_for_generation(options, order), tolerant, service.job(order.generation).variable(),
+                                _LIMITS, control)
                 service.generation_over(order.generation, code, control.has_started)
             elif isinstance(order, Done):
                 service.close()
                 if order.why:
                     _say(order.why)
                 return order.code
+
+
+def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
+    """Options with which the ranks of Open MPI's mpirun outlive the loss of some of them; () where it has none.
+
+    ULFM was run with Open MPI 5.0.10 and later. coll/han, which it chooses for several hosts, does not work after a
+    failure (https://github.com/open-mpi/ompi/issues/13915).
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", mpirun.version)[:3])
+    if mpirun.maker != OPEN_MPI or version < (5, 0, 10):
+        return ()
+    return ("--with-ft", "ulfm", *(("--mca", "coll", "^han") if hosts > 1 else ()))
 
 
 def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Namespace:

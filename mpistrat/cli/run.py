@@ -80,8 +80,8 @@ def main(argv: list[str]) -> int:
         return _run_once(command)
     planned = plan(options, passed, command, os.environ)
     if elastic.is_asked_for(options) and not options.dry_run:
-        return elastic.run(options, lambda wanted, *how: launched(plan(wanted, passed, command, os.environ), wanted,
-                                                                  *how))
+        return elastic.run(options, lambda wanted, tolerant, *how: launched(
+            plan(wanted, (*tolerant, *passed), command, os.environ), wanted, *how))
     if options.dry_run:
         print(planned.composed(os.environ))
         return 0

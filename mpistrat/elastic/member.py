@@ -232,8 +232,14 @@ class Member:
         self._leaves = why
         sys.exit(0)
 
+    def leave_now(self, why: str) -> NoReturn:
+        """End this process at once, since it cannot go on and the next generation can. Local."""
+        self._has_said_end = True
+        self._line.send(kind="ended", code=LEAVE_CODE, why=why)
+        _leave_now(why)
 
-def _leave_now(why: str) -> None:
+
+def _leave_now(why: str) -> NoReturn:
     """End this process without waiting for anything. What other ranks have committed is in their keepers."""
     text = f"[mpistrat] this rank (process {os.getpid()}) ends, because {why}\n"
     try:

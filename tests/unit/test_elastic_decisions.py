@@ -144,7 +144,7 @@ class World:
 
     def advance(self) -> None:
         self.now += STEP_S
-        self.supervise(self.plan.hosts_found({name: self.slots for name in self.listed}, self.now))
+        self.supervise(self.plan.hosts_found(dict.fromkeys(self.listed, self.slots), self.now))
         for host in self.hosts.values():
             if host.keeper is not None and host.link:
                 host.heard = self.now
@@ -155,8 +155,8 @@ class World:
             if host.keeper is not None:
                 self.keep(host, host.keeper.tick(self.now))
         self.supervise(self.plan.tick(self.now))
-        have_started = sum(rank.generation == self.mpirun for rank in self.ranks.values()) == self.sizes.get(self.mpirun)
-        if self.mpirun is not None and not have_started and self.now - self.started_at > 30.0:
+        count = sum(rank.generation == self.mpirun for rank in self.ranks.values())
+        if self.mpirun is not None and count < self.sizes[self.mpirun] and self.now - self.started_at > 30.0:
             self.end_mpirun(kills=True)  # --start-timeout
         self.train()
 
@@ -268,13 +268,13 @@ def test_a_job_without_faults_is_done_in_one_generation() -> None:
     assert world.done == Done(0, "") and world.sizes == {1: 4}
 
 
-# -- single decisions ---------------------------------------------------------------------------------------------------
+# -- single decisions -------------------------------------------------------------------------------------------------
 
 
-def running(limits: Limits = Limits(max_np=2), hosts: dict[str, int] | None = None) -> Plan:
+def running(limits: Limits | None = None, hosts: dict[str, int] | None = None) -> Plan:
     """A plan whose first generation runs, with two ranks on `a` unless `hosts` says otherwise."""
     hosts = hosts or {"a": 2}
-    found = Plan(limits, 0.0)
+    found = Plan(limits or Limits(max_np=2), 0.0)
     found.hosts_found(hosts, 0.0)
     start, = found.tick(0.0)
     assert isinstance(start, Start)
@@ -327,7 +327,8 @@ def test_the_reset_limit_is_an_end_that_names_the_last_commit() -> None:
     job = running(Limits(max_np=2, resets=0))
     job.committed(1, 12, "epoch 3")
     done, = job.generation_over(1, 1, 1.0)
-    assert isinstance(done, Done) and "--reset-limit 0" in done.why and "commit 12 of generation 1 (epoch 3)" in done.why
+    assert isinstance(done, Done) and "--reset-limit 0" in done.why
+    assert "commit 12 of generation 1 (epoch 3)" in done.why
 
 
 def test_too_few_hosts_are_waited_for_and_then_an_end() -> None:

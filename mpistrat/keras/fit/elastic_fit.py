@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from ...api import runtime
-from ...api.elastic import HostsUpdatedInterrupt, Snapshot
+from ...api.elastic import HostsUpdatedInterrupt, Snapshot, go_on_after_loss
 from ...elastic import member
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.elastic import TensorFlowKerasState
@@ -114,9 +114,18 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
     state.rescale()
     callback.state = state
     try:
-        return _with_past(state.past, fit(state.epoch))
-    except HostsUpdatedInterrupt as interrupt:
-        own.leave(str(interrupt))
+        while True:
+            try:
+                return _with_past(state.past, fit(state.epoch))
+            except HostsUpdatedInterrupt as interrupt:
+                own.leave(str(interrupt))
+            except Exception:
+                if not go_on_after_loss():
+                    raise
+            state.restore()
+            state.on_reset()
+            state.sync()
+            state.rescale()
     finally:
         callback.state = None
 
