@@ -9,12 +9,13 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from . import first_steps, names
-from .bridge.cpu import Observer, as_tf_error, to_array
+from .bridge.cpu import Observer, to_array
+from .bridge.tf_errors import as_tf_error
 from .compression import Compressor
 from .first_steps import FirstSteps
 from .gradient_groups import GradientGroups
 from .identity import IdentitySet
-from .lists import reduce_tensors
+from .lists import place_in, reduce_tensors
 from .types import OptionalGradient, Tensor, Variable
 
 
@@ -94,13 +95,14 @@ class GradientReducer:
         if not self.process_set.has_others():
             return results
         purpose = self.name
-        size, number = self.process_set.group(purpose).topology.size, self.process_set.process_set_id or 0
+        self.process_set.group(purpose)  # For its error.
+        number = self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if variable in self._local:
-                results[i] = self._local_gradient(gradient, size)
+                results[i] = self._local_gradient(gradient, number)
                 continue
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 results[i] = tf.convert_to_tensor(gradient)
@@ -141,9 +143,10 @@ class GradientReducer:
             variables = first_steps.read_alone(variables, purpose)
         return checks.observer(variables, [label_of(v) for v in variables], may_read)
 
-    def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
+    def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:
             return gradient
+        size = tf.cast(place_in(process_set)[1], gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size
