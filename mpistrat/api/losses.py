@@ -52,15 +52,18 @@ class Losses:
         self._stopped = threading.Event()
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
-            self._neighbours = Neighbours(self._processes, self._have_ended, self._reported())
+            others = [rank for rank in range(topology.size) if rank != topology.rank]
+            self._neighbours = Neighbours(self._processes, others, self._have_ended,
+                                          self._failed_ranks if self.is_tolerant else None)
 
-    def _reported(self) -> "Callable[[], Sequence[int]] | None":
-        """What returns the ranks whose end MPI reports, which is how a rank learns of those of other hosts."""
-        if self._comm is None or not self.is_tolerant:
-            return None
+    def _failed_ranks(self) -> list[int]:
+        """The ranks of which MPI reports that they have failed, such as those of other hosts."""
         from ..transport.mpi import ulfm
-        comm = self._comm
-        return lambda: ulfm.failed_ranks(comm)
+        assert self._comm is not None
+        failed = ulfm.failed_ranks(self._comm)
+        if not failed and self.interruption.error is None and self._comm.Is_revoked():
+            self.lose(())  # Another rank knows which, and recovers.
+        return failed
 
     def stop(self) -> None:
         """Watch no more: the other ranks may end. May be called twice."""
@@ -71,7 +74,10 @@ class Losses:
     def _have_ended(self, ranks: Sequence[int]) -> None:
         lost = [LostRank(rank, self._topology.host_of[rank], self._how(rank)) for rank in ranks]
         if self.is_tolerant:
+            from ..transport.mpi import ulfm
+            assert self._comm is not None
             self.lose(lost)
+            ulfm.report_failed(self._comm, [rank for rank in ranks if rank in self._processes], to_all=True)
         else:
             threading.Thread(target=self._end_job, args=(lost,), name="mpistrat-loss", daemon=True).start()
 
