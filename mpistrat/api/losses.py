@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..core.errors import LostRank
+from ..core.errors import LostRank, RanksLostError
 from ..core.interruption import Interruption
 from ..core.topology import Topology
 from ..process import abort
@@ -48,7 +48,7 @@ class Losses:
             from ..transport.mpi import ulfm
             self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
         self.interruption = Interruption(self.is_tolerant)
-        self.when_lost: Callable[[], None] = lambda: None
+        self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
@@ -68,6 +68,7 @@ class Losses:
     def stop(self) -> None:
         """Watch no more: the other ranks may end. May be called twice."""
         self._stopped.set()
+        self.when_lost = lambda _: None
         if self._neighbours is not None:
             self._neighbours.stop()
 
@@ -89,8 +90,7 @@ class Losses:
         """End all engines of this rank: ranks are lost. Local; returns at once. Any thread may call it."""
         logger.debug("rank %d: lost %s", self._topology.rank, "; ".join(map(str, lost)))
         abort.leave_without_finalize()
-        self.interruption.add(lost)
-        self.when_lost()
+        self.when_lost(self.interruption.add(lost))
 
     def _end_job(self, lost: Sequence[LostRank]) -> None:
         if not self._stopped.wait(_LAUNCHER_S):
