@@ -4,12 +4,14 @@ TensorFlow's own class for several processes runs each replica in its own thread
 branches and loops. One replica per process needs no thread, and `merge_call` is a plain call.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from ...api import runtime
+from ...core.topology import Topology
 from .._private import (
     DistributedVariable,
     UpdateContext,
@@ -41,7 +43,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         strategy: The strategy that this is a part of.
         device: Where variables and computation are.
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
-        cluster_resolver: The value of `strategy.cluster_resolver`.
+        resolver: Makes the value of `strategy.cluster_resolver` for these ranks.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
         central: Whether the chief alone has the optimizers' slots.
         gradient_options: How gradients are sent.
@@ -55,15 +57,25 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     _retrace_functions_for_each_device = False
 
     def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
-                 cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, random_per_rank: bool,
-                 central: bool, gradient_options: GradientOptions):
+                 resolver: Callable[[Topology], tf.distribute.cluster_resolver.ClusterResolver],
+                 random_per_rank: bool, central: bool, gradient_options: GradientOptions):
         super().__init__(strategy)
         self._options, self._gradient_options = options, gradient_options
-        self._device, self._cluster_resolver, self.random_per_rank = device, cluster_resolver, random_per_rank
-        topology = runtime.current().topology
-        self._rank, self._size = topology.rank, topology.size
-        self._input = input.Pipelines(strategy, self._rank, self._size, device)
+        self._device, self.random_per_rank = device, random_per_rank
+        self._known, self._resolver = runtime.current().topology, functools.cache(resolver)
+        self._input = input.Pipelines(strategy, lambda: self._topology, device)
         self.slots = Slots(strategy, central)
+
+    @property
+    def _topology(self) -> Topology:
+        """The ranks there are now; after shutdown() those that there were."""
+        if runtime.is_initialized():
+            self._known = runtime.current().topology
+        return self._known
+
+    @property
+    def _cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        return self._resolver(self._topology)
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +116,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     # -- running and updating -----------------------------------------------------------------------------------------
 
     def _call_for_each_replica(self, fn: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
-        with RankReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._rank):
+        with RankReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._topology.rank):
             return regroup((fn(*select_replica(0, args), **select_replica(0, kwargs)),))
 
     def _update(self, var: DistributedVariable, fn: Callable, args: tuple, kwargs: dict[str, Any], group: bool) -> Any:
@@ -206,7 +218,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return self._input.distribute_from_function(dataset_fn, options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> tf.distribute.DistributedValues:
-        value = value_fn(tf.distribute.experimental.ValueContext(self._rank, self._size))
+        value = value_fn(tf.distribute.experimental.ValueContext(self._topology.rank, self._topology.size))
         return regroup((value,), always_wrap=True)
 
     # -- properties ---------------------------------------------------------------------------------------------------
@@ -228,7 +240,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._size
+        return self._topology.size
 
     @property
     def _num_devices_per_worker(self) -> int:
@@ -239,16 +251,16 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return True
 
     def _in_multi_worker_mode(self) -> bool:
-        return self._size > 1
+        return self._topology.size > 1
 
     def _use_merge_call(self) -> bool:
         return False
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return replica_id_in_sync_group - self._rank
+        return replica_id_in_sync_group - self._topology.rank
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return replica_id + self._rank
+        return replica_id + self._topology.rank
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -263,9 +275,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     @property
     def should_checkpoint(self) -> bool:
         """The chief writes checkpoints."""
-        return self._rank == 0
+        return self._topology.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """The chief writes summaries."""
-        return self._rank == 0
+        return self._topology.rank == 0

@@ -15,6 +15,7 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import InvalidRequestError
+from ...core.topology import Topology
 from .. import names
 from .._private import (
     InputWorkers,
@@ -42,14 +43,20 @@ class Pipelines:
 
     Args:
         strategy: The strategy.
-        rank: This rank.
-        size: The number of ranks.
+        topology: Returns the ranks there are now.
         device: Where the replica computes.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int, device: str):
-        self._strategy, self._device = strategy, device
-        self._rank, self._size = rank, size
+    def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
+        self._strategy, self._topology, self._device = strategy, topology, device
+
+    @property
+    def _rank(self) -> int:
+        return self._topology().rank
+
+    @property
+    def _size(self) -> int:
+        return self._topology().size
 
     def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         """This rank's part of a dataset that has global batches. Collective.
