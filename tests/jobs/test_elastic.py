@@ -122,3 +122,21 @@ def test_ranks_come_when_the_program_that_looks_for_hosts_finds_room(tmp_path: P
                   script=["--pause", "0.3", "--log", str(log)], watch=add)
     assert_whole(job, ranks=2, generation=2, most_twice=2)
     assert "there is room for 2 ranks instead of 1" in job.output
+
+
+@pytest.mark.parametrize("example", ["elastic_fit", "elastic_loop"])
+def test_an_example_goes_on_when_a_rank_is_killed(example: str) -> None:
+    killed: list[str] = []
+
+    def kill(printed: str) -> None:
+        found = re.search(r"rank 1 of 3 is process (\d+)", printed)
+        if found and not killed:
+            killed.append(found[1])
+            psutil.Process(int(found[1])).kill()
+
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
+                       f"examples/{example}.py", "--epochs", "30"], limit_s=120, watch=kill)
+    assert job.code == 0 and killed, job.output
+    accuracy, ranks = re.findall(r"test accuracy (\d\.\d+), (\d) ranks at the end", job.output)[0]
+    assert float(accuracy) > 0.9 and ranks == "2", job.output
+    assert "goes on with 2 ranks" in job.output and job.left == (), job.output
