@@ -257,6 +257,7 @@ def connected(own: "MPI.Intracomm", binds: bool) -> Runtime:
     losses = Losses(topology, own, {peer: Process(*infos[peer].process)
                                     for peer in topology.local_ranks if peer != rank and infos[peer].process})
     try:
+        losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
         return Runtime(settings[rank], Group(settings[rank], topology, backends, own, losses.interruption), losses)
     except BaseException:
