@@ -93,20 +93,20 @@ class GradientReducer:
         results = list(gradients)
         if not self.process_set.has_others():
             return results
-        purpose = self.name
-        size, number = self.process_set.group(purpose).topology.size, self.process_set.process_set_id or 0
+        purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if variable in self._local:
-                results[i] = self._local_gradient(gradient, size)
+                results[i] = self._local_gradient(gradient)
                 continue
             if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 results[i] = tf.convert_to_tensor(gradient)
             shared.append(i)
         trained = [variables[i] for i in shared]
-        observer = self._observer(purpose, number, trained)
+        labels = list(map(label_of, trained))
+        observer = self._observer(purpose, number, trained, labels)
         if observer is not None and tf.executing_eagerly():
             _observe_eagerly(observer, [results[i] for i in shared])
             observer = None
@@ -118,13 +118,14 @@ class GradientReducer:
             reduced = reduce_tensors(
                 [results[i] for i in places], name if len(groups) == 1 else f"{name}/group{group}",
                 ScaledOp(self._op, 1.0 / self._predivide, self._predivide), compression=self._compression,
-                labels=[label_of(variables[i]) for i in places], places=places, process_set=number, observer=observer)
+                labels=[labels[member] for member in members], places=places, process_set=number, observer=observer)
             observer = None  # It is called once in each step.
             for i, gradient in zip(places, reduced, strict=True):
                 results[i] = gradient
         return results
 
-    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
+    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
+                  labels: Sequence[str]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""
         if self.checks is not None and self.checks.is_done:
             return None
@@ -139,11 +140,13 @@ class GradientReducer:
                                                                        and not self.changes_early))
         if may_read and not tf.executing_eagerly():
             variables = first_steps.read_alone(variables, purpose)
-        return checks.observer(variables, [label_of(v) for v in variables], may_read)
+        label_by_id = dict(zip(map(id, sources), labels, strict=True))
+        return checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
 
-    def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
+    def _local_gradient(self, gradient: Tensor) -> Tensor:
         if not self._scale_local:
             return gradient
+        size = self.process_set.group(self.name).topology.size
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size

@@ -106,7 +106,7 @@ def is_in_order(name: str) -> bool:
 
     Those of the gradient of a function are not. Their names differ by the number of the execution.
     """
-    return is_made(name) and not name.startswith(_GRADIENT_OF)
+    return "()/" in name and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:

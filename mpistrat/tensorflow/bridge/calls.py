@@ -24,12 +24,11 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.group import Group
 from ...core.errors import InvalidRequestError, NotInitializedError
 from ...core.handle import Origin
 from ...process.error_text import is_users
 from .. import names
-from ._private import AtomicFunction, call_flat
+from ._private import AtomicFunction
 
 
 class CallSite:
@@ -56,11 +55,6 @@ class CallSite:
         self.needs_name = self.is_made and not process_set
         self.thread = ""
         self.running: list[int] = []  # Operations on lists are atomic.
-
-    @property
-    def group(self) -> Group:
-        """The ranks that take part. Raises InvalidRequestError if the process set has been removed."""
-        return runtime.current().group_of(self.name, self.process_set)
 
     def belongs_to(self, submit: tf.Operation) -> None:
         """Note the node, which is a callback."""
@@ -168,7 +162,7 @@ def _refuse(site: CallSite) -> None:
                f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up what they "
                f"reduce. Give each thread a tf.function of its own. The collective is made by {site.origin.place()}.")
     # On all ranks: which one of the threads comes first is another one on each.
-    site.group.engine.break_off(problem)
+    runtime.current().group_of(site.name, site.process_set).engine.break_off(problem)
     raise InvalidRequestError(problem)
 
 
@@ -177,11 +171,10 @@ def _end_failed(sites: Sequence[CallSite]) -> None:
     by_set: defaultdict[int, list[CallSite]] = defaultdict(list)
     for site in sites:
         by_set[site.process_set].append(site)
-    for its in by_set.values():
+    for number, its in by_set.items():
         with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
-            its[0].group.engine.end_failed_execution({site.thread + site.name for site in its},
-                                                     {site.origin for site in its})
+            runtime.current().group_of(its[0].name, number).engine.end_failed_execution(
+                {site.thread + site.name for site in its}, {site.origin for site in its})
 
 
-if call_flat is not None:
-    AtomicFunction.call_flat = _observed(call_flat)
+AtomicFunction.call_flat = _observed(AtomicFunction.call_flat)
