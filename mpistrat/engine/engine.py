@@ -89,11 +89,13 @@ class Engine:
         Raises:
             InvalidRequestError: This thread drives already, see handle.require_no_driver.
         """
-        handles.require_no_driver(request.name)
+        thread = threading.get_ident()
+        if thread in handles.drivers:
+            handles.require_no_driver(request.name)  # Raises the error. Not always called: a call takes longer.
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True, origin=origin)
         drives: list[bool] = []
-        thread, may_drive = threading.get_ident(), self._thread is None or not signal_handlers.may_interrupt()
+        may_drive = self._thread is None or not signal_handlers.may_interrupt()
         try:
             if may_drive:
                 handles.drivers.add(thread)
@@ -114,7 +116,7 @@ class Engine:
         if drives != [True]:
             self._put(entry)
             handle.await_done(-1 if limit_s == math.inf else limit_s)
-        if not request.in_graph and handle.done():
+        if self._queue.failures and not request.in_graph and handle.done():
             self._queue.forget_failures()
         return handle
 

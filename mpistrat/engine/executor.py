@@ -5,6 +5,7 @@ Called by the controller, in the thread that drives.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .absent import neutral_arrays
 from .adasum import adasum
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -140,7 +143,8 @@ class Executor:
         for bucket in buckets:
             sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
                            [entries[place].arrays[i] for place, i in bucket.members])
-            jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
+            targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+            jobs.append(_Job(bucket, sources, targets))
         return jobs
 
     def _run(self, job: _Job) -> None:

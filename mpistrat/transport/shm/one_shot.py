@@ -22,7 +22,7 @@ class OneShot(Prepared):
 
     Args:
         memory: The memory of the host, for its counters.
-        parts: The memory into which each rank of the host packs, of as many elements as the sources.
+        parts: The memory into which each rank of the host packs: a row of as many elements as the sources for each.
         free_at: How many chunks all ranks must have consumed before that memory may be overwritten.
         number: The number of the chunk.
         scratch: Memory of this rank.
@@ -32,7 +32,7 @@ class OneShot(Prepared):
     __slots__ = ("_count", "_free_at", "_memory", "_number", "_parts", "_scratch")
 
     def __init__(self, plane: DataPlane, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
-                 reduction: Reduction, memory: HostMemory, parts: Sequence[np.ndarray], free_at: int, number: int,
+                 reduction: Reduction, memory: HostMemory, parts: np.ndarray, free_at: int, number: int,
                  scratch: FusionBuffer, count: Callable[[], None]):
         super().__init__(plane, sources, targets, reduction)
         self._memory, self._parts, self._free_at, self._number = memory, parts, free_at, number

@@ -70,7 +70,7 @@ Stage = Callable[[Any, int], None]  # a step on chunk k of an InChunks
 class _Views(NamedTuple):
     """The shared memory as arrays of one dtype."""
 
-    parts: list[np.ndarray]  # all memory of each rank of the host
+    parts: np.ndarray  # a row for each rank of the host: all of its memory
     slots: list[list[np.ndarray]]  # used by chunks in turn: the memory of each rank of the host, then of the results
 
 
@@ -137,7 +137,7 @@ class TwoShotData(DataPlane):
         nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
         if nbytes <= self._one_shot_bytes:
             return OneShot(self, sources, targets, divided_before(reduction, dtype), self._memory,
-                           [part[:elements] for part in views.parts], max(self._free_at), self._chunks + 1,
+                           views.parts[:, :elements], max(self._free_at), self._chunks + 1,
                            self._scratch, self._count_one_shot)
         work = Work(self, sources, targets, reduction, self._chunks + 1)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
@@ -254,7 +254,7 @@ class TwoShotData(DataPlane):
         return self._views.get(dtype) or self._make_views(dtype)
 
     def _make_views(self, dtype: np.dtype) -> _Views:
-        parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]
+        parts = self._bytes[:-1].reshape(self._count, -1).view(dtype)
         slots = [[part[k].view(dtype) for part in self._bytes] for k in range(self.slots)]
         views = self._views[dtype] = _Views(parts, slots)
         return views
