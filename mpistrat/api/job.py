@@ -8,7 +8,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ..core.errors import InvalidRequestError, ShutdownError, StallError
+from ..core.errors import ShutdownError, StallError
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
@@ -57,18 +57,6 @@ class Runtime:
     def engine(self) -> Engine:
         """The engine of all ranks."""
         return self.world.engine
-
-    def group_of(self, operation: str, process_set: int) -> Group:
-        """The group of the process set with this id.
-
-        Raises:
-            InvalidRequestError: The process set has been removed; names `operation`.
-        """
-        try:
-            return self.registry.groups[process_set]
-        except KeyError:
-            raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been "
-                                      "registered.") from None
 
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engines and free all resources. Collective.

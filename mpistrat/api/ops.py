@@ -62,7 +62,7 @@ class AsyncResult(Generic[T]):
 
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""
-        return self._handle.done()
+        return self._handle.is_done
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the collective is complete and return its result.
@@ -337,7 +337,9 @@ def _submit(group: Group, name: str, tensors: Sequence[Tensor], finish: Callable
         device: That of the tensors, if it is not the device of each of them.
     """
     arrays = list(map(_ARRAY, tensors))
-    request = make_request(name, specs_of(arrays), device=device or _device_of(name, arrays))
+    if not device:
+        device = _device_of(name, arrays) if GpuInput in map(type, arrays) else DEVICE_CPU
+    request = make_request(name, specs_of(arrays), device=device)
     handle = (group.engine.run if blocking else group.engine.submit)(request, arrays)
     return AsyncResult(handle, tensors, finish)
 

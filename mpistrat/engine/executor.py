@@ -127,8 +127,9 @@ class Executor:
         buckets = self._plans.plan([entry], self._fusion_bytes)
         if not buckets or buckets[0].whole is None:
             return False
-        job, = self._begin([entry], buckets)
-        prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
+        sources = cast("Sequence[np.ndarray]", entry.arrays)
+        targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+        prepared = self._data.prepare(sources, targets, buckets[0].reduction)
         self._prepared = entry, prepared
         return prepared.is_packed
 

@@ -33,11 +33,13 @@ class GradientGroups:
     def divide(self, variables: Sequence[Variable]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
         places = range(len(variables))
+        if not self._sets and self._count <= 1:
+            return [list(places)] if places else []
         if self._sets:
             numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
                        for variable in variables]
             divided = [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
         else:
-            count = max(min(self._count, len(variables)), 1)
+            count = min(self._count, len(variables))
             divided = [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
         return [group for group in divided if group]

@@ -57,7 +57,7 @@ class GradientReducer:
         self._scale_local = scale_local_gradients
         self._local: IdentitySet[Variable] = IdentitySet()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the optimizer, or the purpose of a tape's collective."""
         return "tape" if self.optimizer is None else self.optimizer()

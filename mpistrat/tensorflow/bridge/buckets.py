@@ -120,10 +120,10 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
                    places: Sequence[int]) -> list[tuple[int, tf.Tensor]]:
     """Reduce the tensors of a bucket, and return (index, result) of each. `labels` and `places` are of all tensors."""
     order, layout = bucket.order, bucket.layout(places)
-    own_labels = tuple([labels[i] for i in order]) if labels else ()
+    own_labels = tuple(map(labels.__getitem__, order)) if labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
                           for i in order[len(bucket.single):]])
-    submitted = [tensors[i] for i in bucket.single]
+    submitted = list(map(tensors.__getitem__, bucket.single))
     for indices in bucket.joined.values():
         # With hundreds of small tensors the number of nodes dominates the cost, and biases are flat already.
         submitted.append(tf.concat([tensors[i] if tensors[i].shape.rank == 1 else tf.reshape(tensors[i], [-1])

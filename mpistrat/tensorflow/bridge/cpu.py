@@ -20,6 +20,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 
 import numpy as np
@@ -141,6 +142,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     return results
 
 
+@cache
 def _may_be_in_branches(dtype: tf.DType) -> bool:
     """Whether TensorFlow's Switch, which is what a branch becomes, has a kernel: not for float8 and int4."""
     return dtype == tf.bfloat16 or np.dtype(dtype.as_numpy_dtype).isbuiltin == 1
@@ -172,7 +174,7 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             return gpu_eager.run(make_request, tensors, shapes)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
-        group = runtime.current().group_of(request.name, request.process_set)
+        group = runtime.group_of(request.name, request.process_set)
         results = group.engine.run(request, arrays).wait()
     except MpistratError as error:
         raise as_tf_error(error) from error
@@ -208,13 +210,13 @@ class _CpuCallSite(CallSite):
         shapes, name = list(map(_SHAPE, arrays)), self.thread + self.name
         if self._latest is None or self._latest[:2] != (shapes, name):
             self._latest = shapes, name, dataclasses.replace(self._make_request(arrays), name=name, in_graph=True)
-        request, group = self._latest[2], runtime.current().group_of(self.name, self.process_set)
+        request, group = self._latest[2], runtime.group_of(self.name, self.process_set)
         number = group.next_number(("execution", name)) if self._counts else 0
         if past is not None:
             request = dataclasses.replace(request, name=name + executions.suffix(past))
         if self._wait is Wait.ALWAYS or (self._wait is Wait.IF_LAST and self._position == self._counter.count):
             handle = group.engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
-            if handle.done():
+            if handle.is_done:
                 return [*COMPLETIONS.done_ticket(number), *handle.wait()]
         else:
             handle = group.engine.submit(request, arrays, self.origin)

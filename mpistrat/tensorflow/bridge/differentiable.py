@@ -23,7 +23,7 @@ from .program_order import captured_in_function, current_function, function_of
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
 
-Collective = Callable[..., Sequence[tf.Tensor]]
+Collective = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 _weight: ContextVar[tf.Tensor | None] = ContextVar("mpistrat_loss_weight", default=None)
 
@@ -63,13 +63,13 @@ class Gradient:
 
 
 def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the list `collective(*values)` with this gradient. Collective."""
+    """Return the list `collective(values)` with this gradient. Collective."""
     if tf.executing_eagerly():
         return _eagerly(collective, gradient, values)
     execution = executions.current.get() or Execution()
     before = executions.current.set(execution)
     try:
-        results = collective(*values)
+        results = collective(values)
     finally:
         executions.current.reset(before)
     # One node has the results and the values, so that its gradient finds the values among its inputs.
@@ -89,11 +89,11 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
 
 def _eagerly(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if not could_possibly_record():
-        return list(collective(*values))  # No tape records, and preparing a gradient takes 300 us.
+        return list(collective(values))  # No tape records, and preparing a gradient takes 300 us.
 
     @tf.custom_gradient
     def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
-        return list(collective(*values)), lambda *upstream: _weighted(gradient, values, upstream)
+        return list(collective(values)), lambda *upstream: _weighted(gradient, values, upstream)
 
     results = differentiable(*values)
     return list(results) if isinstance(results, list | tuple) else [results]

@@ -205,7 +205,7 @@ class _GpuCallSite(CallSite):
         del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         pack = _packed[runtime.current()].pop(int(shape_of_key[0]))
         name = self.thread + self.name
-        group = runtime.current().group_of(self.name, self.process_set)
+        group = runtime.group_of(self.name, self.process_set)
         execution = group.next_number(("execution", name)) if self._counts else 0
         if past:
             name += executions.suffix(int(past[0]))
