@@ -66,6 +66,19 @@ def current() -> Runtime:
     return runtime
 
 
+def group_of(operation: str, process_set: int) -> Group:
+    """Return the group of the process set with this id. Local.
+
+    Raises:
+        NotInitializedError: As `current`.
+        InvalidRequestError: The process set has been removed; names `operation`.
+    """
+    group = (_runtime or current()).registry.groups.get(process_set)
+    if group is None:
+        raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been registered.")
+    return group
+
+
 def is_initialized() -> bool:
     """Return whether init() has been called, and shutdown() has not been called since. Local."""
     return _runtime is not None

@@ -5,10 +5,9 @@ containers and input pipeline, so that checkpoints, functions, aggregation and r
 other. bridge._private has the names that all of mpistrat.tensorflow uses.
 """
 
-import inspect
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import UpdateContext
@@ -30,35 +29,6 @@ from tensorflow.python.distribute.input_util import (
 from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
 from tensorflow.python.eager.context import context, global_seed
 from tensorflow.python.saved_model import save as saved_models
-
-from ..core.errors import MissingDependencyError
-
-
-class Call(NamedTuple):
-    """A call of a private function: the number of positional arguments (`self` included) and the keywords."""
-
-    function: Callable[..., object]
-    positional: int
-    keywords: tuple[str, ...] = ()
-
-
-def rejected(calls: Iterable[Call]) -> list[str]:
-    """A description of each call that the function's signature does not accept."""
-    found = []
-    for function, positional, keywords in calls:
-        signature = inspect.signature(function)
-        try:
-            signature.bind(*range(positional), **dict.fromkeys(keywords))
-        except TypeError as error:
-            found.append(f"{function.__qualname__}{signature} has changed ({error})")
-    return found
-
-
-def unsupported(user: str, what: object, advice: str = "") -> MissingDependencyError:
-    """The error of `user`, a part of mpistrat, for something that this version of TensorFlow lacks."""
-    return MissingDependencyError(f"{user} does not support TensorFlow {tf.__version__}: {what}. It was run with "
-                                  f"TensorFlow 2.16.1 to 2.21.{advice}")
-
 
 # -- attributes of objects --------------------------------------------------------------------------------------------
 
@@ -141,11 +111,10 @@ def set_state_of_manager(manager: tf.train.CheckpointManager, state: Iterable[An
 
 
 __all__ = [
-    "Call", "DistributedVariable", "InputWorkers", "MirroredVariable", "SyncOnReadVariable", "UpdateContext",
+    "DistributedVariable", "InputWorkers", "MirroredVariable", "SyncOnReadVariable", "UpdateContext",
     "arrays_of", "create_mirrored_variable", "datasets_of", "ends_on_all_ranks_together", "functions_of",
     "get_distributed_dataset", "get_distributed_datasets_from_function", "global_seed", "inputs_of", "is_mirrored",
-    "is_sync_on_read", "numbers_of", "operation_seeds", "regroup", "rejected", "saved_models",
+    "is_sync_on_read", "numbers_of", "operation_seeds", "regroup", "saved_models",
     "select_replica", "set_datasets", "set_state_of_manager", "spec_of_replica", "state_of_manager",
-    "unsupported", "update_regroup", "validate_colocate_distributed_variable",
-    "value_container",
+    "update_regroup", "validate_colocate_distributed_variable", "value_container",
 ]
