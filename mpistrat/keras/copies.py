@@ -12,18 +12,20 @@ mpistrat. A copy that Keras makes in this process is distributed again:
 - pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import keras
+import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ..api import runtime
 from . import xla
-from ._private import config_without, decay_exclusions_of, objects_given_to
 from .optimizer_parts import distributed_in, parts_of, passes_on
 from .patches import PATCHES, Function, replaces
 
+# The constructor's arguments that may be schedules, functions or optimizers, and the attributes that have them.
+_OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
 # Distributes a copy of an optimizer as the original.
 Again = Callable[[Optimizer], Optimizer]
 
@@ -44,17 +46,30 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     cls, copies = cls or original, {} if copies is None else copies
     if id(optimizer) in copies:
         return copies[id(optimizer)]
-    given = objects_given_to(optimizer)
-    config = config_without(optimizer, given) | {
+    given = {name: value for name, attribute in _OBJECTS.items()
+             if callable(value := getattr(optimizer, attribute, None)) or isinstance(value, Optimizer)}
+    config = _config_without(optimizer, given) | {
         name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
     if again_of(config) is not None:
         config["name"] = str(config["name"])
     # Keras' own from_config reads optimizers from plain values only. A class of the user may have its own from_config.
     copied = cls(**config) if set(given) - {"learning_rate"} else original.from_config.__func__(cls, config)
-    for name, value in decay_exclusions_of(optimizer).items():
-        setattr(copied, name, value)
+    for name, value in vars(optimizer).items():
+        # What exclude_from_weight_decay has set is no part of the configuration.
+        if name.startswith("_exclude_from_weight_decay") and not name.endswith("_cache"):
+            setattr(copied, name, value)
     copies[id(optimizer)] = copied
     return copied
+
+
+def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
+    """The configuration of an optimizer without these arguments, objects that Keras may not be able to save."""
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    # get_config of an older Keras fails without a learning rate.
+    vars(stand_in).update({_OBJECTS[name]: tf.constant(0.0) if name == "learning_rate" else None for name in arguments})
+    config: dict[str, Any] = stand_in.get_config()
+    return {name: value for name, value in config.items() if name not in arguments}
 
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:

@@ -21,7 +21,7 @@ from ..tensorflow.gradients import GradientGroups, GradientOptions, GradientRedu
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import OptionalGradient, Variable
 from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
-from ._private import accumulators_of, calls_of, is_older_than, serialise_as, trained_by
+from ._private import serialise_as, trained_by
 from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
 from .old_optimizers import advice
@@ -171,7 +171,7 @@ class _Distributed:
         expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
                                       for gradient, v in zip(grads, variables, strict=False)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if tf.executing_eagerly() and (int(calls_of(self)) + 1) % steps:
+        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
         if not expected <= self._mpistrat.called:
@@ -330,12 +330,12 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
     new.build(trained_by(old))
-    accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
+    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
-        calls_of(new).assign(calls_of(old) * passes)  # With accumulation Keras counts the passes.
+        new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
@@ -365,7 +365,7 @@ def require_hooks(cls: type) -> None:
                if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
-    if is_older_than(3, 5):
+    if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
         raise _unknown(_CLIPS_BEFORE)
 
 

@@ -31,7 +31,7 @@ from ...tensorflow.distribute import collectives, files
 from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
-from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
+from .._private import trained_by
 from ..fit.fit_optimizers import optimizers_of
 from ..fit.throughput import Throughput
 from ..patches import Function
@@ -171,7 +171,7 @@ def save_checkpoint(original: Function, self: ModelCheckpoint, epoch: int, batch
             return original(self, epoch, batch, logs)
     if batch is not None:  # At the end of an epoch they have been averaged.
         average_statistics(self.model)
-    path = path_of_checkpoint(self, epoch, batch, logs)
+    path = self._get_file_path(epoch, batch, logs)
     with with_values_of(self.model):
         self.best = files.write_once(path, lambda: original(self, epoch, batch, logs), lambda: self.best)
     return None
@@ -185,7 +185,7 @@ def save_backup(original: Function, self: BackupAndRestore) -> None:
     if self.save_freq != "epoch":
         average_statistics(self.model)
     with with_values_of(self.model):
-        return files.write_once(paths_of_backup(self)[1], lambda: original(self))
+        return files.write_once(self._training_metadata_path, lambda: original(self))
 
 
 @replaces(BackupAndRestore, "on_train_end", "two ranks would delete one directory at the same time",
@@ -205,17 +205,16 @@ def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None
     optimizer = model.optimizer
 
     def exists() -> bool:
-        return tf.io.gfile.exists(paths_of_backup(self)[0])
+        return tf.io.gfile.exists(self._weights_path)
 
     if files.on_chief(exists) and optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)  # Creating variables is collective.
 
     def read() -> tuple[bool, int | None]:
         original(self, logs)
-        return exists(), epoch_after_backup(model)
+        return exists(), model._initial_epoch
 
-    found, epoch = files.on_chief(read)
-    set_epoch_after_backup(model, epoch)
+    found, model._initial_epoch = files.on_chief(read)
     if found:
         variables = [v for v in (*model.variables, *(optimizer.variables if optimizer is not None else ()))
                      if not is_central(v.value)]

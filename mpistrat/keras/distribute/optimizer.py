@@ -29,7 +29,7 @@ from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
 from ...tensorflow.names import OptimizerName
 from ...tensorflow.types import OptionalGradient, Tensor
-from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
+from .._private import trained_by
 from ..fit.fit_optimizers import optimizers_of
 from ..optimizer_parts import parts_of
 from ..patches import Function
@@ -85,8 +85,8 @@ def _belongs_to(optimizer: Optimizer, strategy: MPIStrategy) -> None:
     Keras passes the strategy in whose scope an optimizer was made to the functions that update variables. TensorFlow's
     MirroredStrategy ignores that, and passes itself.
     """
-    if not isinstance(strategy_of_optimizer(optimizer), MPIStrategy):
-        set_strategy_of_optimizer(optimizer, strategy)
+    if not isinstance(optimizer._distribution_strategy, MPIStrategy):
+        optimizer._distribution_strategy = strategy
 
 
 @replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots",
@@ -115,7 +115,7 @@ def all_reduce_sum_gradients(original: Function, self: Optimizer,
     if strategy is None:
         return original(self, grads_and_vars)
     pairs = list(grads_and_vars)
-    strategy.extended.assigned_in_lockstep(calls_of(self).value)
+    strategy.extended.assigned_in_lockstep(self._iterations.value)
     present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     own = state_of(self)
     if [id(pairs[i][0]) for i in present] != [id(gradient) for gradient in own.clipped]:
@@ -201,7 +201,7 @@ def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) 
 
 def slots_of(optimizer: Optimizer) -> Slots | None:
     """The slots of an optimizer, or None if they are not central."""
-    strategy = strategy_of_optimizer(optimizer)
+    strategy = optimizer._distribution_strategy
     return strategy.extended.slots if isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_central \
         else None
 
@@ -261,7 +261,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
         slots.share(updated)
         return tf.constant(0)
 
-    complete = calls_of(self) % self.gradient_accumulation_steps == 0
+    complete = self._iterations % self.gradient_accumulation_steps == 0
     tf.cond(complete, share, lambda: tf.constant(0))
     return result
 

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max, ScaledOp
 from ...tensorflow import names
-from ...tensorflow._private import spec_of_replica
 from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.input import takes_from_generator
@@ -24,14 +25,7 @@ from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.variables import RankMirroredVariable
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
-from .._private import (
-    GeneratorDataAdapter,
-    TFDatasetAdapter,
-    all_layers,
-    create_anew,
-    distributed_dataset,
-    set_number_of_batches,
-)
+from .._private import all_layers
 from .._private import trainer as keras_trainer
 from ..fit.fit_optimizers import accumulators_in, optimizers_of
 from ..fit.row_counts import rows_of
@@ -64,7 +58,7 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
     with strategy.scope():
         for variable in (variable for metric in model.metrics for variable in metric.variables):
             if not strategy.extended.variable_created_in_scope(variable.value):
-                create_anew(variable)
+                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -221,14 +215,20 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
-    return tf.nest.map_structure(spec_of_replica, distributed_dataset(iterator).element_spec)
+    return tf.nest.map_structure(_spec_of_replica, iterator._distributed_dataset.element_spec)
+
+
+def _spec_of_replica(spec: Any) -> tf.TypeSpec:
+    """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
+    is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
+    return spec if is_local else spec._value_specs[0]
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
     """Whether the input is a generator, or a dataset that reads one and says what its elements are."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
-    return takes_from_generator(distributed_dataset(iterator)) and all(
+    return takes_from_generator(iterator._distributed_dataset) and all(
         isinstance(spec, tf.OptionalSpec) or (spec.shape.rank and None not in spec.shape[1:])
         for spec in tf.nest.flatten(_specs(iterator)))
 
@@ -262,9 +262,9 @@ def reset_epoch(original: Function, self: keras_trainer.TFEpochIterator) -> None
 
 
 def _set_steps(iterator: keras_trainer.TFEpochIterator) -> None:
-    dataset = distributed_dataset(iterator)
+    dataset = iterator._distributed_dataset
     if hasattr(dataset, "mpistrat_steps"):
-        set_number_of_batches(iterator, dataset.mpistrat_steps)
+        iterator._num_batches = dataset.mpistrat_steps
 
 
 @replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units", "self.state.assign(")

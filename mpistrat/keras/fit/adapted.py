@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...core.topology import describe_by_rank
-from .._private import all_layers, functions_of
+from .._private import all_layers
 from .rates import are_equal
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
@@ -119,11 +119,20 @@ def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
     """
     found: dict[int, keras.layers.Layer] = {}
     for value in tf.nest.flatten(inputs):
-        for function in functions_of(value):
+        for function in _functions_of(value):
             for layer in _layers_in(function, _DEPTH):
                 for each in (layer, *all_layers(layer)):
                     found.setdefault(id(each), each)
     return list(found.values())
+
+
+def _functions_of(dataset: object) -> Iterator[object]:
+    """The functions that a tf.data pipeline calls; for other objects, none."""
+    if isinstance(dataset, tf.data.Dataset):
+        for wrapper in dataset._functions():
+            yield getattr(wrapper, "_func", None)
+        for inside in dataset._inputs():
+            yield from _functions_of(inside)
 
 
 def _layers_in(value: object, depth: int) -> Iterator[keras.layers.Layer]:

@@ -13,7 +13,7 @@ from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Variable
-from .._private import accumulators_of, calls_of, trained_by
+from .._private import trained_by
 from ..optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
@@ -65,8 +65,8 @@ class FitOptimizers:
 
     @property
     def calls(self) -> int:
-        """How often this rank has applied gradients so far, also where they were only accumulated."""
-        return sum(int(calls_of(optimizer)) for optimizer in self._optimizers)
+        """How often this rank has called `apply`. The public `iterations` is less, if gradients are accumulated."""
+        return sum(int(optimizer._iterations) for optimizer in self._optimizers)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -110,7 +110,7 @@ def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
 def accumulators_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
     """The sums of gradients in the optimizers that accumulate them."""
     return [variable for optimizer in optimizers if optimizer.built and optimizer.gradient_accumulation_steps
-            for variable in accumulators_of(optimizer)]
+            for variable in optimizer._accumulated_gradients]
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:

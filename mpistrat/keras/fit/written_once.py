@@ -22,12 +22,12 @@ from keras.callbacks import BackupAndRestore, Callback, CSVLogger, ModelCheckpoi
 from ...api import ops as array_ops
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import files
-from .._private import epoch_after_backup, goes_on_after_backup, set_epoch_after_backup
 from ..callbacks import Logs, broadcast_state
 from .fit_optimizers import FitOptimizers, optimizers_of
 
 # The classes, and the attribute that has the path of the files.
 _PATHS = {ModelCheckpoint: "filepath", BackupAndRestore: "backup_dir", CSVLogger: "filename", TensorBoard: "log_dir"}
+_INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 
 
@@ -194,13 +194,13 @@ class WrittenOnce(Callback):
             directory = self._callback.backup_dir
             found = tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory))
             self._callback.on_train_begin(logs)
-            return found, epoch_after_backup(model) if goes_on_after_backup(model) else None
+            return found, getattr(model, _INITIAL_EPOCH, None)
 
         found, epoch = self._on_all_ranks(restore)
         if not found:
             return
-        if goes_on_after_backup(model):
-            set_epoch_after_backup(model, epoch)
+        if hasattr(model, _INITIAL_EPOCH):
+            setattr(model, _INITIAL_EPOCH, epoch)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]

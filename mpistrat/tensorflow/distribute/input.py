@@ -7,7 +7,7 @@ batches.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -18,13 +18,10 @@ from ...core.errors import InvalidRequestError
 from .. import names
 from .._private import (
     InputWorkers,
-    datasets_of,
-    ends_on_all_ranks_together,
     functions_of,
     get_distributed_dataset,
     get_distributed_datasets_from_function,
     inputs_of,
-    set_datasets,
 )
 from .same_data import ADVICE, difference, sources_of
 
@@ -83,7 +80,7 @@ class Pipelines:
             chosen.experimental_distribute.auto_shard_policy = policy = _Policy.DATA
             distributed = self._distributed(dataset.with_options(chosen), options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
-            ends_on_all_ranks_together(distributed)
+            _end_on_all_ranks_together(distributed)
         if self._size > 1 and policy == _Policy.OFF:
             # Each rank reads all parts of its batches, and goes on until the last rank has finished. For Keras, which
             # counts the batches before they are split.
@@ -96,11 +93,11 @@ class Pipelines:
             _sparse_by_rows(dataset) if is_split else dataset, self._workers(options), self._strategy,
             num_replicas_in_sync=self._size, input_context=self._context(), options=self._iteration(options))
         if is_split:
-            part, = datasets_of(distributed)
+            part, = _datasets_of(distributed)
             distributed = get_distributed_datasets_from_function(
                 lambda _: _sparse_again(part, dataset.element_spec), self._workers(options), [self._context()],
                 self._strategy, self._iteration(options))
-        set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
+        self._read_ahead(distributed, options)
         return distributed
 
     def _problem_with_files(self, distributed: tf.distribute.DistributedDataset) -> str:
@@ -110,7 +107,7 @@ class Pipelines:
         """
         own = ""
         try:
-            for _ in datasets_of(distributed)[0].take(1):
+            for _ in _datasets_of(distributed)[0].take(1):
                 break
         except tf.errors.InvalidArgumentError as error:
             if "FILE based sharding" not in str(error):
@@ -127,10 +124,10 @@ class Pipelines:
                                       "leave it out.")
         distributed = get_distributed_datasets_from_function(
             dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
-        set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
-        batches, _, same = self._agree(datasets_of(distributed)[0], [])
+        self._read_ahead(distributed, options)
+        batches, _, same = self._agree(_datasets_of(distributed)[0], [])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
-            ends_on_all_ranks_together(distributed)
+            _end_on_all_ranks_together(distributed)
         return distributed
 
     def _context(self) -> tf.distribute.InputContext:
@@ -154,12 +151,12 @@ class Pipelines:
             experimental_fetch_to_device=False,
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
 
-    def _read_ahead(self, datasets: Sequence[tf.data.Dataset], options: InputOptions) -> list[tf.data.Dataset]:
-        """The datasets with the prefetch buffer that TensorFlow's iterator for devices has."""
-        if not self._reads_on_host(options):
-            return list(datasets)
+    def _read_ahead(self, distributed: tf.distribute.DistributedDataset, options: InputOptions) -> None:
+        """Add the prefetch buffer that TensorFlow's iterator for devices has."""
         size = 1 if options is None else options.experimental_per_replica_buffer_size
-        return [dataset.prefetch(size) if size else dataset for dataset in datasets]
+        if self._reads_on_host(options) and size:
+            datasets = _datasets_of(distributed)
+            datasets[:] = [dataset.prefetch(size) for dataset in datasets]
 
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
         """The number of batches on this rank, the largest one, and whether all ranks have the same. Collective.
@@ -222,9 +219,20 @@ def _reads_files(dataset: tf.data.Dataset) -> bool:
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
 
 
+def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.Dataset]:
+    """The dataset of each worker, of which a process has one: made from a dataset, or from a function."""
+    found: list[tf.data.Dataset] = getattr(distributed, "_cloned_datasets", None) or distributed._datasets
+    return found
+
+
+def _end_on_all_ranks_together(distributed: tf.distribute.DistributedDataset) -> None:
+    """Switch off the collective before each step that finds out whether any rank has data left."""
+    distributed._enable_get_next_as_optional = False
+
+
 def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
     """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
-    return any(operation == "GeneratorDataset" for dataset in datasets_of(distributed)
+    return any(operation == "GeneratorDataset" for dataset in _datasets_of(distributed)
                for operation in _operations(dataset))
 
 

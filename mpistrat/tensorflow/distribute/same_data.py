@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ...core.rows import places_of_sample
 from ...core.topology import rank_list
-from .._private import arrays_of, inputs_of, numbers_of
+from .._private import inputs_of
 
 ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
           "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
@@ -20,9 +20,15 @@ ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of ever
           "strategy.distribute_datasets_from_function.")
 
 
+# What some datasets were made with: shard, take and skip, repeat, shuffle.
+_NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
+
+
 def sources_of(dataset: tf.data.Dataset) -> list[str]:
     """What a dataset was made with, in an order that the program determines."""
-    numbers, arrays = numbers_of(dataset), arrays_of(dataset)
+    numbers = [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
+               if hasattr(getattr(dataset, name, None), "numpy")]
+    arrays = [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]
     own = [getattr(dataset, "_mpistrat_part", ""),  # Set by shard().
            f"{type(dataset).__name__.strip('_')}({', '.join(numbers)})" if numbers else "",
            f"arrays of {_described(arrays)}" if arrays else ""]

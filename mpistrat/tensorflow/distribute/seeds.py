@@ -14,7 +14,7 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api import runtime
 from .. import names
-from .._private import global_seed, operation_seeds
+from .._private import context, global_seed
 
 
 def seed_alike() -> None:
@@ -51,9 +51,9 @@ def _drawn() -> int:
 
 def _state() -> tuple[int | None, tuple, tuple]:
     """The global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
-    return global_seed(), operation_seeds().getstate(), random.getstate()
+    return global_seed(), context()._rng.getstate(), random.getstate()
 
 
 def _set(seed: int | None, numbers: tuple) -> None:
     tf.random.set_seed(seed)
-    operation_seeds().setstate(numbers)
+    context()._rng.setstate(numbers)  # It exists, since a global seed has been set.
