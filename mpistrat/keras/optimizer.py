@@ -24,7 +24,6 @@ from . import patches, whole_files, xla  # noqa: F401  # They register what they
 from ._private import serialise_as, trained_by
 from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
-from .old_optimizers import advice
 from .optimizer_parts import distributed_in, parts_of, passes_on
 from .patches import Function, replaces
 
@@ -341,7 +340,7 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
     if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
@@ -356,6 +355,19 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if passes > 1 and optimizer.gradient_accumulation_steps:
         raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
                                   "optimizer.")
+
+
+def _advice(optimizer: object) -> str:
+    """The end of a sentence: what to write in place of an optimizer of Keras 2 or TensorFlow 1; "" for others."""
+    tape = "or average its gradients with mpistrat.tensorflow.DistributedGradientTape."
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    # By the module's name, because tf_keras need not be installed.
+    if any(base.__module__.partition(".")[0] == "tf_keras" for base in cls.__mro__):
+        return (", which is an optimizer of Keras 2: unset TF_USE_LEGACY_KERAS and take the optimizer and the model "
+                f"from `import keras`, {tape}")
+    if issubclass(cls, tf.compat.v1.train.Optimizer):
+        return f", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, {tape}"
+    return ""
 
 
 def require_hooks(cls: type) -> None:

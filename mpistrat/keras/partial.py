@@ -10,8 +10,7 @@ from keras.optimizers import Optimizer
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.request import Average, ReduceOp
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.gradients import Groups
-from ..tensorflow.local_layers import Layer, register_local_layers
+from ..tensorflow.gradients import Groups, Layer, register_local_layers
 from .optimizer import DistributedOptimizer
 
 

@@ -1,9 +1,10 @@
 """Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -240,6 +241,34 @@ def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
         observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
+
+
+class Layer(Protocol):
+    """What is needed of a Keras layer."""
+
+    built: bool
+    weights: list[Any]
+
+
+def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
+    """Call `register` with each weight of the layers that Horovod's Partial wrappers get. Local.
+
+    Running statistics are weights too.
+
+    Raises:
+        InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
+    """
+    listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
+    for layer in listed:
+        if not hasattr(layer, "weights"):
+            raise InvalidRequestError("local_layers is a Keras layer or a list of layers. Received: "
+                                      f"{layer!r}")
+        if not layer.built:
+            raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
+                                      "model first: give it an Input layer, or call it once.")
+        for weight in layer.weights:
+            register(weight)
+            register(weight.value)  # The tf.Variable of a Keras variable; a tape may have either as a source.
 
 
 def label_of(variable: Variable) -> str:

@@ -36,8 +36,7 @@ from ..fit.fit_optimizers import optimizers_of
 from ..fit.throughput import Throughput
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
-from .checks import require_same_training
-from .optimizer import conclude_checks, slots_of
+from .optimizer import conclude_checks, require_same_training, slots_of
 from .saving import writes_together
 from .step_state import strategy_of
 from .trainer import average_statistics

@@ -22,26 +22,32 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
+from ...api import ops as array_ops
+from ...api import runtime
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
-from ...tensorflow.names import OptimizerName
+from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import trained_by
+from ..fit.equal_weights import require_equal_weights
 from ..fit.fit_optimizers import optimizers_of
+from ..fit.rates import different_rate, rates_of
 from ..optimizer_parts import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from . import step_state
-from .checks import require_same_training
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
 _HALVES = (tf.float16, tf.bfloat16)
 _OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
              "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
+
+_CAUSES = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights on "
+           "all ranks), and a callback or a learning rate on some ranks only.")
 
 
 @dataclass
@@ -181,6 +187,25 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     wide = tf.cast(gradient, tf.float32) if gradient.dtype in _HALVES else gradient
     # The gradient of a rank without rows may be anything, also NaN, and must not spoil the sum.
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
+
+
+def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer | None],
+                          place: str) -> None:
+    """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
+
+    Args:
+        variables: The weights that are trained.
+        optimizers: As many on all ranks; None is left out.
+        place: When this is, for messages: "at the end of epoch 3".
+    """
+    if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
+        return
+    own = rates_of(part for optimizer in optimizers for part in parts_of(optimizer))
+    different = different_rate(array_ops.allgather_object(own, eager("strategy/rates")))
+    if different:
+        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
+                            "callbacks.")
+    require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES)
 
 
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:

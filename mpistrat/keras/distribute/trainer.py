@@ -16,9 +16,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import ops as array_ops
 from ...api import runtime
-from ...core.request import Max, ScaledOp
+from ...core.request import Max
 from ...tensorflow import names
-from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.input import takes_from_generator
 from ...tensorflow.distribute.seeds import state_of_first_rank
@@ -29,7 +28,7 @@ from .._private import all_layers
 from .._private import trainer as keras_trainer
 from ..fit.fit_optimizers import accumulators_in, optimizers_of
 from ..fit.row_counts import rows_of
-from ..fit.running_statistics import average, counters, running_statistics
+from ..fit.running_statistics import average_state, running_statistics
 from ..optimizer_parts import distributed_in, parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
@@ -289,20 +288,14 @@ def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, 
 
 
 def average_statistics(model: keras.Model) -> None:
-    """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest.
-
-    Collective; outside of a replica.
-    """
+    """As average_state, for a model of a strategy. Collective; outside of a replica."""
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
     own = getattr(model, "optimizer", None)  # A model that is not compiled has none.
-    accumulators = accumulators_in(IdentitySet(part for optimizer in (own, *optimizers_of(model))
-                                               for part in parts_of(optimizer)))
-    average(running_statistics(model) + accumulators, lambda variables, labels: collectives.all_reduce(
-        [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
-    average(counters(model), lambda variables, labels: reduce_list(
-        [strategy.extended.local(v.value) for v in variables], names.eager("strategy/counters"), ScaledOp(Max), labels))
+    parts = IdentitySet(part for optimizer in (own, *optimizers_of(model)) for part in parts_of(optimizer))
+    average_state(model, accumulators_in(parts), lambda op, variables, labels: collectives.all_reduce(
+        [strategy.extended.local(v.value) for v in variables], op, "statistics", labels))
 
 
 @replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both",

@@ -211,15 +211,17 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The device of this rank's replica."""
-        return (self._device,)
+    # Each rank runs its own program, and initialises its own variables.
+    experimental_between_graph = experimental_should_init = True
+    _global_batch_size = True
+    _num_devices_per_worker = 1
 
     @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of the variables, which is the same."""
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of this rank's replica, and of its variables."""
         return (self._device,)
+
+    parameter_devices = worker_devices
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
@@ -227,16 +229,15 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return [[self._device]]
 
     @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints and summaries, which the chief does."""
+        return self._rank == 0
+
+    should_save_summary = should_checkpoint
+
+    @property
     def _num_replicas_in_sync(self) -> int:
         return self._size
-
-    @property
-    def _num_devices_per_worker(self) -> int:
-        return 1
-
-    @property
-    def _global_batch_size(self) -> bool:
-        return True
 
     def _in_multi_worker_mode(self) -> bool:
         return self._size > 1
@@ -249,23 +250,3 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return replica_id + self._rank
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """Each rank runs its own program."""
-        return True
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Each rank initialises its own variables."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """The chief writes checkpoints."""
-        return self._rank == 0
-
-    @property
-    def should_save_summary(self) -> bool:
-        """The chief writes summaries."""
-        return self._rank == 0

@@ -15,6 +15,7 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import InvalidRequestError
+from ...core.topology import describe_by_rank
 from .. import names
 from .._private import (
     InputWorkers,
@@ -170,12 +171,9 @@ class Pipelines:
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
         everybody = array_ops.allgather_object((batches, kind, sources), names.eager("strategy/input"))
-        kinds: dict[str, list[int]] = {}
-        for rank, (_, other, _) in enumerate(everybody):
-            kinds.setdefault(other, []).append(rank)
-        if len(kinds) > 1:
-            raise ValueError("the ranks' datasets have different elements: "
-                             + "; ".join(f"{text} on ranks {ranks}" for text, ranks in kinds.items()))
+        kinds = [other for _, other, _ in everybody]
+        if len(set(kinds)) > 1:
+            raise ValueError(f"the ranks' datasets have different elements: {describe_by_rank(kinds)}")
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
             _warn_of_different_data(differs)
