@@ -7,8 +7,8 @@ over as they are, and the optimizers in an optimizer are copied here.
 Keras itself copies by configurations and files, which have the original class, so that they can be loaded without
 mpistrat. A copy that Keras makes in this process is distributed again:
 
-- The name in a configuration is marked. What is made of the configuration is distributed as the mark says
-  (`from_config`, `deserialize`, `compile_from_config`).
+- The name in a configuration is marked. An optimizer that is made from the configuration is distributed as the mark
+  says (`from_config`, `deserialize`, `compile_from_config`).
 - pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
 """
 

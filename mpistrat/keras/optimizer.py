@@ -45,12 +45,9 @@ class Arguments:
 
     name: names.OptimizerName
     factor: float
-    compression: type[Compressor]
-    sparse_as_dense: bool
-    gradient_predivide_factor: float
+    options: GradientOptions
     op: ReduceOp
-    num_groups: int
-    groups: Groups
+    gradient_predivide_factor: float
     process_set: ProcessSet | None
     scale_local_gradients: bool
     average_statistics: bool
@@ -157,7 +154,7 @@ class _Distributed:
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
-            and not self._mpistrat.reducer.has_local and not isinstance(its.groups, list | tuple)
+            and not self._mpistrat.reducer.has_local and not its.options.groups.has_lists
         return functools.partial(_distribute_copy, its if is_known else None)
 
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
@@ -276,9 +273,10 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         require_hooks(type(optimizer))
     factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     own_name = names.OptimizerName(process_set.process_set_id or 0)
-    its = Arguments(own_name, factor, compression, sparse_as_dense, gradient_predivide_factor, op,
-                    num_groups, groups, None if process_set is global_process_set else process_set,
-                    scale_local_gradients, average_statistics, uneven, check_weights)
+    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
+                    None if process_set is global_process_set else process_set, scale_local_gradients,
+                    average_statistics, uneven, check_weights)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
 
 
@@ -294,8 +292,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
         passes: How many times as many passes as in the original are accumulated.
     """
     process_set = resolved(its.process_set)
-    options = GradientOptions(its.compression, its.sparse_as_dense, GradientGroups(its.groups, its.num_groups))
-    reducer = GradientReducer(name, options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+    reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
                               process_set)
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     reducer.checks_weights = its.check_weights

@@ -75,7 +75,7 @@ class _Exchange:
 
 
 class FirstSteps:
-    """What is known of the first reductions of an optimizer, or of all tapes.
+    """The digests of the first reductions of an optimizer, or of all tapes.
 
     Args:
         name: The same on all ranks.

@@ -44,6 +44,11 @@ class GradientGroups:
         self._count = groups if isinstance(groups, int) else num_groups
         self._sets = [] if groups is None or isinstance(groups, int) else [IdentitySet(group) for group in groups]
 
+    @property
+    def has_lists(self) -> bool:
+        """Whether the groups are lists of variables."""
+        return bool(self._sets)
+
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
         places = range(len(variables))
@@ -244,7 +249,7 @@ def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
 
 
 class Layer(Protocol):
-    """What is needed of a Keras layer."""
+    """The attributes of a Keras layer that are used here."""
 
     built: bool
     weights: list[Any]

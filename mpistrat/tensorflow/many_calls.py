@@ -30,7 +30,7 @@ def count(tensor: object, process_set: int) -> None:
     """Count a call of allreduce. For the last of MANY in one function the first rank logs the hint, once.
 
     Args:
-        tensor: What is reduced. It counts if it is dense and small.
+        tensor: The argument of allreduce. It counts if it is dense and small.
         process_set: The id of the ranks that take part.
     """
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or not _is_small(tensor):

@@ -257,17 +257,8 @@ def _write_deferred(callbacks: CallbackList) -> None:
 
 @replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages",
           "optimizer._model_variables_moving_average")
-def finalize_averages(original: Function, self: SwapEMAWeights,
-                      optimizer: Optimizer) -> None:
-    slots = slots_of(optimizer)
-    if slots is None or slots.are_here:
-        original(self, optimizer)
-
-
-@replaces(SwapEMAWeights, "_tf_swap_variables", "only the chief has averages",
-          "optimizer._model_variables_moving_average")
-def swap_averages(original: Function, self: SwapEMAWeights,
-                  optimizer: Optimizer) -> None:
+@replaces(SwapEMAWeights, "_tf_swap_variables", "likewise", "optimizer._model_variables_moving_average")
+def swap_averages(original: Function, self: SwapEMAWeights, optimizer: Optimizer) -> None:
     slots = slots_of(optimizer)
     if slots is None or slots.are_here:
         original(self, optimizer)

@@ -68,8 +68,10 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
           "self.distribute_strategy.run(step_function")
 def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
     if strategy_of(self) is None:
-        if step_function == self.train_step:
-            _warn_of_model_outside(self)
+        if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
+                and not distributed_in(self.optimizer):
+            warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
+                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=2)
         return original(self, step_function)
     if self.jit_compile:
         warnings.warn("jit_compile=True is switched off: collectives cannot be compiled by XLA.", stacklevel=2)
@@ -110,12 +112,6 @@ def _weighted(log: object) -> object:
     if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
         return log
     return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
-
-
-def _warn_of_model_outside(model: keras.Model) -> None:
-    if runtime.is_initialized() and runtime.current().topology.size > 1 and not distributed_in(model.optimizer):
-        warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its own. "
-                      "Build and compile it under `with strategy.scope():`.", stacklevel=2)
 
 
 @replaces(keras_trainer, "reduce_per_replica",
@@ -202,8 +198,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
                 data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
                 break
-        rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-                        for leaf in _without_none(data_batch)])
+        leaves = [leaf for leaf in keras.tree.flatten(data_batch) if leaf is not None]
+        rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf) for leaf in leaves
+                        if not isinstance(leaf, tf.experimental.Optional)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
     with step_state.flags_of(self):
         step_state.set_flag("usual_rows", max(1, int(usual)))
@@ -236,11 +233,6 @@ def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
     if isinstance(spec, tf.OptionalSpec):
         return None
     return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
-
-
-def _without_none(data: object) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None
-            and not isinstance(leaf, tf.experimental.Optional)]
 
 
 @replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
@@ -309,8 +301,9 @@ def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> o
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
     """Run a step. On a rank without rows the running statistics of its rows keep their values."""
-    of_all_ranks = IdentitySet(variable for layer in all_layers(model) if _is_synchronized(layer)
-                               for variable in layer.variables)
+    of_all_ranks = IdentitySet(
+        variable for layer in all_layers(model) for variable in layer.variables
+        if getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization))
     variables = [v for v in running_statistics(model) if v not in of_all_ranks] if state.rows is not None else []
     if not variables:
         return step()
@@ -324,8 +317,3 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
     tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
     return outputs
-
-
-def _is_synchronized(layer: keras.layers.Layer) -> bool:
-    """Whether a layer's statistics are those of all ranks' rows."""
-    return getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization)

@@ -28,13 +28,13 @@ _DEPTH = 4  # of functions that call functions
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a layer has learned.
+    """The state that a layer has learned.
 
     Attributes:
         label: What users call the layer.
         table: A digest of its lookup tables; b"" without any.
         fixed: Two numbers that depend on all boundaries and weights of words; () without any.
-        variable: Likewise of means and variances.
+        variable: The same for means and variances.
         is_new: The layer has learned nothing yet.
         is_broadcast: A BroadcastGlobalVariablesCallback makes its means and variances equal.
     """
@@ -47,7 +47,7 @@ class Adapted:
     is_broadcast: bool = False
 
     def differs_from(self, other: "Adapted") -> str:
-        """What is not the same, apart from rounding; "" if all is."""
+        """The kind of state that differs by more than rounding; "" if none does."""
         return "vocabulary" if self.table != other.table \
             else "boundaries or weights" if not _are_close(self.fixed, other.fixed) \
             else _STATISTICS if not _are_close(self.variable, other.variable) else ""
@@ -88,7 +88,7 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """What layers and those in them have learned. A TextVectorization stands for the StringLookup in it.
+    """The states of layers and of those in them. A TextVectorization stands for the StringLookup in it.
 
     Args:
         layers: In the same order on all ranks.
@@ -115,7 +115,7 @@ def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
     """The layers that the functions of tf.data pipelines refer to, and those in them.
 
     Args:
-        inputs: What fit got as x and y: datasets in any structure; other inputs have none.
+        inputs: The arguments x and y of fit: datasets in any structure; other inputs have none.
     """
     found: dict[int, keras.layers.Layer] = {}
     for value in tf.nest.flatten(inputs):

@@ -59,7 +59,7 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
     Args:
         optimizers: Those of the model.
         callbacks: The user's.
-        inputs: What fit got as x and y.
+        inputs: The arguments x and y of fit.
     """
     own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
     statistics = before_saves = None
@@ -106,7 +106,7 @@ def digest_of_rows(inputs: Any) -> bytes:
     """A digest of the shapes, and of rows at equal distances; b"" unless all inputs are arrays or tensors of numbers.
 
     Args:
-        inputs: What fit got as x and y: arrays in any structure. None is left out.
+        inputs: The arguments x and y of fit: arrays in any structure. None is left out.
     """
     digest = hashlib.blake2b(digest_size=8)
     arrays = [each for each in tf.nest.flatten(inputs) if each is not None]

@@ -22,7 +22,7 @@ Logs = dict[str, Any] | None
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank has trained on.
+    """The training of one rank.
 
     Attributes:
         rows: UNKNOWN if there were steps and no row was counted.

@@ -1,13 +1,11 @@
-"""Callbacks that write files in fit of several ranks: where the ranks name one path, one rank runs the callback.
+"""Callbacks that write files in fit of several ranks: if several ranks name the same path, one rank runs the callback.
 
-The ranks tell each other which callbacks they have, and with which paths, before fit makes its list of callbacks. A
-callback that other ranks do not have with this path is left as it is. Of the others, one rank runs it. The other ranks
-wait until it has written, at the beginning and the end of training and at the end of each epoch, if all ranks have
-their common callbacks in the same order. Where they have not, waiting could be a deadlock, and the ranks meet when the
-next epoch begins.
+The ranks exchange their callbacks and paths before fit makes its list of callbacks. The other ranks wait until the
+callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
+callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
 
 Only Keras' own classes are run by one rank. A class that is derived from them may call collectives, so it runs on all
-ranks; whole_files.py keeps their models whole. `role_of` is pure. Called by fit_callbacks.py, in the thread of fit.
+ranks; whole_files.py keeps their models whole. `role_of` is pure.
 """
 
 import os
@@ -33,7 +31,7 @@ _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 
 @dataclass(frozen=True)
 class Entry:
-    """What the other ranks get to know of a callback.
+    """A callback, as the ranks exchange it.
 
     Attributes:
         kind: Its class; "" for one of Keras' that does not write files, since its order does not matter.
@@ -48,13 +46,13 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What is equal for callbacks that write the same files."""
+        """Equal for callbacks that write the same files."""
         return self.kind, self.path
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank does with a callback.
+    """The part of one rank in running a callback.
 
     Attributes:
         runs: Whether it runs the callback.
@@ -78,7 +76,7 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
         MismatchError: All ranks have a BackupAndRestore with one directory, and not the same order of callbacks.
     """
     keys = [[other.key for other in of_rank] for of_rank in entries]
-    # What a rank has once more than others does not communicate.
+    # A callback that a rank has once more than the others does not communicate.
     common = {key for key in keys[0] if key[0] and len({of_rank.count(key) for of_rank in keys}) == 1}
     is_in_order = len({tuple(key for key in of_rank if key in common) for of_rank in keys}) == 1
     is_backup = entry.kind == BackupAndRestore.__name__

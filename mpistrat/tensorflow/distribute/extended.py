@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import tensorflow as tf
 
 from ...api import runtime
+from ...core.tuning import BUCKET_BYTES
 from .._private import (
     DistributedVariable,
     UpdateContext,
@@ -26,7 +27,7 @@ from ..gradients import GradientOptions
 from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
-from .options import CommunicationOptions, apply_timeout, bucket_bytes
+from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
 from .variables import RankMirroredVariable
 
@@ -151,11 +152,11 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
                          options: CommunicationOptions | None) -> list[Tensor]:
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def _bucket_bytes(self, options: CommunicationOptions | None) -> int:
+    def _bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
         """The size of the buckets of a call; `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
-        return bucket_bytes(self._options.merge(options))
+        return int(self._options.merge(options).bytes_per_pack) or BUCKET_BYTES
 
     def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
                  options: CommunicationOptions | None) -> list[Tensor]:
@@ -177,10 +178,10 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         Args:
             gradients: Tensors or tf.IndexedSlices, at least one.
             labels: Users' names of their variables, for error messages.
-            checks: Those of the optimizer. They do not read the weights, which Keras' part compares before.
+            checks: The optimizer's. They do not read the weights, which Keras' part compares before.
             exact: Tensors by their labels, which are not compressed.
         """
-        return collectives.reduce_gradients(gradients, labels, self._gradient_options, bucket_bytes(self._options),
+        return collectives.reduce_gradients(gradients, labels, self._gradient_options, self._bucket_bytes(),
                                             checks.observer((), (), may_read=False), exact)
 
     def local(self, value: Any) -> Any:

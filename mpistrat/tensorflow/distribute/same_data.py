@@ -21,7 +21,7 @@ ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of ever
           "strategy.distribute_datasets_from_function.")
 
 
-# What some datasets were made with: shard, take and skip, repeat, shuffle.
+# The arguments of some datasets: shard, take and skip, repeat, shuffle.
 _NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
 
 

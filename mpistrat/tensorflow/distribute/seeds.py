@@ -1,7 +1,4 @@
-"""Equal random states on all ranks, so that all shuffle the data alike before each takes its part.
-
-Called when a strategy is made, and before fit under one.
-"""
+"""Equal random states on all ranks, so that all shuffle the data in the same order before each takes its part."""
 
 import os
 import random
