@@ -200,7 +200,6 @@ class MomentumCorrection:
         self._scale: Callable[[tf.Tensor], None] | None = None
 
     def rate_changed(self, ratio: float) -> None:
-        """Correct for a learning rate that is `ratio` times the one before."""
         if ratio == 1.0:
             return
         if self._scale is None:

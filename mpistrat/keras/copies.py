@@ -114,7 +114,6 @@ def marked(config: dict[str, Any], again: Again) -> dict[str, Any]:
 
 
 def again_of(config: Mapping[str, Any]) -> Again | None:
-    """What the mark of a configuration says."""
     name = config.get("name")
     return name.again if isinstance(name, _MarkedName) else None
 
@@ -129,7 +128,6 @@ def keep_marks(cls: type[Optimizer]) -> None:
 
 def from_config(original: Function, cls: type[Optimizer], config: dict[str, Any], *args: object,
                 **kwargs: object) -> Optimizer:
-    """Replaces the from_config of a class of optimizers."""
     again = again_of(config)
     if again is None:
         return original(cls, config, *args, **kwargs)

@@ -185,7 +185,6 @@ class FirstSteps:
 
     @property
     def _has_joined(self) -> bool:
-        """Whether the ranks have joined since the first step."""
         return self._joins is not None and self._group.joins != self._joins
 
     def _require_equal_weights(self) -> None:

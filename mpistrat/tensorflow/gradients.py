@@ -46,7 +46,6 @@ class GradientGroups:
 
     @property
     def has_lists(self) -> bool:
-        """Whether the groups are lists of variables."""
         return bool(self._sets)
 
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
@@ -164,11 +163,9 @@ class GradientReducer:
 
     @property
     def has_local(self) -> bool:
-        """Whether any variable was excluded."""
         return len(self._local) > 0
 
     def is_local(self, variable: Variable) -> bool:
-        """Whether this variable was excluded."""
         return variable in self._local
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
@@ -203,7 +200,6 @@ class GradientReducer:
         return results
 
     def require_no_strategy(self) -> None:
-        """Raise InvalidRequestError in a replica of MPIStrategy, which reduces gradients too."""
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
                                       "average gradients twice. Take the optimizer or the tape that it was made from.")

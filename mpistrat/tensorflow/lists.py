@@ -102,8 +102,6 @@ def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labe
 
 @dataclass(frozen=True)
 class ReduceGradient(Gradient):
-    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
-
     name: str
     scaled: ScaledOp  # a list after JSON
     labels: Sequence[str]

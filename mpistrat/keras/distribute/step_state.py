@@ -40,7 +40,6 @@ class Flags:
             self._assigned[name] = value
 
     def read(self, name: str) -> tf.Tensor:
-        """The value of a flag, in a graph the one at the time of execution."""
         return self._scalars[name].read()
 
 

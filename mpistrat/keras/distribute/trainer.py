@@ -96,7 +96,6 @@ def make_function(original: Function, self: keras.Model, step_function: Function
 
 
 def _has_keras_own_steps(model: keras.Model) -> bool:
-    """Whether a step's logs are the model's metrics, which Keras aggregates at the end of an epoch in any case."""
     names = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
     return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 

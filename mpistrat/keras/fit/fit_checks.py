@@ -51,7 +51,7 @@ _COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
 
 
 class FitChecks(Callback):
-    """Checks that the ranks train in the same way, and averages the metrics that other callbacks read. Collective; fit adds it.
+    """Checks that the ranks train in the same way, and averages metrics that callbacks read. Collective; fit adds it.
 
     Args:
         optimizers: Those of the model.

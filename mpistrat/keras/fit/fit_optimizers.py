@@ -48,7 +48,6 @@ class FitOptimizers:
 
     @property
     def first_steps(self) -> list[FirstSteps]:
-        """What checks the first reductions."""
         return [reducer.checks for reducer in self.reducers if reducer.checks is not None]
 
     @property
@@ -70,12 +69,10 @@ class FitOptimizers:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state of the optimizers."""
         return [variable for optimizer in self._optimizers for variable in optimizer.variables]
 
     @property
     def accumulators(self) -> list[keras.Variable]:
-        """The sums of gradients that wait for an update."""
         return accumulators_in(self._optimizers)
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -108,7 +105,6 @@ def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
 
 
 def accumulators_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
-    """The sums of gradients in the optimizers that accumulate them."""
     return [variable for optimizer in optimizers if optimizer.built and optimizer.gradient_accumulation_steps
             for variable in optimizer._accumulated_gradients]
 

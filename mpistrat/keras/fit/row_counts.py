@@ -29,15 +29,12 @@ class LocalScalar:
             self.assign(value)
 
     def assign(self, value: int | bool) -> None:
-        """Set the value, now."""
         tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.cast(value, self._dtype))
 
     def add(self, value: tf.Tensor) -> None:
-        """Add to the value; in a graph when it runs."""
         tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
 
     def read(self) -> tf.Tensor:
-        """The value; in a graph the one at the time of execution."""
         return tf.reshape(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype), [])
 
 
@@ -92,12 +89,10 @@ class RowsOfEpoch:
         self.begin()
 
     def begin(self) -> None:
-        """An epoch begins."""
         self.has_trained = self.has_evaluated = False
         self._before, self._evaluated = self._trained.rows, 0
 
     def begin_evaluation(self) -> None:
-        """A validation begins."""
         self.has_evaluated = False
         self._before_evaluation = self._tested.rows
 

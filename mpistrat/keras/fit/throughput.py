@@ -79,7 +79,6 @@ class Meter:
         self._rows, self._begun = RowCount.of(model, "train_step"), 0
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
         self._steps = 0
         self._begin()
 
@@ -94,7 +93,6 @@ class Meter:
         self._steps, self._ended = max(self._steps, batch + 1), time.perf_counter()
 
     def end_epoch(self) -> Work:
-        """The work of the epoch."""
         if self._begun < 2:
             return Work(0, 0, 0.0)
         steps, rows = self._steps - self._steps_before, self._rows.rows - self._rows_before

@@ -19,10 +19,10 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.saved_model import save as saved_models
 
 from ...core.errors import ShutdownError
 from .. import names
-from .._private import saved_models
 from . import files
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 

@@ -8,12 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
-
-from ...api import runtime
-from ...core.tuning import BUCKET_BYTES
-from .._private import (
-    DistributedVariable,
-    UpdateContext,
+from tensorflow.python.distribute.distribute_lib import UpdateContext
+from tensorflow.python.distribute.distribute_utils import (
     is_mirrored,
     is_sync_on_read,
     regroup,
@@ -22,6 +18,10 @@ from .._private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from tensorflow.python.distribute.values import DistributedVariable
+
+from ...api import runtime
+from ...core.tuning import BUCKET_BYTES
 from ..first_steps import FirstSteps
 from ..gradients import GradientOptions
 from ..types import Structure, Tensor, TensorLike
@@ -134,7 +134,6 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return update_regroup(self, (result,), group)
 
     def non_slot_devices(self, var_list: Sequence[tf.Variable]) -> tuple[str, ...]:
-        """The one device."""
         return self.worker_devices
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -219,14 +218,12 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of this rank's replica, and of its variables."""
         return (self._device,)
 
     parameter_devices = worker_devices
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        """The devices of each replica of this rank."""
         return [[self._device]]
 
     @property

@@ -53,7 +53,6 @@ _state = _State()
 
 
 def in_alone() -> bool:
-    """Whether this thread is inside `alone`."""
     return _state.alone
 
 

@@ -11,19 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.distribute.input_lib import InputWorkers
+from tensorflow.python.distribute.input_util import get_distributed_dataset, get_distributed_datasets_from_function
 
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import InvalidRequestError
 from ...core.topology import describe_by_rank
 from .. import names
-from .._private import (
-    InputWorkers,
-    functions_of,
-    get_distributed_dataset,
-    get_distributed_datasets_from_function,
-    inputs_of,
-)
+from .._private import functions_of, inputs_of
 from .same_data import ADVICE, difference, sources_of
 
 logger = logging.getLogger(__name__)
@@ -213,7 +209,6 @@ def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset reads files that TensorFlow can shard."""
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
 
 

@@ -64,7 +64,6 @@ def _bytes_of(array: tf.Tensor) -> Iterator[bytes]:
 
 
 def some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:
-    """Rows at equal distances of an array that has rows."""
     itemsize = array.itemsize if isinstance(array, np.ndarray) else max(array.dtype.size, 1)
     places = places_of_sample(len(array), int(np.prod(array.shape[1:])) * itemsize)
     return array[places] if isinstance(array, np.ndarray) else tf.gather(array, places).numpy()

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import context, global_seed
 
 from ...api import ops as array_ops
 from ...api import runtime
 from .. import names
-from .._private import context, global_seed
 
 
 def seed_alike() -> None:
