@@ -190,7 +190,7 @@ def _keras_integration() -> ModuleType | None:
             own, and no error would say so.
     """
     try:
-        import_module("mpistrat.keras")
+        return import_module("mpistrat.keras.distribute")
     except MissingDependencyError as error:
         keras = sys.modules.get("keras")
         if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
@@ -199,4 +199,3 @@ def _keras_integration() -> ModuleType | None:
         logger.log(logging.DEBUG if rank else logging.INFO,
                    "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
         return None
-    return import_module("mpistrat.keras.distribute")
