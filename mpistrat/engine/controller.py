@@ -20,6 +20,7 @@ import numpy as np
 from ..core.errors import MismatchError
 from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
+from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -57,6 +58,7 @@ class Controller:
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
+        interruption: Ends the cycles because ranks are lost; None: nothing does.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -65,7 +67,8 @@ class Controller:
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
-                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic):
+                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
+                 interruption: Interruption | None = None):
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -76,7 +79,7 @@ class Controller:
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
         self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
-                              clock)
+                              clock, interruption or Interruption())
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()

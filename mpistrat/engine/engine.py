@@ -209,6 +209,18 @@ class Engine:
         self._life.ended.wait()
         self._join(self._thread)
 
+    def interrupt(self) -> None:
+        """Look at the interruption, which was set: all operations fail. Returns at once. Any thread may call it."""
+        self._call_background()
+
+    def await_interrupted(self, limit_s: float) -> bool:
+        """Wait until the engine has ended because of the interruption. Local. Returns whether it has."""
+        self.interrupt()
+        if self._thread is None or not self._life.ended.wait(limit_s):
+            return self._thread is None
+        self._join(self._thread)
+        return True
+
     def _join(self, thread: threading.Thread) -> None:
         """Wait for the end of the background thread, which may still be in its last cycle when `ended` is set."""
         self._call()

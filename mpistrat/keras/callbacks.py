@@ -21,6 +21,7 @@ from ..tensorflow.ops import broadcast_variables
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
+from .fit.elastic_fit import Elastic
 from .fit.fit_optimizers import optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
@@ -28,7 +29,7 @@ from .fit.row_counts import RowsOfEpoch
 from .fit.throughput import Throughput
 from .optimizer_parts import parts_of
 
-__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
 
 Logs = dict[str, Any] | None

@@ -22,11 +22,13 @@ from keras.callbacks import Callback, CallbackList
 from ...api import runtime
 from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
+from ...elastic import member
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
+from .elastic_fit import Elastic, run_fit
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
 from .join_epochs import JoinEpochs
@@ -41,16 +43,37 @@ logger = logging.getLogger(__name__)
 @replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
           "callbacks.on_train_begin()")
 def fit(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    optimizers = fit_optimizers_of(self)
-    is_strategys = isinstance(self.distribute_strategy, MPIStrategy)
+    call = inspect.signature(original).bind(self, *args, **kwargs)
+    elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
+    if elastic is None or member.current() is None:
+        return _fit_once(original, self, call)
+
+    def from_epoch(epoch: int) -> Any:
+        call.arguments["initial_epoch"] = epoch
+        return _fit_once(original, self, call)
+    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0))
+
+
+def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
+    optimizers = fit_optimizers_of(model)
+    is_strategys = isinstance(model.distribute_strategy, MPIStrategy)
     process_set = optimizers.process_set if optimizers is not None else global_process_set
     if (optimizers is None and not is_strategys) or not process_set.has_others():
-        return original(self, *args, **kwargs)
-    call = inspect.signature(original).bind(self, *args, **kwargs)
-    inputs = [call.arguments.get("x"), call.arguments.get("y")]
-    with _extended(call.arguments.get("callbacks"), self, optimizers, inputs) as callbacks:
-        call.arguments["callbacks"] = callbacks
         return original(*call.args, **call.kwargs)
+    inputs, users = [call.arguments.get("x"), call.arguments.get("y")], call.arguments.get("callbacks")
+    try:
+        with _extended(users, model, optimizers, inputs) as callbacks:
+            call.arguments["callbacks"] = callbacks
+            return original(*call.args, **call.kwargs)
+    finally:
+        call.arguments["callbacks"] = users
+
+
+def _users(callbacks: Any) -> list[Callback]:
+    """The callbacks that the user has given to fit: one, a nested structure or a CallbackList."""
+    if isinstance(callbacks, CallbackList):
+        return list(callbacks.callbacks)
+    return tf.nest.flatten(callbacks) if callbacks else []
 
 
 def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
@@ -79,17 +102,16 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
 @contextmanager
 def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | None,
               inputs: list[Any]) -> Iterator[Any]:
-    """A context with the callbacks that fit gets instead of the user's: one, a nested structure or a CallbackList.
+    """A context with the callbacks that fit gets instead of the user's.
 
     Without optimizers an MPIStrategy trains the model.
     """
-    is_list = isinstance(callbacks, CallbackList)
-    users = list(callbacks.callbacks) if is_list else tf.nest.flatten(callbacks) if callbacks else []
+    users = _users(callbacks)
     if optimizers is None:
         own, arranged = [FitThroughput(eager("strategy/throughput"), global_process_set)], users
     else:
         own, arranged = own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
-    if not is_list:
+    if not isinstance(callbacks, CallbackList):
         yield [*own, *arranged]
         return
     for callback in own:

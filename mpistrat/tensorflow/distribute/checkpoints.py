@@ -36,7 +36,7 @@ _numbers: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))  
 
 
 def patch() -> None:
-    """Replace the methods, once. `_private` has checked their signatures."""
+    """Replace the methods, once."""
     if not _originals:
         for owner, name, replacement in ((tf.train.Checkpoint, "_write", _write),
                                          (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),

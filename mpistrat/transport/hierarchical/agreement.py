@@ -5,6 +5,7 @@ The first rank of a host (the leader) waits for the votes of its host, exchanges
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...core.interfaces import Outcome
 from ..shm.agreement import ROUND_MASK, SharedMemoryAgreement
@@ -71,6 +72,10 @@ class HierarchicalAgreement(SharedMemoryAgreement):
     def missing(self) -> list[int]:
         """See AgreementRound."""
         return super().missing() or self._elsewhere
+
+    def surrender(self) -> list[Any]:
+        """See AgreementRound."""
+        return [] if self._hosts is None else self._hosts.surrender()
 
     def close(self) -> None:
         """Release the communicator. No round is under way."""

@@ -4,6 +4,7 @@ Used by the engine's thread.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -145,6 +146,10 @@ class HierarchicalData(TwoShotData):
             self._wait.complete(self._underway.pop(number)[0])
         self._take_own(work, k)
         self._memory.post(work.first + k, READY)
+
+    def surrender(self) -> list[Any]:
+        requests = [request for of_chunk, _ in self._underway.values() for request in of_chunk]
+        return [self._cross, *requests, *self._wait.unfinished, *super().surrender()]
 
     def close(self) -> None:
         if self._cross != MPI.COMM_NULL:

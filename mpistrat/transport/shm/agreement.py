@@ -6,6 +6,7 @@ thread (negotiation/fast_path.py).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from ...core.interfaces import Outcome
 from .segment import ASLEEP, EVEN_VOTE, ODD_VOTE, HostMemory
@@ -66,6 +67,10 @@ class SharedMemoryAgreement:
         """See AgreementRound."""
         return [rank for rank in self._memory.ranks
                 if (self._memory.counter_of(rank, self._counter) ^ self._round) & ROUND_MASK]
+
+    def surrender(self) -> list[Any]:
+        """See AgreementRound."""
+        return []
 
     def close(self) -> None:
         """Nothing to release."""

@@ -276,5 +276,8 @@ class TwoShotData(DataPlane):
     def abandon(self, is_stalled: bool) -> None:
         self._memory.abandon(is_stalled)
 
+    def surrender(self) -> list[Any]:
+        return self._others.surrender()
+
     def close(self) -> None:
         self._others.close()
