@@ -170,9 +170,8 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
         return strategy.extended.reduce_gradients(gradients, labels, checks, {})
     weighted = tf.cond(weight == 1, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
-    # As an integer, since the wire dtype of compression is for floating-point numbers.
-    *summed, rows = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": step_state.state.rows})
-    total = step_state.state.total = tf.cast(rows, tf.float32) / tf.cast(step_state.flag("usual_rows"), tf.float32)
+    *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
+    step_state.state.total = total
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
     return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
 
