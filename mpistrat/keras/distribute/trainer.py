@@ -213,7 +213,7 @@ def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
     return tf.nest.map_structure(_spec_of_replica, iterator._distributed_dataset.element_spec)
 
 
-def _spec_of_replica(spec: Any) -> tf.TypeSpec:
+def _spec_of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
     """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
     is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
     return spec if is_local else spec._value_specs[0]

@@ -124,7 +124,7 @@ def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | No
         callbacks.callbacks = users
 
 
-def digest_of_rows(inputs: Any) -> bytes:
+def digest_of_rows(inputs: object) -> bytes:
     """A digest of the shapes, and of rows at equal distances; b"" unless all inputs are arrays or tensors of numbers.
 
     Args:
