@@ -26,8 +26,7 @@ from ..tensorflow.ops import barrier, broadcast_variables
 from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
 from . import callbacks, elastic
 from .ops import allgather, allreduce, broadcast, load_model, reducescatter
-from .optimizer import DistributedOptimizer
-from .partial import PartialDistributedOptimizer
+from .optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
