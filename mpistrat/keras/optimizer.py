@@ -64,7 +64,7 @@ class Arguments:
 
 @dataclass
 class Distribution:
-    """What a distributed optimizer has in its attribute `_mpistrat`.
+    """The attribute `_mpistrat` of a distributed optimizer.
 
     Attributes:
         class_name: The class of the optimizer.

@@ -52,11 +52,11 @@ _CAUSES = ("weights that were loaded or assigned on some ranks only (call load_w
 
 @dataclass
 class OptimizerState:
-    """What an optimizer under a strategy has in its attribute `_mpistrat`.
+    """The attribute `_mpistrat` of an optimizer under a strategy.
 
     Attributes:
-        checks: Of its first reductions.
-        clipped: The gradients of this step that have been reduced, since they are clipped after that.
+        checks: Those of its first reductions.
+        clipped: The gradients of this step that are reduced and clipped already, and are not reduced again.
         is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
     """
 
@@ -76,7 +76,7 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
 
 def conclude_checks(model: keras.Model) -> None:
     """Let the checks decide, if an epoch ends after two or three steps. Outside of a replica."""
-    for optimizer in (model.optimizer, *optimizers_of(model)):
+    for optimizer in (getattr(model, "optimizer", None), *optimizers_of(model)):
         for part in parts_of(optimizer):
             if isinstance(vars(part).get("_mpistrat"), OptimizerState):
                 state_of(part).checks.conclude()
