@@ -143,11 +143,9 @@ def reduce_ex(original: Function, self: keras.Model, protocol: SupportsIndex) ->
 
 
 def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What pickle and copy do to copy an optimizer, or the model that has it. The copy is distributed too.
+    """As `how`, a function that loads a file in memory and its arguments, for pickle and copy; distributes the copy.
 
-    Args:
-        optimizer: It is distributed, or one in it is.
-        how: What they do without mpistrat: a function that loads a file in memory, and its arguments.
+    `optimizer` is the one that is copied, or that of the model; it or one in it is distributed.
     """
     load, arguments = how[:2]
     owner = getattr(load, "__self__", None)

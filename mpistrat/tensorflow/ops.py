@@ -218,17 +218,12 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
 
 
 def _count_call(tensor: object, process_set: int) -> None:
-    """Count a call of allreduce. For the last of MANY in one function the first rank logs a hint, once. Local.
+    """Count a call of allreduce with a small dense tensor. For the last of MANY in one function rank 0 logs a hint.
 
-    One call for all tensors is much faster. Such calls do not share their nodes by themselves. The first call returns
-    before TensorFlow has traced the second, so they could only share if the first tensor was submitted together with
-    the last. A program in which something between the calls waits for the first result, in a way that the graph does
-    not show, would wait for ever: a callback that waits for a message, which another rank sends when it has that
-    result. The list that the user passes says that nothing does.
-
-    Args:
-        tensor: The argument of allreduce. It counts if it is dense and small.
-        process_set: The id of the ranks that take part.
+    One call for all tensors is much faster. The calls do not share their nodes by themselves: the first one returns
+    before the second is traced, so its tensor would have to wait for the last. A program that waits for the first
+    result in between, in a way that the graph does not show, would never end. A list that the user passes says that
+    nothing does.
     """
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor):
         return

@@ -158,10 +158,7 @@ def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tenso
 def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
     """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
 
-    Args:
-        optimizer: The optimizer that applies them.
-        gradients: Tensors or tf.IndexedSlices; no None.
-        labels: What users call their variables, for error messages.
+    `gradients` has no None; `labels` are users' names of the variables, for error messages.
     """
     if not gradients:
         return []
@@ -192,10 +189,7 @@ def require_same_training(variables: Sequence[keras.Variable], optimizers: Itera
                           place: str) -> None:
     """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
 
-    Args:
-        variables: The weights that are trained.
-        optimizers: As many on all ranks; None is left out.
-        place: When this is, for messages: "at the end of epoch 3".
+    `place` is for messages: "at the end of epoch 3".
     """
     if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
         return

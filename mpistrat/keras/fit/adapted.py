@@ -88,11 +88,9 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """The states of layers and of those in them. A TextVectorization stands for the StringLookup in it.
+    """The states of layers, in this order, and of those in them. `is_broadcast`: a callback makes the variables equal.
 
-    Args:
-        layers: In the same order on all ranks.
-        is_broadcast: Whether a callback makes their variables equal.
+    A TextVectorization stands for the StringLookup in it.
     """
     found: list[Adapted] = []
     inside: set[int] = set()
@@ -112,11 +110,7 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
-    """The layers that the functions of tf.data pipelines refer to, and those in them.
-
-    Args:
-        inputs: The arguments x and y of fit: datasets in any structure; other inputs have none.
-    """
+    """The layers that the functions of tf.data pipelines refer to, and those in them. `inputs` are x and y of fit."""
     found: dict[int, keras.layers.Layer] = {}
     for value in tf.nest.flatten(inputs):
         for function in _functions_of(value):

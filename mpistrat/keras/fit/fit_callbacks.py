@@ -77,13 +77,7 @@ def _users(callbacks: Any) -> list[Callback]:
 
 
 def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
-    """The callbacks that fit adds before those of the user.
-
-    Args:
-        optimizers: Those of the model.
-        callbacks: The user's.
-        inputs: The arguments x and y of fit.
-    """
+    """The callbacks that fit adds before those of the user. `inputs` are the arguments x and y of fit."""
     own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
     statistics = before_saves = None
     throughput: list[Callback] = []
@@ -127,8 +121,7 @@ def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | No
 def digest_of_rows(inputs: object) -> bytes:
     """A digest of the shapes, and of rows at equal distances; b"" unless all inputs are arrays or tensors of numbers.
 
-    Args:
-        inputs: The arguments x and y of fit: arrays in any structure. None is left out.
+    `inputs` are the arguments x and y of fit: arrays in any structure. None is left out.
     """
     digest = hashlib.blake2b(digest_size=8)
     arrays = [each for each in tf.nest.flatten(inputs) if each is not None]
@@ -145,11 +138,7 @@ def digest_of_rows(inputs: object) -> bytes:
 
 
 def warn_of_own_order(inputs: object) -> None:
-    """Warn of a dataset that is sharded after a shuffle without a seed.
-
-    Args:
-        inputs: As in digest_of_rows.
-    """
+    """Warn of a dataset that is sharded after a shuffle without a seed."""
     if any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
         logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes its "
                        "shard, so rows are read by several ranks or by none. %s", OWN_ORDER)

@@ -208,8 +208,7 @@ class FitChecks(Callback):
     def _require_ended(self, progress: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.
 
-        Args:
-            progress: How far this rank is, such as "stopped within epoch 3". Reports of the wait name it.
+        Reports of the wait name `progress`, such as "stopped within epoch 3".
         """
         try:
             array_ops.barrier(f"{self._name}/{progress}", self._process_set)

@@ -59,9 +59,7 @@ class JoinEpochs(keras.callbacks.Callback):
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:
     """Let learning rates that change within an epoch follow the rank with most batches, so that ranks have the same.
 
-    Args:
-        callbacks: Those of fit, before they begin.
-        steps: Steps per epoch of each rank; None where Keras does not know them.
+    `steps` are those per epoch of each rank; None where Keras does not know them. Called before the callbacks begin.
     """
     known = [count for count in steps if count is not None]
     for callback in callbacks:

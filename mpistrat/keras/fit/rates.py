@@ -24,12 +24,9 @@ def number(value: object) -> float:
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
-    """What the optimizers multiply by now: a label and a value for each number.
+    """A label and a value for each number by which the optimizers, in this order, multiply now.
 
     Learning rates that are functions of the user are left out, since a call may have effects.
-
-    Args:
-        optimizers: In the same order on all ranks, each with its parts.
     """
     return tuple((f"{name} of {type(optimizer).__name__}", value)
                  for optimizer in optimizers for name, value in _rates_of_one(optimizer).items())

@@ -65,12 +65,9 @@ def average_state(model: keras.Model, accumulators: Sequence[keras.Variable], re
 
 
 class AverageStatistics(keras.callbacks.Callback):
-    """Makes the state of layers the same on all ranks when an epoch ends. Collective; fit adds it.
+    """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
 
     It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own statistics.
-
-    Args:
-        optimizers: Those of the model. Their local variables stay as they are.
     """
 
     def __init__(self, optimizers: FitOptimizers):

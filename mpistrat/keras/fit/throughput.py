@@ -67,12 +67,9 @@ def line_of(speed: Speed, ranks: int) -> str:
 
 
 class Meter:
-    """The work of this rank in fit, from one epoch to the next.
+    """The work of this rank in fit of `model`, from one epoch to the next.
 
     Keras may call `end_step` in other threads, while the next step runs.
-
-    Args:
-        model: The one that fit trains.
     """
 
     def __init__(self, model: keras.Model):
@@ -150,12 +147,7 @@ class Throughput(Callback):
 
 
 class FitThroughput(Throughput):
-    """Prints the speed of the whole of fit on the first rank of a process set. Collective; fit adds it.
-
-    Args:
-        name: The name of the collective.
-        process_set: The ranks that take part.
-    """
+    """Prints the speed of the whole of fit on the first rank of a process set. Collective, as `name`; fit adds it."""
 
     def __init__(self, name: str, process_set: ProcessSet):
         super().__init__(process_set)

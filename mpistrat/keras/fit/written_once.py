@@ -131,14 +131,7 @@ def _place(path: str) -> tuple[str | int, ...]:
 
 
 class WrittenOnce(Callback):
-    """Takes the place of a callback that all ranks have with one path. Collective.
-
-    Args:
-        callback: The user's.
-        runs: Whether this rank runs it.
-        model: The model that fit trains.
-        optimizers: Those of the model.
-    """
+    """Takes the place of a callback that all ranks have with one path, and that this rank may run. Collective."""
 
     def __init__(self, callback: Callback, runs: bool, model: keras.Model, optimizers: FitOptimizers):
         super().__init__()

@@ -32,14 +32,7 @@ _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset",
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy.
-
-    Args:
-        strategy: The strategy.
-        rank: This rank.
-        size: The number of ranks.
-        device: Where the replica computes.
-    """
+    """Creates the distributed datasets of a strategy for one rank, whose replica computes on `device`."""
 
     def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int, device: str):
         self._strategy, self._device = strategy, device
