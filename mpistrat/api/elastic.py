@@ -69,7 +69,7 @@ class ObjectState:
 
         Raises:
             HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts come or go. The commit is kept.
-            ElasticError: The commit before this one could not be kept.
+            RuntimeError: The commit before this one could not be kept.
         """
         own = member.current()
         if own is None:
@@ -85,10 +85,9 @@ class ObjectState:
             raise
         self._number = max(number for number, _, _ in said) + 1
         self._take_processed([samplers for _, _, samplers in said])
-        topology = runtime.current().topology
+        topology, why = runtime.current().topology, next((why for _, why, _ in said if why), "")
         own.commit(self._number, functools.partial(self._portable, self._saved), self._where(),
-                   topology.local_rank == 0, topology.rank == 0)
-        why = next((why for _, why, _ in said if why), "")
+                   topology.local_rank == 0, topology.rank == 0 and own.is_saved(self._number, is_last=bool(why)))
         if why:
             own.finish()
             raise HostsUpdatedInterrupt(why)

@@ -106,7 +106,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
                   lambda: why_unreachable(planned.others, {**environ, **planned.variables})) if planned.others else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    return launch(planned.composed(environ), environ, limits or TimeLimits(), output, start,
+    return launch(planned.composed(environ), environ, limits=limits or TimeLimits(), output=output, start=start,
                   interference=interference).code
 
 

@@ -47,7 +47,7 @@ class Packed:
         nbytes: The size of the commit.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         buffers: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]

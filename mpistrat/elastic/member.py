@@ -9,6 +9,7 @@ import json
 import logging
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from types import FrameType
+from typing import IO, Any, NoReturn
 
+from ..core import signal_handlers
 from ..core.errors import ElasticError
 from ..process import exit_code
 from ..process.launch_env import launched_rank
@@ -65,14 +68,13 @@ class Member:
 
     Attributes:
         why_leave: Why this generation ends at the next commit; "" if it goes on.
-        is_preempted: Whether a signal said that this process will be ended soon.
     """
 
     def __init__(self, job: ElasticJob, rank: int):
-        self.job, self.why_leave, self.is_preempted = job, "", False
+        self.job, self.why_leave = job, ""
         self._replies: SimpleQueue[Message] = SimpleQueue()
         self._asking = threading.Lock()
-        self._pending: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._writing = threading.Event()
         self._failure = ""
         self._number = 0
@@ -82,6 +84,7 @@ class Member:
         self._welcome = self._ask(kind="hello", rank=rank, pid=os.getpid(), generation=job.generation)
         exit_code.note()
         atexit.register(self._say_end)
+        self._watch_for_preemption()
         threading.Thread(target=self._write_all, name="mpistrat-commits", daemon=True).start()
 
     # -- news of the keeper --------------------------------------------------------------------------------------------
@@ -122,7 +125,11 @@ class Member:
         with open(path, "rb") as file:
             return commits.read(memoryview(mmap.mmap(file.fileno(), found["nbytes"], prot=mmap.PROT_READ)))
 
-    def commit(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saver: bool) -> None:
+    def is_saved(self, number: int, is_last: bool) -> bool:
+        """Whether the chief also saves commit `number` in the job's checkpoint directory."""
+        return bool(self.job.checkpoint) and (is_last or number % self.job.checkpoint_every == 0)
+
+    def commit(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
         """Hand over commit `number`. Returns before it is written; waits for the one before it. Local.
 
         Args:
@@ -130,15 +137,13 @@ class Member:
             snapshot: Returns the value, which no longer changes. Called in another thread.
             step: Where the training is, for people.
             is_writer: Whether this rank writes for its host.
-            is_saver: Whether this rank also saves commits in the job's checkpoint directory.
+            is_saved: Whether this rank also saves it in the job's checkpoint directory.
 
         Raises:
             ElasticError: The commit before it could not be written.
         """
         self.finish()
         self._number = number
-        every = self.job.checkpoint_every
-        is_saved = is_saver and bool(self.job.checkpoint) and every > 0 and number % every == 0
         if is_writer or is_saved:
             self._writing.set()
             self._pending.put(lambda: self._write(number, snapshot, step, is_writer, is_saved))
@@ -164,7 +169,8 @@ class Member:
                 self._failure = f"commit {self._number} cannot be written: {error}"
                 logger.debug("a commit cannot be written", exc_info=True)
             finally:
-                self._writing.clear()
+                if self._pending.empty():
+                    self._writing.clear()
 
     def _write(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
         packed = Packed((CommitId(self.job.generation, number), snapshot()))
@@ -209,10 +215,18 @@ class Member:
         """Say that the ranks that are left have numbered themselves anew. Local."""
         self._line.send(kind="renamed", rank=rank, size=size)
 
-    def preempt(self, why: str) -> None:
-        """Say that this host leaves the job at the next commit. Local; a signal handler may call it."""
-        self.is_preempted = True
-        self._line.send(kind="preempted", why=why)
+    def _watch_for_preemption(self) -> None:
+        """Let SIGUSR1 (Slurm's --signal) say that this host leaves the job at the next commit.
+
+        SIGTERM ends the process as always: mpirun sends it to the ranks of a job that it ends.
+        """
+        def preempted(number: int, frame: FrameType | None) -> None:
+            self._pending.put(lambda: bool(self._line.send(kind="preempted", generation=self.job.generation,
+                                                           why="SIGUSR1")))
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal_handlers.harmless.add(preempted)
+            signal.signal(signal.SIGUSR1, preempted)
 
     def _say_end(self) -> None:
         if self._has_said_end:
@@ -270,7 +284,7 @@ def _line_to_keeper(job: ElasticJob) -> Line:
                 time.sleep(0.02)
 
 
-def _start_keeper(job: ElasticJob, errors: Any) -> "subprocess.Popen[bytes]":
+def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
     """Start a keeper that outlives this process and its launcher. Its environment has nothing of the launcher."""
     kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "LANG")
     environ = {name: os.environ[name] for name in kept if name in os.environ}

@@ -7,8 +7,8 @@
         model.fit(dataset, epochs=10 - state.epoch, callbacks=[
             hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
 
-Under `mpistrat run --elastic` the job survives the loss of ranks and hosts, see api/elastic.py. For users. `sync` is
-collective, and so is `commit` in such a job.
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For users. `sync` is collective, and
+so is `commit` in such a job.
 """
 
 from typing import Any

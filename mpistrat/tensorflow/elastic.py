@@ -9,8 +9,8 @@
             state.epoch += 1
             state.commit()
 
-Under `mpistrat run --elastic` the job survives the loss of ranks and hosts, see api/elastic.py. For users. `sync` is
-collective, and so is `commit` in such a job.
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For users. `sync` is collective, and
+so is `commit` in such a job.
 """
 
 from collections.abc import Sequence

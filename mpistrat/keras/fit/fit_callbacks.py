@@ -69,11 +69,11 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         call.arguments["callbacks"] = users
 
 
-def _users(callbacks: Any) -> list[Callback]:
+def _users(callbacks: object) -> list[Callback]:
     """The callbacks that the user has given to fit: one, a nested structure or a CallbackList."""
     if isinstance(callbacks, CallbackList):
         return list(callbacks.callbacks)
-    return tf.nest.flatten(callbacks) if callbacks else []
+    return list(tf.nest.flatten(callbacks)) if callbacks else []
 
 
 def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
