@@ -153,7 +153,7 @@ class _Distributed:
         return distributed_when_loaded(self, how)
 
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
-        """What distributes a copy of this optimizer as this one is.
+        """A function that distributes a copy of this optimizer as this one is.
 
         Args:
             is_in_process: The copy stays in this process; pickle cannot copy a process set.
@@ -321,14 +321,9 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
 
 def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName, changes: Mapping[str, object],
                 passes: int) -> Optimizer:
-    """A distributed optimizer with the configuration and the state of `optimizer`.
+    """A distributed optimizer with the configuration of `optimizer`, with `changes` in it, and its state.
 
-    Args:
-        optimizer: The original.
-        its: Valid arguments.
-        name: Begins the names of collectives.
-        changes: Values of the configuration that are others.
-        passes: How many times as many passes as in the original are accumulated.
+    `its` are valid arguments, and `passes` is how many times as many passes as in the original are accumulated.
     """
     process_set = resolved(its.process_set)
     reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,

@@ -64,13 +64,7 @@ class Role:
 
 
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
-    """The role of a rank.
-
-    Args:
-        entry: The rank's callback.
-        rank: The rank.
-        entries: All callbacks of each rank, in their order.
-        host_of: The host of each rank.
+    """The role of a rank in running `entry`, given the callbacks of each rank in their order, and the host of each.
 
     Raises:
         MismatchError: All ranks have a BackupAndRestore with one directory, and not the same order of callbacks.
@@ -92,11 +86,7 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
 
 
 def written_once(callbacks: Sequence[Callback], model: keras.Model, optimizers: FitOptimizers) -> list[Callback]:
-    """The callbacks that fit gets on this rank in place of the user's. Collective.
-
-    Raises:
-        MismatchError: On every rank, as role_of.
-    """
+    """The callbacks that fit gets on this rank in place of the user's. Collective. Raises as role_of, on every rank."""
     topology = optimizers.process_set.group("fit").topology
     own = [_entry(callback) for callback in callbacks]
     entries = array_ops.allgather_object(own, f"{optimizers.name}/callbacks", optimizers.process_set)
@@ -162,11 +152,7 @@ class WrittenOnce(Callback):
         self._on_all_ranks(lambda: self._callback.on_train_end(logs))
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Do an action on the ranks that run the callback. Collective; its errors are raised on all ranks.
-
-        Returns:
-            The first rank's result.
-        """
+        """Do an action on the ranks that run the callback. Returns the first rank's result. Collective."""
         result, error = files.attempt(action) if self._runs else (None, None)
         own = result, getattr(self._callback, "best", None)  # a ModelCheckpoint's best metric
         statuses = files.exchange_status(error, value=own, name=self._name, process_set=self._optimizers.process_set)
