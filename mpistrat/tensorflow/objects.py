@@ -46,5 +46,5 @@ class BroadcastGlobalVariablesHook:
     Use broadcast_variables, or the callback BroadcastGlobalVariablesCallback of mpistrat.keras.
     """
 
-    def __init__(self, root_rank: int, device: str = "", **_: Any):
+    def __init__(self, root_rank: int, device: str = "", **_: object):
         raise RuntimeError(_TEXT.format(name="BroadcastGlobalVariablesHook"))

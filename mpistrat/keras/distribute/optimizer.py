@@ -225,7 +225,7 @@ def slots_of(optimizer: Optimizer) -> Slots | None:
 
 
 @replaces(Optimizer, "add_variable", "central slots would be on every rank", "variable = backend.Variable(")
-def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> keras.Variable:
+def add_variable(original: Function, self: Optimizer, *args: object, **kwargs: object) -> keras.Variable:
     slots = slots_of(self)
     # Every rank scales its own loss and accumulates its own gradients.
     if slots is None or isinstance(self, LossScaleOptimizer) \
@@ -242,7 +242,7 @@ def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any)
           "self._model_variables_moving_average")
 @replaces(Optimizer, "save_own_variables",
           "a file of another rank would have slots without elements, and could not be loaded", "variable.numpy()")
-def only_where_slots_are(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def only_where_slots_are(original: Function, self: Optimizer, *args: object, **kwargs: object) -> Any:
     slots = slots_of(self)
     return original(self, *args, **kwargs) if slots is None or slots.are_here else None
 

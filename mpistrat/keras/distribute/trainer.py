@@ -237,7 +237,7 @@ def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
 @replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
           "experimental_distribute_dataset(")
 def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
-                   distribute_strategy: tf.distribute.Strategy | None = None, *args: Any, **kwargs: Any) -> None:
+                   distribute_strategy: tf.distribute.Strategy | None = None, *args: object, **kwargs: object) -> None:
     is_shared = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
     with state_of_first_rank() if is_shared else contextlib.nullcontext():
         original(self, distribute_strategy, *args, **kwargs)
@@ -273,7 +273,7 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 @replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
           "self.make_test_function()")
 @replaces(Trainer, "predict", "likewise", "self.make_predict_function()")
-def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> object:
+def with_averaged_statistics(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
     average_statistics(self)
     return original(self, *args, **kwargs)
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
           "callbacks.on_train_begin()")
-def fit(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
     call = inspect.signature(original).bind(self, *args, **kwargs)
     elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
     if elastic is None or member.current() is None:

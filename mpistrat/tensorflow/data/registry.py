@@ -74,7 +74,7 @@ class _Registrations:
         self._is_shut_down = False
         self._changed = threading.Condition()
 
-    def __call__(self, request: str, **values: Any) -> dict[str, Any]:
+    def __call__(self, request: str, **values: object) -> dict[str, Any]:
         """The answer to a request: its values, the text of an error, or the missing party after a time-out."""
         if request.startswith("_") or not hasattr(self, request):
             return {"error": f"the data service of this version of mpistrat does not know {request!r}"}

@@ -183,7 +183,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return collectives.reduce_gradients(gradients, labels, self._gradient_options, self._bucket_bytes(),
                                             checks.observer((), (), may_read=False), exact)
 
-    def local(self, value: Any) -> Any:
+    def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
         if isinstance(value, DistributedVariable):
             return value._get_replica(0).read_value()
