@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InvalidRequestError, LostRank, RecoveryError, ShutdownError, StallError
+from ..core.errors import InvalidRequestError, LostRank, RanksLostError, RecoveryError, ShutdownError, StallError
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
@@ -144,9 +144,9 @@ class Runtime:
         """
         self.losses.lose(lost)
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, error: RanksLostError) -> None:
         for group in self._groups():
-            group.engine.interrupt()
+            group.engine.interrupt(error)
 
     def leave(self) -> None:
         """End on this rank only, which is then lost for the others. Local."""
@@ -166,6 +166,8 @@ class Runtime:
             RecoveryError: An engine has not ended within the limit.
         """
         self.losses.stop()
+        assert self.losses.interruption.error is not None
+        self.losses.interruption.error.__traceback__ = None  # Its frames refer to memory that is to be freed.
         surrendered: list[Any] = []
         for group in self._groups():
             if not group.engine.await_interrupted(limit_s):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..core.errors import LostRank
+from ..core.errors import LostRank, RanksLostError
 from ..core.interruption import Interruption
 from ..core.topology import Topology
 from ..process import abort
@@ -48,30 +48,37 @@ class Losses:
             from ..transport.mpi import ulfm
             self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
         self.interruption = Interruption(self.is_tolerant)
-        self.when_lost: Callable[[], None] = lambda: None
+        self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
-            self._neighbours = Neighbours(self._processes, self._have_ended, self._reported())
+            others = [rank for rank in range(topology.size) if rank != topology.rank]
+            self._neighbours = Neighbours(self._processes, others, self._have_ended,
+                                          self._failed_ranks if self.is_tolerant else None)
 
-    def _reported(self) -> "Callable[[], Sequence[int]] | None":
-        """What returns the ranks whose end MPI reports, which is how a rank learns of those of other hosts."""
-        if self._comm is None or not self.is_tolerant:
-            return None
+    def _failed_ranks(self) -> list[int]:
+        """The ranks of which MPI reports that they have failed, such as those of other hosts."""
         from ..transport.mpi import ulfm
-        comm = self._comm
-        return lambda: ulfm.failed_ranks(comm)
+        assert self._comm is not None
+        failed = ulfm.failed_ranks(self._comm)
+        if not failed and self.interruption.error is None and self._comm.Is_revoked():
+            self.lose(())  # Another rank knows which, and recovers.
+        return failed
 
     def stop(self) -> None:
         """Watch no more: the other ranks may end. May be called twice."""
         self._stopped.set()
+        self.when_lost = lambda _: None
         if self._neighbours is not None:
             self._neighbours.stop()
 
     def _have_ended(self, ranks: Sequence[int]) -> None:
         lost = [LostRank(rank, self._topology.host_of[rank], self._how(rank)) for rank in ranks]
         if self.is_tolerant:
+            from ..transport.mpi import ulfm
+            assert self._comm is not None
             self.lose(lost)
+            ulfm.report_failed(self._comm, [rank for rank in ranks if rank in self._processes], to_all=True)
         else:
             threading.Thread(target=self._end_job, args=(lost,), name="mpistrat-loss", daemon=True).start()
 
@@ -83,8 +90,7 @@ class Losses:
         """End all engines of this rank: ranks are lost. Local; returns at once. Any thread may call it."""
         logger.debug("rank %d: lost %s", self._topology.rank, "; ".join(map(str, lost)))
         abort.leave_without_finalize()
-        self.interruption.add(lost)
-        self.when_lost()
+        self.when_lost(self.interruption.add(lost))
 
     def _end_job(self, lost: Sequence[LostRank]) -> None:
         if not self._stopped.wait(_LAUNCHER_S):

@@ -93,6 +93,9 @@ class _Attempt:
         from ..transport.mpi import ulfm
         base = self._former.comm
         assert base is not None  # The job is tolerant.
+        error = self._former.losses.interruption.error
+        assert error is not None
+        ulfm.report_failed(base, [each.rank for each in error.lost], to_all=False)
         ulfm.discard(self._former.surrender(self._deadline - time.monotonic()), _DISCARD_S)
         comm = base
         while True:

@@ -110,6 +110,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
         member.join(os.environ)
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
+            member.join(os.environ)
             if library.is_left_to_init():
                 library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")

@@ -78,10 +78,11 @@ def main(argv: list[str]) -> int:
         return check.main([])
     if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
         return _run_once(command)
-    planned = plan(options, passed, command, os.environ)
+    options.np = options.np if options.np is not None else options.max_np
     if elastic.is_asked_for(options) and not options.dry_run:
         return elastic.run(options, lambda wanted, tolerant, *how: launched(
             plan(wanted, (*tolerant, *passed), command, os.environ), wanted, *how))
+    planned = plan(options, passed, command, os.environ)
     if options.dry_run:
         print(planned.composed(os.environ))
         return 0

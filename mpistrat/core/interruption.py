@@ -31,13 +31,14 @@ class Interruption:
         self.error: RanksLostError | None = None
         self._lock = threading.RLock()  # A signal handler may interrupt `add`, and call it.
 
-    def add(self, lost: Sequence[LostRank]) -> None:
-        """Note that ranks are lost, and interrupt this rank's waits."""
+    def add(self, lost: Sequence[LostRank]) -> RanksLostError:
+        """Note that ranks are lost, and interrupt this rank's waits. Returns `error`."""
         with self._lock:
             if self.error is None:
                 self.error = RanksLostError(lost)
             else:
                 self.error.add(lost)
+            return self.error
 
     def check(self) -> None:
         """Raise RanksLostError if ranks are lost."""

@@ -291,6 +291,8 @@ def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     keeper = subprocess.Popen([sys.executable, "-m", "mpistrat.elastic.keeper"], stdin=subprocess.PIPE,
                               stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environ)
+    # Most of them end at once, since another rank has started one before.
+    threading.Thread(target=keeper.wait, name="mpistrat-keeper-end", daemon=True).start()
     assert keeper.stdin is not None
     with keeper.stdin as config:
         config.write(json.dumps(asdict(job)).encode())

@@ -209,13 +209,17 @@ class Engine:
         self._life.ended.wait()
         self._join(self._thread)
 
-    def interrupt(self) -> None:
-        """Look at the interruption, which was set: all operations fail. Returns at once. Any thread may call it."""
+    def interrupt(self, error: Exception) -> None:
+        """Refuse later operations with `error`, and look at the interruption, which was set: those in flight fail.
+
+        Returns at once. Any thread may call it.
+        """
+        self._queue.refuse(error)
         self._call_background()
 
     def await_interrupted(self, limit_s: float) -> bool:
         """Wait until the engine has ended because of the interruption. Local. Returns whether it has."""
-        self.interrupt()
+        self._call_background()
         if self._thread is None or not self._life.ended.wait(limit_s):
             return self._thread is None
         self._join(self._thread)

@@ -56,10 +56,6 @@ class Executor:
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(topology.size)
         self._prepared: tuple[Entry, Prepared] | None = None
-        # What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
-        self._single: dict[CollectiveType, Callable[[Entry], list[np.ndarray]]] = {
-            CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
-            CollectiveType.REDUCESCATTER: self._reducescatter, CollectiveType.ALLREDUCE: self._adasum}
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False, divisor: int | None = None) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
@@ -180,7 +176,7 @@ class Executor:
 
     def _run_single(self, entry: Entry) -> None:
         try:
-            results = self._single[entry.request.kind](entry)
+            results = _SINGLE[entry.request.kind](self, entry)
         except InvalidRequestError as error:  # The same on all ranks.
             entry.handle.fail(error)
         else:
@@ -229,6 +225,12 @@ class Executor:
         results = [self._pool.take(array.shape, array.dtype) for array in arrays]
         adasum(self._data, self._rank, self._size, arrays, results, entry.request.scaled)
         return results
+
+
+# What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
+_SINGLE: dict[CollectiveType, Callable[[Executor, Entry], list[np.ndarray]]] = {
+    CollectiveType.ALLGATHER: Executor._allgather, CollectiveType.ALLTOALL: Executor._alltoall,
+    CollectiveType.REDUCESCATTER: Executor._reducescatter, CollectiveType.ALLREDUCE: Executor._adasum}
 
 
 def _arrays(entry: Entry) -> Sequence[np.ndarray]:

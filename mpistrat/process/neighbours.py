@@ -28,24 +28,23 @@ class Neighbours:
 
     Args:
         processes: The process of each other rank of this host.
+        others: All other ranks, also those of other hosts.
         when_ended: Called in a thread of this object. It must not call `stop`.
-        reported: Returns the ranks of which something else knows that they have ended. It is called 20 times a second;
-            None: there is nothing else.
-
-    Attributes:
-        watched: The ranks whose processes are watched.
+        reported: Returns the ranks of which something else knows that they have ended. It is called 20 times a second,
+            if there are ranks whose processes cannot be watched; None: there is nothing else.
     """
 
-    def __init__(self, processes: Mapping[int, Process], when_ended: Callable[[list[int]], None],
-                 reported: Callable[[], Collection[int]] | None = None):
-        self._when_ended, self._reported = when_ended, reported
+    def __init__(self, processes: Mapping[int, Process], others: Collection[int],
+                 when_ended: Callable[[list[int]], None], reported: Callable[[], Collection[int]] | None = None):
+        self._when_ended = when_ended
         self._known: set[int] = set()
         self._poller = select.poll()
         self._descriptors: dict[int, int] = {}  # pidfd: rank
         self._processes: dict[int, Process] = {}  # of ranks without a pidfd
         for rank, process in processes.items():
             self._add(rank, process)
-        self.watched = frozenset((*self._descriptors.values(), *self._processes))
+        is_blind = len(self._descriptors) + len(self._processes) < len(others)
+        self._reported = reported if is_blind else None
         self._stopped, self._stop = os.pipe2(os.O_CLOEXEC)
         self._poller.register(self._stopped, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="mpistrat-neighbours", daemon=True)

@@ -13,11 +13,12 @@ from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from ..core.tuning import BUCKET_BYTES
 from . import first_steps, names
-from .bridge.cpu import Observer, as_tf_error, to_array
+from .bridge.cpu import Observer, to_array
+from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .first_steps import FirstSteps
 from .identity import IdentitySet
-from .lists import all_true, number_of, reduce_tensors
+from .lists import all_true, number_of, place_in, reduce_tensors
 from .types import OptionalGradient, Tensor, Variable
 
 Groups = int | list[list[Variable]] | None
@@ -180,13 +181,14 @@ class GradientReducer:
         if not self.process_set.has_others():
             return results
         purpose = self.name
-        size, number = self.process_set.group(purpose).topology.size, self.process_set.process_set_id or 0
+        self.process_set.group(purpose)  # For its error.
+        number = self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if variable in self._local:
-                results[i] = self._local_gradient(gradient, size)
+                results[i] = self._local_gradient(gradient, number)
                 continue
             shared.append(i)
         trained = [variables[i] for i in shared]
@@ -228,9 +230,10 @@ class GradientReducer:
             variables = first_steps.read_alone(variables, purpose)
         return checks.observer(variables, [label_of(v) for v in variables], may_read)
 
-    def _local_gradient(self, gradient: Tensor, size: int) -> Tensor:
+    def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:
             return gradient
+        size = tf.cast(place_in(process_set)[1], gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size

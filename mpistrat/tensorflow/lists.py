@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
@@ -21,9 +22,11 @@ from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
 from .bridge.cpu import Observer
 from .bridge.differentiable import Gradient, with_gradient
+from .bridge.python_op import host_call
+from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
 from .names import of_gradient
-from .types import Tensor
+from .types import Arrays, Tensor
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
@@ -32,7 +35,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
         found = resolved(process_set)
         found.group(operation)
     except MpistratError as error:
-        raise cpu.as_tf_error(error) from error
+        raise as_tf_error(error) from error
     assert found.process_set_id is not None
     return found.process_set_id
 
@@ -42,7 +45,26 @@ def topology_of(process_set: int) -> Topology:
     try:
         return runtime.current().group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
-        raise cpu.as_tf_error(error) from error
+        raise as_tf_error(error) from error
+
+
+def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """This rank's place in a process set, and the number of its ranks: if ranks may be lost, when the graph runs.
+
+    Raises:
+        InvalidRequestError: As topology_of.
+    """
+    topology = topology_of(process_set)
+    if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
+        return topology.rank, topology.size
+
+    def call() -> Arrays:
+        topology = topology_of(process_set)
+        return [np.array(topology.rank, np.int32), np.array(topology.size, np.int32)]
+
+    with tf.device("CPU:0"):
+        rank, size = cpu.scalars(host_call(call, [], [tf.int32, tf.int32], stateful=True))
+    return rank, size
 
 
 def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
@@ -147,7 +169,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
     if op is Average:
         # Ranks that have joined submit nothing.
         counts_all = runtime.current().settings.join_average == "all"
-        ranks = topology_of(process_set).size if counts_all else tf.size(submitted)
+        ranks = place_in(process_set)[1] if counts_all else tf.size(submitted)
         values = values / tf.cast(ranks, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
@@ -171,7 +193,7 @@ class GatherGradient(Gradient):
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
-        before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
+        before = tf.reduce_sum(rows[:place_in(self.process_set)[0]], axis=0)
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
 
 

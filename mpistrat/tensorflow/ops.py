@@ -23,6 +23,7 @@ from ..core.tuning import JOINED_TENSOR_BYTES
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
 from .bridge.program_order import current_function
+from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
 from .names import given, made, of_gradient
@@ -177,7 +178,7 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
         try:
             return tf.constant(array_ops.join(process_set), tf.int32)
         except MpistratError as error:
-            raise cpu.as_tf_error(error) from error
+            raise as_tf_error(error) from error
     request = join_request(number)
     last, = cpu.run(request.name, lambda _: request, [tf.constant(0)], [tf.TensorShape([])], number)
     return tf.gather(tf.constant(topology_of(number).job_ranks, tf.int32), last)

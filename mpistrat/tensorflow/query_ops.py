@@ -14,6 +14,7 @@ from ..api import runtime
 from ..core.errors import InvalidRequestError, MpistratError
 from .bridge import cpu
 from .bridge.python_op import host_call
+from .bridge.tf_errors import as_tf_error
 from .types import Arrays
 
 # What process_set_included_op returns in place of 0 and 1; Horovod's numbers.
@@ -80,7 +81,7 @@ def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
         try:
             return tf.constant(read(), tf.int32, name=name)
         except MpistratError as error:
-            raise cpu.as_tf_error(error) from error
+            raise as_tf_error(error) from error
 
     def call() -> Arrays:
         return [np.array(read(), np.int32)]

@@ -67,7 +67,8 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
           "the number of rows would not be known, and no warning would name a model that is not synchronised",
           "self.distribute_strategy.run(step_function")
 def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
-    if strategy_of(self) is None:
+    strategy = strategy_of(self)
+    if strategy is None:
         if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
                 and not distributed_in(self.optimizer):
             warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
@@ -83,9 +84,13 @@ def make_function(original: Function, self: keras.Model, step_function: Function
             logs = _keep_statistics_without_rows(self, lambda: step_function(data))
             return tf.nest.map_structure(_as_tensor if logs_may_differ else _weighted, logs)
 
-    function = original(self, step)
+    function, size = original(self, step), strategy.num_replicas_in_sync
 
     def call(iterator: Iterator) -> object:
+        nonlocal function, size
+        if size != strategy.num_replicas_in_sync:
+            # Ranks were lost. The scale of the loss is a constant of the trace.
+            function, size = original(self, step), strategy.num_replicas_in_sync
         # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
         is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
         with step_state.flags_of(self):

@@ -25,11 +25,12 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.group import Group
-from ...core.errors import InvalidRequestError, NotInitializedError
+from ...core.errors import InvalidRequestError, NotInitializedError, RanksLostError
 from ...core.handle import Origin
 from ...process.error_text import is_users
 from .. import names
 from ._private import AtomicFunction, call_flat
+from .tf_errors import as_tf_error
 
 
 class CallSite:
@@ -129,8 +130,11 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             _enter(sites)
             return call(function, *args)
-        except tf.errors.OpError:  # Others come from this thread: from a signal handler, when the graph has ended.
+        except tf.errors.OpError as error:  # Others come from this thread: of a signal handler, after the graph.
             _end_failed(sites)
+            lost = _loss_behind(error)
+            if lost is not None:
+                raise as_tf_error(lost) from None  # Its text is in `error`, between all that TensorFlow knows of.
             raise
         finally:
             _leave(sites)
@@ -181,6 +185,13 @@ def _end_failed(sites: Sequence[CallSite]) -> None:
         with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
             its[0].group.engine.end_failed_execution({site.thread + site.name for site in its},
                                                      {site.origin for site in its})
+
+
+def _loss_behind(error: tf.errors.OpError) -> RanksLostError | None:
+    """The loss of ranks that has ended a graph in `error`, if it was one."""
+    if not runtime.is_initialized() or RanksLostError.__name__ not in str(error):
+        return None
+    return runtime.current().losses.interruption.error
 
 
 if call_flat is not None:

@@ -27,14 +27,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.group import Group
-from ...core.errors import (
-    DuplicateNameError,
-    EngineError,
-    InvalidRequestError,
-    MismatchError,
-    MpistratError,
-    NotInitializedError,
-)
+from ...core.errors import InvalidRequestError, MpistratError
 from ...core.memory import ALIGNMENT
 from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
@@ -47,6 +40,7 @@ from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, que
 from .executions import Execution
 from .program_order import in_order
 from .python_op import host_call, keep_thread_state
+from .tf_errors import as_tf_error
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
 MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
@@ -56,15 +50,6 @@ MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
 Observer = Callable[[Sequence[np.ndarray], str], bool]
 
 _SHAPE = attrgetter("shape")
-
-_TF_ERRORS: list[tuple[type[MpistratError], type[tf.errors.OpError]]] = [
-    (MismatchError, tf.errors.FailedPreconditionError),
-    (NotInitializedError, tf.errors.FailedPreconditionError),
-    (DuplicateNameError, tf.errors.InvalidArgumentError),
-    (InvalidRequestError, tf.errors.InvalidArgumentError),
-    (EngineError, tf.errors.UnknownError),
-]
-_merged: dict[type[MpistratError], type[Exception]] = {}
 
 
 class Wait(Enum):
@@ -234,32 +219,6 @@ class _CpuCallSite(CallSite):
         if past is not None:
             request = dataclasses.replace(request, name=name + executions.suffix(past))
         return group, request, arrays, number
-
-
-def as_tf_error(error: MpistratError) -> Exception:
-    """`error` as an instance of its own class and of the class of tf.errors that Horovod raises.
-
-    A traceback names the class as that of mpistrat.core.errors: `mpistrat run` recognizes errors of ours by this name.
-    """
-    theirs = next((theirs for ours, theirs in _TF_ERRORS if isinstance(error, ours)), None)
-    if theirs is None:
-        return error
-    kind = _merged.get(type(error))
-    if kind is None:
-        kind = _merged[type(error)] = _merged_class(type(error), theirs)
-    return kind(str(error))
-
-
-def _merged_class(ours: type[MpistratError], theirs: type[tf.errors.OpError]) -> type[Exception]:
-    def initialise(self: tf.errors.OpError, text: str) -> None:
-        theirs.__init__(self, None, None, text)
-        self.args = (text,)  # which TensorFlow empties, and repr() prints
-
-    def reduced(self: tf.errors.OpError) -> tuple[Callable[[MpistratError], Exception], tuple[MpistratError]]:
-        return as_tf_error, (ours(str(self)),)  # Pickle would find the class without TensorFlow's by this name.
-
-    return type(ours.__name__, (ours, theirs),
-                {"__init__": initialise, "__reduce__": reduced, "__module__": ours.__module__})
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:

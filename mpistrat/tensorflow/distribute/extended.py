@@ -4,6 +4,7 @@ TensorFlow's own class for several processes runs each replica in its own thread
 branches and loops. One replica per process needs no thread, and `merge_call` is a plain call.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ from tensorflow.python.distribute.distribute_utils import (
 from tensorflow.python.distribute.values import DistributedVariable
 
 from ...api import runtime
+from ...core.topology import Topology
 from ...core.tuning import BUCKET_BYTES
 from ..first_steps import FirstSteps
 from ..gradients import GradientOptions
@@ -42,7 +44,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         strategy: The strategy that this is a part of.
         device: Where variables and computation are.
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
-        cluster_resolver: The value of `strategy.cluster_resolver`.
+        resolver: Makes the value of `strategy.cluster_resolver` for these ranks.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
         central: Whether the chief alone has the optimizers' slots.
         gradient_options: How gradients are sent.
@@ -56,15 +58,25 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     _retrace_functions_for_each_device = False
 
     def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
-                 cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, random_per_rank: bool,
-                 central: bool, gradient_options: GradientOptions):
+                 resolver: Callable[[Topology], tf.distribute.cluster_resolver.ClusterResolver],
+                 random_per_rank: bool, central: bool, gradient_options: GradientOptions):
         super().__init__(strategy)
         self._options, self._gradient_options = options, gradient_options
-        self._device, self._cluster_resolver, self.random_per_rank = device, cluster_resolver, random_per_rank
-        topology = runtime.current().topology
-        self._rank, self._size = topology.rank, topology.size
-        self._input = input.Pipelines(strategy, self._rank, self._size, device)
+        self._device, self.random_per_rank = device, random_per_rank
+        self._known, self._resolver = runtime.current().topology, functools.cache(resolver)
+        self._input = input.Pipelines(strategy, lambda: self._topology, device)
         self.slots = Slots(strategy, central)
+
+    @property
+    def _topology(self) -> Topology:
+        """The ranks there are now; after shutdown() those that there were."""
+        if runtime.is_initialized():
+            self._known = runtime.current().topology
+        return self._known
+
+    @property
+    def _cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        return self._resolver(self._topology)
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +117,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     # -- running and updating -----------------------------------------------------------------------------------------
 
     def _call_for_each_replica(self, fn: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
-        with RankReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._rank):
+        with RankReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._topology.rank):
             return regroup((fn(*select_replica(0, args), **select_replica(0, kwargs)),))
 
     def _update(self, var: DistributedVariable, fn: Callable, args: tuple, kwargs: dict[str, Any], group: bool) -> Any:
@@ -206,7 +218,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return self._input.distribute_from_function(dataset_fn, options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> tf.distribute.DistributedValues:
-        value = value_fn(tf.distribute.experimental.ValueContext(self._rank, self._size))
+        value = value_fn(tf.distribute.experimental.ValueContext(self._topology.rank, self._topology.size))
         return regroup((value,), always_wrap=True)
 
     # -- properties ---------------------------------------------------------------------------------------------------
@@ -229,22 +241,22 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank writes checkpoints and summaries, which the chief does."""
-        return self._rank == 0
+        return self._topology.rank == 0
 
     should_save_summary = should_checkpoint
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._size
+        return self._topology.size
 
     def _in_multi_worker_mode(self) -> bool:
-        return self._size > 1
+        return self._topology.size > 1
 
     def _use_merge_call(self) -> bool:
         return False
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return replica_id_in_sync_group - self._rank
+        return replica_id_in_sync_group - self._topology.rank
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return replica_id + self._rank
+        return replica_id + self._topology.rank

@@ -17,7 +17,7 @@ from tensorflow.python.distribute.input_util import get_distributed_dataset, get
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import InvalidRequestError
-from ...core.topology import describe_by_rank
+from ...core.topology import Topology, describe_by_rank
 from .. import names
 from .._private import functions_of, inputs_of
 from .same_data import ADVICE, difference, sources_of
@@ -32,11 +32,20 @@ _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset",
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy for one rank, whose replica computes on `device`."""
+    """Creates the distributed datasets of a strategy, whose replica computes on `device`. `topology` returns the ranks
+    that there are now.
+    """
 
-    def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int, device: str):
-        self._strategy, self._device = strategy, device
-        self._rank, self._size = rank, size
+    def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
+        self._strategy, self._topology, self._device = strategy, topology, device
+
+    @property
+    def _rank(self) -> int:
+        return self._topology().rank
+
+    @property
+    def _size(self) -> int:
+        return self._topology().size
 
     def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         """This rank's part of a dataset that has global batches. Collective.

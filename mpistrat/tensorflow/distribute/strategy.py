@@ -15,7 +15,7 @@ import tensorflow as tf
 from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
-from ...core.topology import describe_by_rank
+from ...core.topology import Topology, describe_by_rank
 from ...process.launch_env import launched_rank
 from .. import names
 from ..compression import Compression, Compressor
@@ -99,7 +99,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         options = agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,
                         "sparse_as_dense": sparse_as_dense, "groups": groups})
-        extended = RankExtended(self, _full_name(device or _default_device()), options, _resolver(), random_per_rank,
+        extended = RankExtended(self, _full_name(device or _default_device()), options, _resolver, random_per_rank,
                                 variables == "central", gradient_options)
         # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
@@ -168,13 +168,12 @@ def _default_device() -> str:
     return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
 
 
-def _resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
+def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
     """The resolver from which programs find out the chief. All ranks are workers; worker 0 counts as the chief.
 
     TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
     workers are right too. No server listens on the ports; MPIClusterResolver forms a cluster of servers.
     """
-    topology = runtime.current().topology
     alone = len(topology.hosts) == 1
     workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(

@@ -7,8 +7,10 @@ mpi4py.MPI, as for the data plane.
 import ctypes
 import functools
 import logging
+import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -42,6 +44,67 @@ def failed_ranks(comm: MPI.Comm) -> list[int]:
     finally:
         everybody.Free()
         failed.Free()
+
+
+class _Process(ctypes.Structure):
+    """pmix_proc_t."""
+
+    _fields_ = [("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
+
+
+class _Value(ctypes.Structure):
+    """pmix_value_t. The union has three words."""
+
+    _fields_ = [("type", ctypes.c_uint16), ("data", ctypes.c_void_p * 3)]
+
+
+class _Info(ctypes.Structure):
+    """pmix_info_t."""
+
+    _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
+
+
+# Of pmix_common.h, whose numbers are the same in PMIx 3 to 6.
+_TERMINATED, _AFFECTED, _TYPE_PROC, _RANGE_SESSION, _RANGE_PROCESS = -200, b"pmix.evproc", 22, 4, 7
+
+
+def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
+    """Tell MPI that ranks of `comm` have ended. Local; any thread may call it, and several ranks.
+
+    MPI learns from its launcher if a process was killed, but neither of an exit code above 0 nor of a host that does
+    not answer any more, and then waits for the rank for ever.
+
+    Args:
+        comm: The communicator.
+        ranks: The ranks. MPI may know already that they have failed.
+        to_all: Tell the MPI of all ranks, where the launcher reaches them; otherwise of this one only.
+    """
+    notify = _pmix_notify()
+    if notify is None or not ranks:
+        return
+    group, everybody = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    launched = group.Translate_ranks(list(ranks), everybody)
+    group.Free()
+    everybody.Free()
+    for rank in launched:
+        process, info = _Process(os.environ["PMIX_NAMESPACE"].encode(), rank), (_Info * 1)()
+        info[0].key, info[0].value.type, info[0].value.data[0] = _AFFECTED, _TYPE_PROC, ctypes.addressof(process)
+        status = notify(_TERMINATED, ctypes.byref(process), _RANGE_SESSION if to_all else _RANGE_PROCESS, info, 1, None,
+                        None)
+        logger.debug("the end of rank %d of MPI_COMM_WORLD was reported: %d", rank, status)
+
+
+@functools.cache
+def _pmix_notify() -> Any:
+    """PMIx_Notify_event of the library that MPI has loaded; None if there is none."""
+    with open("/proc/self/maps", encoding=sys.getfilesystemencoding(), errors="surrogateescape") as file:
+        paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libpmix.so" in line}
+    if len(paths) != 1 or "PMIX_NAMESPACE" not in os.environ:
+        return None
+    notify = ctypes.CDLL(paths.pop()).PMIx_Notify_event
+    notify.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+                       ctypes.c_void_p]
+    return notify
 
 
 def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -94,3 +157,7 @@ def skip_finalize() -> None:
     mpi4py, which calls it when Python has ended, asks MPI whether that was done already.
     """
     ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
+    # Then the threads of MPI still run. So no destructor of a library does: glibc calls what was registered last first.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)
