@@ -8,10 +8,11 @@ import contextlib
 import logging
 import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MpistratError
 from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, LocalChannel
+from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..negotiation.tree import edges_among, neighbours_of
@@ -44,6 +45,11 @@ class Backends:
     data: DataPlane
     agreement: AgreementRound | None = None
 
+    def surrender(self) -> list[Any]:
+        """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
+        return [*self.data.surrender(), *(self.agreement.surrender() if self.agreement is not None else []),
+                *self.control.surrender()]
+
     def close(self) -> None:
         """Release all resources. Collective; after the engine has ended."""
         self.data.close()
@@ -67,6 +73,7 @@ class _Setup:
         link: Shares memory among the ranks of this host.
         channel: Messages among the ranks of this host, over sockets.
         mpi: Collectives over MPI, for operations that shared memory does not support.
+        interruption: Ends waits for other ranks.
     """
 
     comm: "MPI.Intracomm"
@@ -75,6 +82,7 @@ class _Setup:
     link: HostLink
     channel: UnixSocketChannel
     mpi: DataPlane
+    interruption: Interruption
 
     @property
     def remote_ranks(self) -> list[int]:
@@ -86,8 +94,9 @@ class _Setup:
 _Parts = tuple[DataPlane, LocalChannel, AgreementRound | None]
 
 
-def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings) -> Backends:
-    """Build the backends for a job of several ranks. Collective over `comm`.
+def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
+                  interruption: Interruption) -> Backends:
+    """Build the backends for a job of several ranks, whose waits `interruption` ends. Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
     memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0.
@@ -96,9 +105,9 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings)
     from ..transport.mpi.data import MpiData
     from ..transport.mpi.peer_wait import PeerWait
     rank, local_ranks = topology.rank, topology.local_ranks
-    link, sockets = _connect_host(comm, topology)
-    wait = PeerWait(topology, range(topology.size), settings.limit_s)
-    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait))
+    link, sockets = _connect_host(comm, topology, interruption)
+    wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
+    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait), interruption)
     parts: _Parts | None = None
     if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
         parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
@@ -152,7 +161,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     if settings.fast_path:
         agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
                                           setup.remote_ranks)
-    cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s)
+    cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s, setup.interruption)
     data = HierarchicalData(memory, chunk, setup.mpi, cross_comm(setup.comm, topology), min(topology.local_sizes),
                             cross_wait, piggyback)
     return data, channel, agreement
@@ -181,7 +190,8 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
                "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
 
 
-def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, UnixSocketChannel]:
+def _connect_host(comm: "MPI.Intracomm", topology: Topology,
+                  interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
     Raises:
@@ -190,7 +200,7 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology) -> tuple[HostLink, 
     link, channel, problem = None, None, ""
     try:
         link = HostLink(topology.rank, topology.local_ranks,
-                        [topology.job_ranks[rank] for rank in topology.local_ranks])
+                        [topology.job_ranks[rank] for rank in topology.local_ranks], interruption)
     except OSError as error:
         problem = str(error)
     invitations = comm.allgather(None if link is None else link.invitation)
@@ -228,7 +238,8 @@ def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
         if is_due and not problems:
             try:
                 with contextlib.closing(setup.link.share()) as file:
-                    memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology)
+                    memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology,
+                                        setup.interruption)
             except OSError as error:
                 problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
                            f"{error}")

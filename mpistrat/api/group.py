@@ -8,10 +8,11 @@ order, and sets without a common rank do not wait for each other.
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.interruption import Interruption
 from ..core.request import allgather_request, specs_of
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -33,20 +34,23 @@ class Group:
         topology: The ranks of the group, and their hosts.
         backends: Of these ranks.
         comm: These ranks; None for one rank.
+        interruption: Ends the engine, and the waits of the backends, which have it too.
 
     Attributes:
         topology, comm: The arguments.
         engine: Executes the collectives of the group.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None"):
+    def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
+                 interruption: Interruption):
         self.topology, self.comm = topology, comm
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._device = GpuExecutor(topology, backends.data, settings)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement))
+        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
+                                        interruption=interruption))
         self.engine.start()
 
     @property
@@ -88,6 +92,10 @@ class Group:
         together, = self.engine.run(allgather_request(f"{name}.payloads", specs_of([own])), [own]).wait()
         ends = np.cumsum(sizes)
         return [together[end - size:end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+
+    def surrender(self) -> list[Any]:
+        """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
+        return [*self._backends.surrender(), *([] if self.comm is None else [self.comm])]
 
     def free(self) -> None:
         """Free all resources. Collective; after the engine has ended without an error."""

@@ -20,6 +20,7 @@ from ..core.errors import SettingsError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from ..core.version import __version__
+from ..process import procfs
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,6 +38,7 @@ class RankInfo:
         versions: Python's version and those of packages, by name; "none" for a package that is not installed.
         script: A digest of the script.
         cpus: The CPUs that it may use.
+        process: Its process, as the fields of procfs.Process; [] where /proc does not show it.
     """
 
     host: str
@@ -46,6 +48,7 @@ class RankInfo:
     versions: dict[str, str]
     script: str
     cpus: list[int]
+    process: list[int]
 
 
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
@@ -59,8 +62,14 @@ def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
     except SettingsError as error:
         problem = str(error)
     own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest(),
-                   sorted(own_cpus()))
+                   sorted(own_cpus()), own_process())
     return from_texts(comm.allgather(to_text(own)))
+
+
+def own_process() -> list[int]:
+    """This process, as RankInfo.process."""
+    found = procfs.find(os.getpid())
+    return [] if found is None else list(dataclasses.astuple(found))
 
 
 def to_text(info: RankInfo) -> str:

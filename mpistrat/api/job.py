@@ -6,9 +6,10 @@ it.
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InvalidRequestError, ShutdownError, StallError
+from ..core.errors import LostRank, RanksLostError, RecoveryError, ShutdownError, StallError
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
@@ -16,12 +17,15 @@ from ..engine.engine import Engine
 from ..process import abort
 from ..transport.mpi import library
 from .group import Group
+from .losses import Losses
 from .registry import Registry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
+
+_LEAVE_S = 1.0  # A rank that leaves waits at most so long for its engines.
 
 
 class Runtime:
@@ -31,11 +35,13 @@ class Runtime:
         settings: The same on all ranks.
         world: All ranks of the job, with the engine that executes their collectives.
         registry: The process sets.
+        losses: The ranks that have ended in the middle of the job.
     """
 
-    def __init__(self, settings: Settings, world: Group):
-        self.settings, self.world = settings, world
-        self.registry = Registry(world, settings)
+    def __init__(self, settings: Settings, world: Group, losses: Losses):
+        self.settings, self.world, self.losses = settings, world, losses
+        self.registry = Registry(world, settings, losses.interruption)
+        losses.when_lost = self._interrupt
         self._in_cluster = False
 
     @property
@@ -58,18 +64,6 @@ class Runtime:
         """The engine of all ranks."""
         return self.world.engine
 
-    def group_of(self, operation: str, process_set: int) -> Group:
-        """The group of the process set with this id.
-
-        Raises:
-            InvalidRequestError: The process set has been removed; names `operation`.
-        """
-        try:
-            return self.registry.groups[process_set]
-        except KeyError:
-            raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been "
-                                      "registered.") from None
-
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engines and free all resources. Collective.
 
@@ -86,6 +80,7 @@ class Runtime:
             group.engine.announce_end()
         for group in groups:
             group.engine.end(self._report_waiting)
+        self.losses.stop()  # All ranks have announced their end, or there was an error: they may end now.
         # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
         error = self.world.error
         is_well = error is None or isinstance(error, StallError)
@@ -108,21 +103,70 @@ class Runtime:
         after the chief has ended. A chief that waited for these ranks in `close` would deadlock.
         """
         self._in_cluster = True
+        self.losses.stop()  # The connections to the chief tell how ranks end.
 
     def _wait_for_all_ranks(self, comm: "MPI.Comm") -> bool:
         """Wait until all ranks have called `close`. Returns False if they have not within the stall limit."""
-        limit_s = self.settings.limit_s
-        if library.wait_for_all(comm, limit_s):
-            return True
         from ..transport.mpi.peer_wait import never_free
+        limit_s = self.settings.limit_s
+        try:
+            if library.wait_for_all(comm, limit_s, self.losses.interruption.check):
+                return True
+        except Exception:  # Of MPI, or RanksLostError.
+            if not self.losses.is_tolerant:
+                raise
+            self.losses.lose(())
+            comm.Revoke()  # So that no other rank waits for this one.
+            never_free(self)
+            return False
         never_free(self)  # MPI still has requests that use its memory.
         others = [rank for rank in range(self.topology.size) if rank != self.topology.rank]
         abort.end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
         return False
 
+    def lose(self, lost: Sequence[LostRank]) -> None:
+        """End all engines of this rank with RanksLostError, because these ranks are lost. Local; returns at once.
+
+        Waiting and later collectives of this rank raise it. The other ranks learn of the loss in their own ways. Any
+        thread may call it, and more than once: ranks that are lost later are added.
+        """
+        self.losses.lose(lost)
+
+    def _interrupt(self, error: RanksLostError) -> None:
+        for group in self._groups():
+            group.engine.interrupt(error)
+
+    def leave(self) -> None:
+        """End on this rank only, which is then lost for the others. Local."""
+        log_step(self.topology.rank, "leaves the other ranks")
+        self.losses.stop()
+        self.lose(())
+        for group in self._groups():
+            group.engine.await_interrupted(_LEAVE_S)
+
+    def surrender(self, limit_s: float) -> list[Any]:
+        """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
+
+        Returns:
+            The communicators and requests of MPI, which the caller discards.
+
+        Raises:
+            RecoveryError: An engine has not ended within the limit.
+        """
+        self.losses.stop()
+        assert self.losses.interruption.error is not None
+        self.losses.interruption.error.__traceback__ = None  # Its frames refer to memory that is to be freed.
+        surrendered: list[Any] = []
+        for group in self._groups():
+            if not group.engine.await_interrupted(limit_s):
+                raise RecoveryError(f"the engine of rank {self.topology.rank} does not end after the loss of ranks.")
+            surrendered += group.surrender()
+        return [each for each in surrendered if each is not self.comm]
+
     def abandon(self, reason: str) -> None:
         """End on this rank only, because other ranks have died. Local. `reason` names them."""
         log_step(self.topology.rank, "ends without the other ranks: %s", reason)
+        self.losses.stop()
         if self.comm is not None:
             library.finalize_without_barrier(library.load_mpi())
         for group in self._groups():

@@ -11,9 +11,10 @@ gets an error and not another set.
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..core.errors import InvalidRequestError, MpistratError
+from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from ..transport.mpi import library
@@ -32,15 +33,18 @@ class Registry:
     Args:
         world: All ranks of the job.
         settings: The same on all ranks.
+        interruption: Ends the waits of all groups.
 
     Attributes:
         groups: The groups of the sets that this rank is in, by id; 0 is `world`.
+        ranks_of: The ranks of each set but that of all ranks, by id.
     """
 
-    def __init__(self, world: Group, settings: Settings):
+    def __init__(self, world: Group, settings: Settings, interruption: Interruption):
         self.groups: dict[int, Group] = {0: world}
-        self._world, self._settings = world, settings
+        self._world, self._settings, self._interruption = world, settings, interruption
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
+        self.ranks_of: dict[int, Ranks] = {}
         self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
 
@@ -73,11 +77,7 @@ class Registry:
         if problem:
             raise InvalidRequestError(problem)
         for process_set, ranks, group in zip(process_sets, own, self._connect_all(own), strict=True):
-            number = next(self._ids)
-            self._sets[number] = process_set
-            if group is not None:
-                self.groups[number] = group
-            process_set.bind(number, ranks, group)
+            self._register(next(self._ids), process_set, ranks, group)
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Remove a set. Collective over all ranks of the job. Operations in flight in the set are completed first.
@@ -99,12 +99,41 @@ class Registry:
                 ["none that is registered" if each < 0 else f"set {each}" for each in numbers]))
         if number < 1:
             return False
-        del self._sets[number]
+        del self._sets[number], self.ranks_of[number]
         process_set.bind(None)
         group = self.groups.pop(number, None)
         if group is not None:
             _close(group)
         return True
+
+    def restore(self, former: "Registry", new_ranks: Mapping[int, int]) -> None:
+        """Register the sets of a job some of whose ranks are lost, with their ids. Collective over the ranks left.
+
+        Sets may have the same ranks then. A set all of whose ranks are lost is removed.
+
+        Args:
+            former: The registry of that job.
+            new_ranks: The rank in this job of each rank of that one that is left.
+
+        Raises:
+            MpistratError: As `add`.
+        """
+        sets = {number: tuple(new_ranks[rank] for rank in former.ranks_of[number] if rank in new_ranks)
+                for number in sorted(former.ranks_of)}
+        # Also those that are empty here: ranks that are not in the set of a communicator may not know its ranks.
+        for (number, ranks), group in zip(sets.items(), self._connect_all(list(sets.values())), strict=True):
+            process_set = former._sets[number]
+            if ranks:
+                self._register(number, process_set, ranks, group)
+            else:
+                process_set.bind(None)
+        self._ids = former._ids
+
+    def _register(self, number: int, process_set: ProcessSet, ranks: Ranks, group: Group | None) -> None:
+        self._sets[number], self.ranks_of[number] = process_set, ranks
+        if group is not None:
+            self.groups[number] = group
+        process_set.bind(number, ranks, group)
 
     def find(self, number: int) -> ProcessSet | None:
         """Return the registered set with this number, or None. Local."""
@@ -177,11 +206,11 @@ class Registry:
         """This rank's group for a set that it is in. Collective over the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
-            return Group(self._settings, topology, backends_alone(), None)
+            return Group(self._settings, topology, backends_alone(), None, self._interruption)
         assert world is not None  # Several ranks have been connected over MPI.
         comm = library.subset(world, ranks)
-        backends = backends_over(comm, topology, self._settings)
-        return Group(self._settings, topology, backends, comm)
+        backends = backends_over(comm, topology, self._settings, self._interruption)
+        return Group(self._settings, topology, backends, comm, self._interruption)
 
 
 def _close(group: Group) -> None:

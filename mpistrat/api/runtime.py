@@ -19,15 +19,18 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
-from ..process import abort
+from ..elastic import member
+from ..process import abort, exit_code
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
+from ..process.procfs import Process
 from ..transport.mpi import library
 from . import handshake, own_cores
 from .backends import backends_alone, backends_over
 from .group import Group
 from .job import Runtime, log_step
+from .losses import Losses
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -61,6 +64,19 @@ def current() -> Runtime:
     if runtime is None:
         raise NotInitializedError(NOT_INITIALIZED)
     return runtime
+
+
+def group_of(operation: str, process_set: int) -> Group:
+    """Return the group of the process set with this id. Local.
+
+    Raises:
+        NotInitializedError: As `current`.
+        InvalidRequestError: The process set has been removed; names `operation`.
+    """
+    group = (_runtime or current()).registry.groups.get(process_set)
+    if group is None:
+        raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been registered.")
+    return group
 
 
 def is_initialized() -> bool:
@@ -104,8 +120,10 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
+        member.join(os.environ)
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
+            member.join(os.environ)
             if library.is_left_to_init():
                 library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")
@@ -119,7 +137,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
         forked.claim(os.environ)
         _runtime = runtime
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
-        atexit.register(shutdown)
+        atexit.register(_shut_down_at_exit)
     topology = runtime.topology
     log_step(topology.rank, "%s; local rank %d of %d on %s; %d ranks on %d hosts (%s); ready in %.2f s",
              "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host,
@@ -151,11 +169,33 @@ def shutdown() -> None:
     with _lock:
         runtime, _runtime = _runtime, None
         if runtime is not None:
-            atexit.unregister(shutdown)
+            atexit.unregister(_shut_down_at_exit)
             runtime.close()
             _stop_watch()
             if runtime.comm is None:
                 forked.release(os.environ)
+
+
+def _shut_down_at_exit() -> None:
+    """Shut down when Python ends. A rank that fails leaves the others alone, if they can go on without it."""
+    runtime = _runtime
+    if runtime is not None and runtime.losses.is_tolerant and exit_code.final() is not None and not forked.is_child():
+        runtime.leave()
+    else:
+        shutdown()
+
+
+def replace(former: Runtime, runtime: Runtime) -> None:
+    """Put `runtime` in the place of `former`, whose ranks were lost in part. Local.
+
+    Raises:
+        NotInitializedError: shutdown() has been called meanwhile.
+    """
+    global _runtime
+    with _lock:
+        if _runtime is not former:
+            raise NotInitializedError(NOT_INITIALIZED)
+        _runtime = runtime
 
 
 def _start_watch() -> None:
@@ -187,19 +227,33 @@ def _init_alone() -> Runtime:
     _configure_logging(settings)
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
-    return Runtime(settings, Group(settings, Topology(0, (platform.node(),)), backends_alone(), None))
+    topology = Topology(0, (platform.node(),))
+    losses = Losses(topology)
+    return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption), losses)
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
     """Start a job over MPI. Collective."""
     mpi = library.load_mpi()
     # From here on the other ranks wait for this one, so an error on this rank must end the job.
-    abort.prepare(mpi, mpi.COMM_WORLD.Get_rank(), platform.node())
+    from ..transport.mpi import ulfm
+    abort.prepare(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(),
+                  ulfm.skip_finalize if ulfm.is_fault_tolerant() else None)
     base = library.communicator(mpi, comm, launched, launcher)
     library.wait_for_all(base)
-    own = base.Dup()
+    # Without `comm` no other job shares this host, whose ranks are not known.
+    return connected(base.Dup(), binds=comm is None)
+
+
+def connected(own: "MPI.Intracomm", binds: bool) -> Runtime:
+    """Connect the ranks of a communicator and start their engines. Collective over it.
+
+    Args:
+        own: The communicator, reserved for the Runtime.
+        binds: Whether the ranks of a host share its cores out among them.
+    """
     rank = own.Get_rank()
-    infos = handshake.exchange_info(mpi, own)
+    infos = handshake.exchange_info(library.load_mpi(), own)
     problem = handshake.problems(infos)
     if problem:
         raise SettingsError(problem)
@@ -211,10 +265,17 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     _configure_logging(settings[rank])
     if rank == 0:
         _warn(horovod_warning(os.environ) + handshake.differences(infos))
-    if comm is None:  # Otherwise other jobs share this host, and their ranks are not known.
+    if binds:
         own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
-    backends = backends_over(own, topology, settings[rank])
-    return Runtime(settings[rank], Group(settings[rank], topology, backends, own))
+    losses = Losses(topology, own, {peer: Process(*infos[peer].process)
+                                    for peer in topology.local_ranks if peer != rank and infos[peer].process})
+    try:
+        losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
+        backends = backends_over(own, topology, settings[rank], losses.interruption)
+        return Runtime(settings[rank], Group(settings[rank], topology, backends, own, losses.interruption), losses)
+    except BaseException:
+        losses.stop()
+        raise
 
 
 def _configure_logging(settings: Settings) -> None:

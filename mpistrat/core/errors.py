@@ -10,13 +10,16 @@
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
+    ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no keeper on a host
     ├── DataServiceError        (RuntimeError) a tf.data service does not answer, or did not start in time
+    ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
         ├── ClusterError        (ValueError)   roles or the network do not fit a cluster
         ├── RankDiedError                      a rank has died, and the others cannot continue
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── MessageError                   another rank sent an invalid message
+            ├── RanksLostError                 ranks have ended in the middle of the job; the others may recover
             ├── StallError                     ranks waited too long for others
             │   └── DeadlockError              all ranks wait for each other
             └── ShutdownError                  a rank ended while others wait for it
@@ -24,6 +27,9 @@
 A `CollectiveError` is raised on every rank with the same text. After a `MismatchError` the engine goes on, unless the
 tensor was in a `tf.function`. After an `EngineError` it does not.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 class MpistratError(Exception):
@@ -58,8 +64,16 @@ class RunError(MpistratError, RuntimeError):
     """The function of run() has raised an exception on a rank, or a rank has ended without a result."""
 
 
+class ElasticError(MpistratError, RuntimeError):
+    """A rank of an elastic job has no keeper, or a commit cannot be written or read."""
+
+
 class DataServiceError(MpistratError, RuntimeError):
     """The job of a tf.data service cannot be reached, has ended, or has not done in time what this rank waits for."""
+
+
+class RecoveryError(MpistratError, RuntimeError):
+    """The ranks that are left after a loss cannot connect anew. This process has to end, without MPI_Finalize."""
 
 
 class CollectiveError(MpistratError, RuntimeError):
@@ -87,6 +101,49 @@ class EngineError(CollectiveError):
 
 class MessageError(EngineError):
     """Another rank sent a malformed message. Names the rank."""
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A rank that has ended in the middle of the job.
+
+    Attributes:
+        rank: Its rank in the job, before any recovery.
+        host: The name of its host.
+        how: How it was noticed: "process 4711 has ended".
+    """
+
+    rank: int
+    host: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} ({self.how})"
+
+
+class RanksLostError(EngineError):
+    """Ranks have ended in the middle of the job. On each rank that is left, all its engines end with this error.
+
+    Args:
+        lost: The ranks; () if this rank knows only that there are some.
+    """
+
+    def __init__(self, lost: Iterable[LostRank] = ()):
+        super().__init__(tuple(lost))
+
+    @property
+    def lost(self) -> tuple[LostRank, ...]:
+        """The lost ranks that this rank knows of, in the order in which it has learnt of them."""
+        return self.args[0]
+
+    def add(self, lost: Iterable[LostRank]) -> None:
+        """Add ranks that are not known to be lost."""
+        known = {each.rank for each in self.lost}
+        self.args = ((*self.lost, *(each for each in lost if each.rank not in known)),)
+
+    def __str__(self) -> str:
+        who = "; ".join(map(str, self.lost)) or "a rank that another rank knows of"
+        return f"Lost: {who}. No collective among the ranks that there were can be completed any more."
 
 
 class StallError(EngineError):

@@ -7,7 +7,7 @@ says otherwise: the engine calls it on all ranks in the same order, with argumen
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -103,6 +103,14 @@ class DataPlane(ABC):
             is_stalled: This rank has itself waited too long for others.
         """
         return
+
+    def surrender(self) -> list[Any]:
+        """Give up all resources in the place of `close`, which needs all ranks: some are lost. Local.
+
+        Returns:
+            The communicators and requests of MPI, which the caller discards.
+        """
+        return []
 
     @abstractmethod
     def close(self) -> None:
@@ -207,6 +215,10 @@ class ControlPlane(ABC):
     def wake(self) -> None:
         """Make a wait in progress, or the next one, return at once. Any thread may call it. Never blocks."""
 
+    def surrender(self) -> list[Any]:
+        """See DataPlane."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Deliver all messages, and release all resources. May be called twice."""
@@ -223,8 +235,6 @@ class Outcome(IntEnum):
 class AgreementRound(Protocol):
     """Agreement among all ranks in rounds, like MPIX_Comm_agree: each rank votes for a number in each round."""
 
-    has_voted: bool  # whether this rank has voted in this round
-
     def vote(self, number: int, is_ready: bool = False) -> None:
         """Vote for `number` (61 bits), or against (0). Once in a round. Wakes ranks that sleep."""
 
@@ -236,6 +246,9 @@ class AgreementRound(Protocol):
 
     def missing(self) -> list[int]:
         """The ranks that have not voted in this round, and possibly more, where this rank cannot know."""
+
+    def surrender(self) -> list[Any]:
+        """See DataPlane."""
 
     def close(self) -> None:
         """Release all resources. Collective; no round is under way."""

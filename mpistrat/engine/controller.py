@@ -20,6 +20,7 @@ import numpy as np
 from ..core.errors import MismatchError
 from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
+from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -57,6 +58,7 @@ class Controller:
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
+        interruption: Ends the cycles because ranks are lost; None: nothing does.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -65,7 +67,8 @@ class Controller:
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
-                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic):
+                 agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
+                 interruption: Interruption | None = None):
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -76,7 +79,7 @@ class Controller:
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
         self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
-                              clock)
+                              clock, interruption or Interruption())
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
@@ -111,7 +114,8 @@ class Controller:
     @property
     def may_propose(self) -> bool:
         """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be announced."""
-        return self._fast_path.may_vote and not self.queue.outstanding and not self.life.is_end_requested
+        votes = self._fast_path
+        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment.
@@ -121,7 +125,7 @@ class Controller:
         """
         now = self._busy_at = self.clock()
         self.queue.outstanding += 1  # Not counted when it was put: Ctrl-C may come between the two.
-        self._fast_path.propose(entry, self.executor.prepare(entry), now)
+        self._fast_path.vote(entry, self.executor.prepare(entry), now)
         if not self._settle(now):
             self.executor.prepare_more()
             if not self._settle(now):
@@ -156,8 +160,9 @@ class Controller:
         messages = self.control.poll()
         entries = self.queue.take_new()
         is_sole = len(entries) == 1 and self.queue.outstanding == 1 and entries[0].is_awaited
-        if is_sole and self._fast_path.may_vote and not self.life.is_end_requested:
-            self._fast_path.propose(entries[0], self.executor.prepare(entries[0]), now)
+        votes = self._fast_path
+        if is_sole and votes.is_open and not votes.has_voted and not self.life.is_end_requested:
+            votes.vote(entries[0], self.executor.prepare(entries[0]), now)
         elif entries:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)

@@ -5,6 +5,7 @@ Called by the controller, in the thread that drives.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .absent import neutral_arrays
 from .adasum import adasum
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -56,10 +59,6 @@ class Executor:
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(topology.size)
         self._prepared: tuple[Entry, Prepared] | None = None
-        # What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
-        self._single: dict[CollectiveType, Callable[[Entry], list[np.ndarray]]] = {
-            CollectiveType.ALLGATHER: self._allgather, CollectiveType.ALLTOALL: self._alltoall,
-            CollectiveType.REDUCESCATTER: self._reducescatter, CollectiveType.ALLREDUCE: self._adasum}
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False, divisor: int | None = None) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
@@ -124,8 +123,9 @@ class Executor:
         buckets = self._plans.plan([entry], self._fusion_bytes)
         if not buckets or buckets[0].whole is None:
             return False
-        job, = self._begin([entry], buckets)
-        prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
+        sources = cast("Sequence[np.ndarray]", entry.arrays)
+        targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+        prepared = self._data.prepare(sources, targets, buckets[0].reduction)
         self._prepared = entry, prepared
         return prepared.is_packed
 
@@ -140,7 +140,8 @@ class Executor:
         for bucket in buckets:
             sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
                            [entries[place].arrays[i] for place, i in bucket.members])
-            jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
+            targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+            jobs.append(_Job(bucket, sources, targets))
         return jobs
 
     def _run(self, job: _Job) -> None:
@@ -180,7 +181,7 @@ class Executor:
 
     def _run_single(self, entry: Entry) -> None:
         try:
-            results = self._single[entry.request.kind](entry)
+            results = _SINGLE[entry.request.kind](self, entry)
         except InvalidRequestError as error:  # The same on all ranks.
             entry.handle.fail(error)
         else:
@@ -229,6 +230,12 @@ class Executor:
         results = [self._pool.take(array.shape, array.dtype) for array in arrays]
         adasum(self._data, self._rank, self._size, arrays, results, entry.request.scaled)
         return results
+
+
+# What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
+_SINGLE: dict[CollectiveType, Callable[[Executor, Entry], list[np.ndarray]]] = {
+    CollectiveType.ALLGATHER: Executor._allgather, CollectiveType.ALLTOALL: Executor._alltoall,
+    CollectiveType.REDUCESCATTER: Executor._reducescatter, CollectiveType.ALLREDUCE: Executor._adasum}
 
 
 def _arrays(entry: Entry) -> Sequence[np.ndarray]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ..core.errors import DeadlockError, EngineError, ShutdownError, StallError
 from ..core.interfaces import ControlPlane, RankLeftError
+from ..core.interruption import Interruption
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.messages import Announcement, Decision, EndReason
@@ -45,6 +46,7 @@ class LifeCycle:
         executor: Gives up what it executes.
         queue: What is submitted.
         clock: Seconds, from any origin.
+        interruption: Ends the engine because ranks are lost.
 
     Attributes:
         ended: Set when there are no more cycles.
@@ -54,7 +56,8 @@ class LifeCycle:
     """
 
     def __init__(self, rank: int, control: ControlPlane, coordinator: Coordinator, fast_path: FastPath,
-                 executor: Executor, queue: TensorQueue, clock: Callable[[], float]):
+                 executor: Executor, queue: TensorQueue, clock: Callable[[], float], interruption: Interruption):
+        self._interruption = interruption
         self._rank, self._control, self._coordinator, self._fast_path = rank, control, coordinator, fast_path
         self._executor, self._queue, self._clock = executor, queue, clock
         self._abandoned: EngineError | None = None
@@ -86,9 +89,15 @@ class LifeCycle:
             self._coordinator.end(self._queue.completed)
 
     def end_if_abandoned(self) -> bool:
-        """End if `abandon` was called. Returns whether it has ended now. Raises what `break_off` was called with."""
+        """End if `abandon` was called, or ranks are lost. Returns whether it has ended now.
+
+        Raises what `break_off` was called with.
+        """
         if self.ended.is_set():
             return False
+        if self._interruption.error is not None:
+            self._end(self._interruption.error, is_shutdown=False)
+            return True
         if self._broken_off is not None:
             raise self._broken_off
         if self._abandoned is None:
@@ -102,7 +111,16 @@ class LifeCycle:
         self._end(_ERRORS[decision.end](decision.end_text), is_shutdown=decision.end is EndReason.SHUTDOWN)
 
     def fail(self, error: BaseException) -> None:
-        """End because of an error of any kind. The other ranks receive it, and do not wait for this one."""
+        """End because of an error of any kind. The other ranks receive it, and do not wait for this one.
+
+        If ranks are lost, the error is a consequence of that, and the others learn of it in the same ways as this one.
+        """
+        if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
+            self._interruption.await_error()
+        if self._interruption.error is not None:
+            self._executor.abandon_collectives(False)
+            self._end(self._interruption.error, is_shutdown=False)
+            return
         cause = self._cause_elsewhere() if isinstance(error, RankLeftError) else ""
         if cause or isinstance(error, BrokenOffError):
             error = EngineError(cause or str(error))
@@ -151,7 +169,7 @@ class LifeCycle:
             # Other ranks may execute what this rank has voted for.
             self._executor.abandon_collectives(isinstance(error, StallError))
         for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
-            if not entry.handle.done():
+            if not entry.handle.is_done:
                 entry.handle.fail(refusal)
         self.ended.set()
         logger.debug("rank %d: the engine has ended: %s", self._rank, refusal)

@@ -76,6 +76,6 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                        "an update takes their mean or their sum. It takes the mean now. Give load_model "
                        "average_aggregated_gradients=True for the mean, or False for the sum.", filepath, steps)
     elif steps and not average_aggregated_gradients:
-        model.optimizer._mpistrat_arguments.factor = float(steps)
+        model.optimizer._mpistrat.arguments.factor = float(steps)
     xla.switch_off(model)
     return model

@@ -12,7 +12,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 from ..core import forked
 from ..core.errors import CollectiveError, SettingsError, StallError
@@ -32,6 +34,7 @@ _SHUTDOWN_ERROR = f"{OWN_ERRORS}ShutdownError:"
 _ABORT_LIMIT_S = 20.0  # from the call of MPI_Abort to the end of this process
 
 _end: tuple[str, int] | None = None  # If set, this rank aborts the job at exit, instead of calling MPI_Finalize.
+_leaves = False  # Whether this process ends without MPI_Finalize.
 
 
 def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 1, wait_s: float = 0.0) -> None:
@@ -47,10 +50,17 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
         mpi.COMM_WORLD.Abort(code)
 
 
-def prepare(mpi: ModuleType, rank: int, host: str) -> None:
+def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], None] | None = None) -> None:
     """Make an uncaught exception, and `end_job_at_exit`, end the whole job. Local. Further calls do nothing.
 
     At the prompt of interactive Python an exception is only printed, and the session continues.
+
+    Args:
+        mpi: The module mpi4py.MPI.
+        rank: This rank in MPI_COMM_WORLD.
+        host: The name of this host.
+        skip_finalize: Makes this process end without MPI_Finalize. If it is given, the job outlives the loss of a rank:
+            an exception, or sys.exit with another code than 0, ends this rank alone.
     """
     previous = sys.excepthook
     if getattr(previous, "_mpistrat", False):
@@ -73,22 +83,46 @@ def prepare(mpi: ModuleType, rank: int, host: str) -> None:
             text = describe(kind, error, trace)
             wait_s = _wait_s(error, text.message, rank, is_reported)
         finally:
-            end_job(mpi, rank, host, text, 130 if issubclass(kind, KeyboardInterrupt) else 1, wait_s)
+            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            if skip_finalize is None:
+                end_job(mpi, rank, host, text, code, wait_s)
+            else:
+                end_alone(rank, host, text, code)
 
     def end() -> None:
         if forked.is_child():
             return
         if _end is not None:
             end_job(mpi, rank, host, ErrorText("", _end[0]), _end[1])
-        elif is_reported and (ended := exit_code.final()) is not None:  # No rank waits. mpirun may not name this one.
+            return
+        ended = exit_code.final()
+        if ended is not None and (is_reported or skip_finalize is not None):
+            # No rank waits, or the others go on alone. mpirun may not name this one.
             code, call = ended
-            report.announce(rank, host, code, ErrorText("", call), os.environ)
+            report.announce(rank, host, code, ErrorText("", call), os.environ, ends_job=skip_finalize is None)
+        if skip_finalize is not None and (_leaves or ended is not None):
+            skip_finalize()
 
     hook._mpistrat = True  # type: ignore[attr-defined]
     sys.excepthook = hook
     # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
     # registered here because shutdown() may run when the script is already ending, which is too late to register one.
     atexit.register(end)
+
+
+def end_alone(rank: int, host: str, text: ErrorText, code: int) -> NoReturn:
+    """Print why this rank ends, and end this process with exit code `code`. The other ranks go on. Local."""
+    try:
+        report.announce(rank, host, code, text, os.environ, ends_job=False)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def leave_without_finalize() -> None:
+    """End this process without MPI_Finalize when its script ends: ranks are lost. Local; returns at once."""
+    global _leaves
+    _leaves = True
 
 
 def report_before_init(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

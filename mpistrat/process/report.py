@@ -138,10 +138,14 @@ def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
         return False
 
 
-def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str]) -> None:
-    """Say why this rank fails, as a report under `mpistrat run`, else in one line or as many as the message has."""
+def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str],
+             ends_job: bool = True) -> None:
+    """Say why this rank fails, as a report under `mpistrat run`, else in one line or as many as the message has.
+
+    `ends_job`: Whether the other ranks end, too.
+    """
     if not mode(environ):
-        how = "ends the job" if code == 1 else f"ends the job with exit code {code}"
+        how = ("ends the job" if ends_job else "ends") + (f" with exit code {code}" if code != 1 else "")
         print(f"[mpistrat] rank {rank} on {host} {how}: {text.message}", file=sys.stderr, flush=True)
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):  # There is no stderr, or no reader.

@@ -4,25 +4,29 @@ Process sets are ids here, see Request. All functions are collective unless thei
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
+import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
-from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
 from .bridge.cpu import Observer
 from .bridge.differentiable import Gradient, with_gradient
+from .bridge.python_op import host_call
+from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
 from .names import of_gradient
-from .types import Tensor
+from .types import Arrays, Tensor
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
@@ -31,7 +35,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
         found = resolved(process_set)
         found.group(operation)
     except MpistratError as error:
-        raise cpu.as_tf_error(error) from error
+        raise as_tf_error(error) from error
     assert found.process_set_id is not None
     return found.process_set_id
 
@@ -39,16 +43,38 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 def topology_of(process_set: int) -> Topology:
     """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
     try:
-        return runtime.current().group_of("The process set of a collective", process_set).topology
+        return runtime.group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
-        raise cpu.as_tf_error(error) from error
+        raise as_tf_error(error) from error
+
+
+def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """This rank's place in a process set, and the number of its ranks: if ranks may be lost, when the graph runs.
+
+    Raises:
+        InvalidRequestError: As topology_of.
+    """
+    topology = topology_of(process_set)
+    if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
+        return topology.rank, topology.size
+
+    def call() -> Arrays:
+        topology = topology_of(process_set)
+        return [np.array(topology.rank, np.int32), np.array(topology.size, np.int32)]
+
+    with tf.device("CPU:0"):
+        rank, size = cpu.scalars(host_call(call, [], [tf.int32, tf.int32], stateful=True))
+    return rank, size
 
 
 def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
                    compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
                    places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
-                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None) -> list[Tensor]:
+                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None,
+                   exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
+
+    Returns the reduced tensors, and after them those of `exact`.
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
@@ -61,6 +87,7 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         process_set: The id of the process set.
         may_wait, bucket_bytes: As in buckets.reduce_list.
         observer: In a graph, called with the arrays of the first collective before they are submitted.
+        exact: Dense tensors by their labels, which are reduced with the others and not compressed.
     """
     places = places or range(len(tensors))
     results, dense = list(tensors), []
@@ -71,11 +98,19 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         else:
             dense.append(i)
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
-    reduced = reduce_dense(compressed.tensors, name, scaled, [labels[i] for i in dense] if labels else (), may_wait,
-                           compressed.wire_dtype, process_set, [places[i] for i in dense], bucket_bytes, observer)
-    for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
+    sent, sent_labels = compressed.tensors, [labels[i] for i in dense] if labels else []
+    sent_places, apart = [places[i] for i in dense], list[tf.Tensor]()
+    if compressed.wire_dtype:  # It is for all tensors of a collective.
+        apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
+                             process_set=process_set)
+    else:
+        sent, sent_labels = [*sent, *exact.values()], [*sent_labels, *exact] if labels else []
+        sent_places += range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
+    reduced = reduce_dense(sent, name, scaled, sent_labels, may_wait, compressed.wire_dtype, process_set, sent_places,
+                           bucket_bytes, observer)
+    for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
-    return results
+    return [*results, *reduced[len(dense):], *apart]
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
@@ -84,19 +119,15 @@ def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labe
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
-
-    def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, scaled, labels, may_wait, bucket_bytes, wire_dtype, process_set, places,
-                           observer)
-
+    reduced = partial(reduce_list, name=name, scaled=scaled, labels=labels, may_wait=may_wait,
+                      bucket_bytes=bucket_bytes, wire_dtype=wire_dtype, process_set=process_set, places=places,
+                      observer=observer)
     return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
                          tensors)
 
 
 @dataclass(frozen=True)
 class ReduceGradient(Gradient):
-    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
-
     name: str
     scaled: ScaledOp  # a list after JSON
     labels: Sequence[str]
@@ -107,6 +138,11 @@ class ReduceGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
                             self.may_wait, self.wire_dtype, self.process_set)
+
+
+def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    return tf.cast(reduce_list([tf.cast(value, tf.int32)], name, ScaledOp(Min), process_set=process_set)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,
@@ -131,7 +167,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
     if op is Average:
         # Ranks that have joined submit nothing.
         counts_all = runtime.current().settings.join_average == "all"
-        ranks = topology_of(process_set).size if counts_all else tf.size(submitted)
+        ranks = place_in(process_set)[1] if counts_all else tf.size(submitted)
         values = values / tf.cast(ranks, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
@@ -139,7 +175,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
 def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int,
            observer: Observer | None = None) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
-    return with_gradient(lambda *values: gather_list(values, name, process_set, observer),
+    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer),
                          GatherGradient(name, process_set), tensors)
 
 
@@ -155,7 +191,7 @@ class GatherGradient(Gradient):
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
-        before = tf.reduce_sum(rows[:topology_of(self.process_set).rank], axis=0)
+        before = tf.reduce_sum(rows[:place_in(self.process_set)[0]], axis=0)
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
 
 

@@ -106,7 +106,7 @@ def is_in_order(name: str) -> bool:
 
     Those of the gradient of a function are not. Their names differ by the number of the execution.
     """
-    return is_made(name) and not name.startswith(_GRADIENT_OF)
+    return "()/" in name and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:
@@ -167,7 +167,7 @@ class OptimizerName:
         if self._thread == _kind_of_this_thread():
             prefix(self._process_set != 0)  # For its error.
         with _naming:
-            if sum(other() is not None for other in _unnamed[group]) > 1:
+            if len([other for other in _unnamed[group] if other() is not None]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
             for other in _unnamed.pop(group):
                 found = other()

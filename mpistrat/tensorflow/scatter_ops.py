@@ -24,8 +24,9 @@ from ..core.request import (
 from ..core.rows import even_splits, no_int32_splits
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
+from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
-from .lists import gather, number_of, topology_of
+from .lists import gather, number_of, place_in, topology_of
 from .names import of_gradient
 from .ops import Reducible, as_tensor, name_of, without_autograph
 from .types import OptionalGradient, Tensor
@@ -79,7 +80,7 @@ def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
 def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], scaled: ScaledOp, name: str,
                    process_set: int) -> list[tf.Tensor]:
     compressed = Compressed(list(tensors), compression)
-    scattered = with_gradient(lambda *values: _scatter_list(values, scaled, name, process_set),
+    scattered = with_gradient(lambda values: _scatter_list(values, scaled, name, process_set),
                               ReduceScatterGradient(name, scaled, process_set), compressed.tensors)
     return compressed.restored(scattered)
 
@@ -102,7 +103,7 @@ class ReduceScatterGradient(Gradient):
         op, prescale, postscale = scaled_op(*self.scaled)
         factor = prescale * postscale
         if op is Sum:
-            factor *= topology_of(self.process_set).size
+            factor *= tf.cast(place_in(self.process_set)[1], tf.float64)
         gathered = gather(of_gradient(self.name, self.process_set), upstream, self.process_set)
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 
@@ -131,7 +132,7 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
     number = number_of(process_set, "Alltoall")
     tensor = _dense(tensor, "alltoall")
     name = name_of("alltoall", name, number, ignore_name_scope)
-    size = topology_of(number).size
+    size = place_in(number)[1]
     counts = _even(name, tensor, size) if splits is None else _splits(name, splits)
     result, received = _exchange_rows(tensor, counts, name, number)
     return result if splits is None else (result, received)
@@ -141,18 +142,18 @@ def _splits(name: str, splits: Reducible | Sequence[int]) -> tf.Tensor:
     """The splits of the caller in the dtype in which the ranks exchange them."""
     given = tf.convert_to_tensor(splits)
     if not given.dtype.is_integer:
-        raise cpu.as_tf_error(no_int32_splits(name, splits))
+        raise as_tf_error(no_int32_splits(name, splits))
     # What is beyond 32 bits becomes the largest number, which is more than the rows: an error on all ranks.
     return tf.saturate_cast(given, tf.int32)
 
 
-def _even(name: str, tensor: tf.Tensor, size: int) -> tf.Tensor:
+def _even(name: str, tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
     """The splits that give all ranks as many rows. In a graph an uneven number of rows is found when it runs."""
-    if tensor.shape.rank and tensor.shape[0] is not None:
+    if isinstance(size, int) and tensor.shape.rank and tensor.shape[0] is not None:
         try:
             return tf.constant(even_splits(name, int(tensor.shape[0]), size), tf.int32)
         except MpistratError as error:
-            raise cpu.as_tf_error(error) from error
+            raise as_tf_error(error) from error
     rows = tf.shape(tensor)[0] if tensor.shape.rank != 0 else 0
     # The splits of an uneven number add up to more than the rows, which is an error on all ranks.
     return tf.fill([size], -(-rows // size))
@@ -163,7 +164,8 @@ def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
     """As _exchange, with the gradient of the rows."""
     received: list[tf.Tensor] = []
 
-    def exchange(rows: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
+    def exchange(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rows, counts = values
         data, of_ranks = _exchange(rows, counts, name, process_set)
         received.append(of_ranks)
         return [data]
@@ -173,11 +175,11 @@ def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
 
 
 def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
-    size = topology_of(process_set).size
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]) if tensor.shape.rank else tensor.shape
     rows, received = cpu.run(
-        name, lambda arrays: alltoall_request(name, specs_of(arrays), size, process_set=process_set),
-        _on_host([tensor, splits]), [shape, tf.TensorShape([size])], process_set)
+        name, lambda arrays: alltoall_request(name, specs_of(arrays), topology_of(process_set).size,
+                                              process_set=process_set),
+        _on_host([tensor, splits]), [shape, splits.shape], process_set)
     return rows, received
 
 
@@ -199,7 +201,7 @@ class AllToAllGradient(Gradient):
 
 def _dense(tensor: Reducible, operation: str) -> tf.Tensor:
     if isinstance(tensor, tf.IndexedSlices):
-        raise cpu.as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices; convert them to a "
+        raise as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices; convert them to a "
                                                   "tensor first."))
     return as_tensor(tensor)
 

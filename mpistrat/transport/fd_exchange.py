@@ -17,11 +17,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..core.interruption import Interruption
 from ..core.tuning import DESCRIPTORS_PER_MESSAGE
 
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 60.0  # for all ranks of the host to connect
+_CHECK_S = 0.1  # between two looks whether the wait is interrupted
 _GREETING_LIMIT_S = 5.0  # for a connected process of the same user to send its greeting
 _PROOF_BYTES = 16
 _GREETING = struct.Struct(f"={_PROOF_BYTES}sI")  # the first half of the secret, and the sender's rank
@@ -44,6 +46,7 @@ class FdExchange:
     Args:
         rank: This rank.
         local_ranks: The ranks of this host.
+        interruption: Ends `give`; None: nothing does.
 
     Attributes:
         invitation: For the other ranks of the host; None on these, and if there are none.
@@ -52,8 +55,8 @@ class FdExchange:
         OSError: This rank cannot listen.
     """
 
-    def __init__(self, rank: int, local_ranks: Sequence[int]):
-        self._rank, self._giver = rank, local_ranks[0]
+    def __init__(self, rank: int, local_ranks: Sequence[int], interruption: Interruption | None = None):
+        self._rank, self._giver, self._interruption = rank, local_ranks[0], interruption or Interruption()
         self._listener: socket.socket | None = None
         self.invitation: Invitation | None = None
         if rank == self._giver and len(local_ranks) > 1:
@@ -75,6 +78,7 @@ class FdExchange:
 
         Raises:
             OSError: A rank has not connected in time, or has ended.
+            RanksLostError: The wait is interrupted.
         """
         assert self._listener is not None and self.invitation is not None
         missing, deadline = set(descriptors), time.monotonic() + _LIMIT_S
@@ -83,9 +87,12 @@ class FdExchange:
             try:
                 if left_s <= 0:
                     raise TimeoutError
-                self._listener.settimeout(left_s)
+                self._interruption.check()
+                self._listener.settimeout(min(left_s, _CHECK_S))
                 connection, _ = self._listener.accept()
             except TimeoutError:
+                if left_s > _CHECK_S:
+                    continue
                 raise OSError(f"ranks {sorted(missing)} have not connected to rank {self._rank} on the same host in "
                               f"{_LIMIT_S:.0f} s. Do they run in containers that do not share their network?") from None
             with connection:

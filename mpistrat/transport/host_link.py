@@ -6,6 +6,7 @@ processes cannot open them. Used in init(), by one thread.
 
 from collections.abc import Sequence
 
+from ..core.interruption import Interruption
 from .fd_exchange import FdExchange, Invitation, close_all
 from .shm.memfd import HostFile
 from .unix_socket import ChannelSockets, UnixSocketChannel
@@ -18,15 +19,18 @@ class HostLink:
         rank: This rank.
         local_ranks: The ranks on this host. The first one makes the sockets and the file.
         job_ranks: Their ranks in the job, for messages; None: the same.
+        interruption: Ends the wait for the other ranks; None: nothing does.
 
     Raises:
         OSError: This rank cannot listen.
     """
 
-    def __init__(self, rank: int, local_ranks: Sequence[int], job_ranks: Sequence[int] | None = None):
+    def __init__(self, rank: int, local_ranks: Sequence[int], job_ranks: Sequence[int] | None = None,
+                 interruption: Interruption | None = None):
         self._rank, self._ranks = rank, tuple(local_ranks)
         self._job_ranks = dict(zip(local_ranks, job_ranks or local_ranks, strict=True))
-        self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()))
+        self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()),
+                                    interruption or Interruption())
         self._file: HostFile | None = None
         self._first = f"rank {self._job_ranks[local_ranks[0]]}"
         self._no_file = OSError(f"{self._first} could not make it")

@@ -19,6 +19,7 @@ from mpistrat.api.backends import backends_over
 from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.errors import StallError
 from mpistrat.core.interfaces import DataPlane, Outcome
+from mpistrat.core.interruption import Interruption
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.rows import rows_of_ranks
 from mpistrat.core.settings import Settings
@@ -187,7 +188,7 @@ def planes() -> Iterator[dict[str, DataPlane]]:
     """The plane of ranks of one host, that of ranks of two hosts, and that over MPI alone."""
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     host_of = {"one host": ("here",) * size, "two hosts": ("here",) * (size - size // 2) + ("there",) * (size // 2)}
-    backends = {name: backends_over(MPI.COMM_WORLD, Topology(rank, hosts), Settings())
+    backends = {name: backends_over(MPI.COMM_WORLD, Topology(rank, hosts), Settings(), Interruption())
                 for name, hosts in host_of.items()}
     over_mpi = MpiData(MPI.COMM_WORLD.Dup())
     yield {"mpi": over_mpi, **{name: one.data for name, one in backends.items()}}

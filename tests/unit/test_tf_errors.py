@@ -8,7 +8,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from mpistrat.core.errors import ClusterError, EngineError, MismatchError, MpistratError, ShutdownError  # noqa: E402
 from mpistrat.process.error_text import message_of  # noqa: E402
-from mpistrat.tensorflow.bridge.cpu import as_tf_error  # noqa: E402
+from mpistrat.tensorflow.bridge.tf_errors import as_tf_error  # noqa: E402
 
 each_class = pytest.mark.parametrize(("ours", "theirs"), [
     (ShutdownError, tf.errors.UnknownError), (EngineError, tf.errors.UnknownError),

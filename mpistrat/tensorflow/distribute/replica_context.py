@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from ...api import runtime
 from ..bridge.differentiable import Gradient, with_gradient
+from ..lists import place_in
 from ..types import Structure
 from . import collectives
 from .options import CommunicationOptions
@@ -52,7 +52,7 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
             raise NotImplementedError("all_gather does not support IndexedSlices")
         tensors = [tf.convert_to_tensor(v) for v in flat]
 
-        results = with_gradient(lambda *values: collectives.all_gather(values, axis), AllGatherGradient(axis),
+        results = with_gradient(lambda values: collectives.all_gather(values, axis), AllGatherGradient(axis),
                                 tensors) if tensors else []
         return tf.nest.pack_sequence_as(value, results)
 
@@ -71,6 +71,6 @@ class AllGatherGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         joined = collectives.all_reduce(upstream, tf.distribute.ReduceOp.SUM)
         own = tf.stack([tf.shape(v)[self.axis] for v in values])
-        before = tf.reduce_sum(collectives.all_gather([own[tf.newaxis]], 0)[0][:runtime.current().topology.rank], 0)
+        before = tf.reduce_sum(collectives.all_gather([own[tf.newaxis]], 0)[0][:place_in(0)[0]], 0)
         return [tf.gather(whole, tf.range(before[i], before[i] + own[i]), axis=self.axis)
                 for i, whole in enumerate(joined)]

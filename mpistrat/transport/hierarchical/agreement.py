@@ -5,6 +5,7 @@ The first rank of a host (the leader) waits for the votes of its host, exchanges
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...core.interfaces import Outcome
 from ..shm.agreement import ROUND_MASK, SharedMemoryAgreement
@@ -37,7 +38,7 @@ class HierarchicalAgreement(SharedMemoryAgreement):
             return None
         result = self._read_verdict() if self._hosts is None else self._between_hosts(self._hosts)
         if result is not None:
-            self._next_round()
+            self._round, self.has_voted = self._round + 1, False
         return result
 
     def _between_hosts(self, hosts: LeaderExchange) -> Outcome | None:
@@ -71,6 +72,10 @@ class HierarchicalAgreement(SharedMemoryAgreement):
     def missing(self) -> list[int]:
         """See AgreementRound."""
         return super().missing() or self._elsewhere
+
+    def surrender(self) -> list[Any]:
+        """See AgreementRound."""
+        return [] if self._hosts is None else self._hosts.surrender()
 
     def close(self) -> None:
         """Release the communicator. No round is under way."""

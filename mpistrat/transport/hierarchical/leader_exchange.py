@@ -4,7 +4,7 @@ A few hosts send their votes to each other directly, with the data of small all-
 hosts reduce the votes, without data. Used by the engine's thread.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -32,6 +32,9 @@ class LeaderExchange(Protocol):
 
     def poll(self) -> Outcome | None:
         """The outcome over all hosts, once all votes have arrived; None before. Does not wait."""
+
+    def surrender(self) -> list[Any]:
+        """See DataPlane."""
 
     def close(self) -> None:
         """Free the communicator. No round is under way."""
@@ -118,6 +121,10 @@ class DirectExchange:
             self._piggyback.forget()
         return outcome
 
+    def surrender(self) -> list[Any]:
+        """See DataPlane."""
+        return [self._hosts, *self._sending, *self._receiving]
+
     def close(self) -> None:
         """See LeaderExchange."""
         self._hosts.Free()
@@ -154,6 +161,10 @@ class ReducedExchange:
         self.is_under_way = False
         number, minus_number, least = self._least.tolist()
         return Outcome(least) if number == -minus_number else Outcome.REFUSED
+
+    def surrender(self) -> list[Any]:
+        """See DataPlane."""
+        return [self._hosts, self._request]
 
     def close(self) -> None:
         """See LeaderExchange."""

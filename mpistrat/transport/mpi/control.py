@@ -6,6 +6,7 @@ Used by the engine's thread, except `wake`, which any thread may call.
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from mpi4py import MPI
 
@@ -114,6 +115,10 @@ class MpiControl(ControlPlane):
 
     def wake(self) -> None:
         self._channel.wake()
+
+    def surrender(self) -> list[Any]:
+        self._channel.close()
+        return [self._comm, *(request for _, request, _ in self._sending), *self._wait.unfinished]
 
     def close(self) -> None:
         if self._comm == MPI.COMM_NULL:

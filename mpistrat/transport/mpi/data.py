@@ -6,6 +6,7 @@ it has chosen a communicator. Used by the engine's thread.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -139,6 +140,9 @@ class MpiData(DataPlane):
 
     def _complete(self, request: MPI.Request, nbytes: int) -> None:
         self._wait.complete([request], nbytes)
+
+    def surrender(self) -> list[Any]:
+        return [self._comm, *self._wait.unfinished]
 
     def close(self) -> None:
         if self._comm != MPI.COMM_NULL:

@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -211,16 +211,18 @@ def ranks_in(comm: "MPI.Comm", other: "MPI.Comm") -> list[int]:
         other_group.Free()
 
 
-def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0) -> bool:
+def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0, check: Callable[[], None] = lambda: None) -> bool:
     """A barrier with sleeps, so that early ranks take no processor time from ranks that still import. Collective.
 
-    Returns whether all ranks have reached it within `limit_s` seconds (0: no limit).
+    `check` is called again and again, and may raise an exception. Returns whether all ranks have reached the barrier
+    within `limit_s` seconds (0: no limit).
     """
     request, began = comm.Ibarrier(), time.monotonic()
     pause_s = BARRIER_FIRST_SLEEP_S
     while not request.Test():
         if 0 < limit_s < time.monotonic() - began:
             return False
+        check()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, BARRIER_LONGEST_SLEEP_S)
     return True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 
 from ...core.errors import StallError
+from ...core.interruption import Interruption
 from ...core.stalls import describe_wait
 from ...core.topology import Topology
 from ...core.tuning import (
@@ -31,10 +32,16 @@ class PeerWait:
         topology: Where the ranks are.
         peers: The ranks that it may wait for.
         limit_s: Seconds after which a wait fails; 0: never.
+        interruption: Ends waits; None: nothing does.
+
+    Attributes:
+        unfinished: The requests of waits that have ended in an error. MPI may use their memory.
     """
 
-    def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float):
-        self._topology, self._limit_s = topology, limit_s
+    def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
+                 interruption: Interruption | None = None):
+        self._topology, self._limit_s, self._interruption = topology, limit_s, interruption or Interruption()
+        self.unfinished: list[MPI.Request] = []
         self._peers = [peer for peer in peers if peer != topology.rank]
 
     def complete(self, requests: Sequence[MPI.Request], nbytes: int = 0, others: Sequence[int] | None = None) -> None:
@@ -47,15 +54,18 @@ class PeerWait:
 
         Raises:
             StallError: They are not complete after the limit. Their memory is never freed then, since MPI may use it.
+            RanksLostError: The wait is interrupted.
         """
         test = MPI.Request.Testall
-        for _ in range(MPI_SPIN_TESTS):
-            if test(requests):
-                return
         try:
+            for _ in range(MPI_SPIN_TESTS):
+                if test(requests):
+                    return
             self.until(lambda: test(requests), None if others is None else lambda: others, nbytes)
-        except StallError:
-            never_free(requests)
+        except Exception as error:
+            self.unfinished += requests
+            if isinstance(error, StallError):
+                never_free(requests)
             raise
 
     def until(self, is_done: Callable[[], bool], missing: Callable[[], Sequence[int]] | None = None,
@@ -70,11 +80,13 @@ class PeerWait:
 
         Raises:
             StallError: `is_done` is false after the limit; names the ranks, their hosts and the likely causes.
+            RanksLostError: The wait is interrupted.
         """
         began, yield_s = time.monotonic(), MPI_YIELD_S + nbytes / MPI_YIELD_BYTES_PER_S
         limit_s = self._limit_s if limit_s is None else limit_s
         while not is_done():
             waited_s = time.monotonic() - began
+            self._interruption.check()
             if 0 < limit_s < waited_s:
                 raise StallError(describe_wait(self._topology, missing() if missing else self._peers, waited_s))
             if waited_s < yield_s:

@@ -194,6 +194,7 @@ class ShmRing:
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
+        self._has_other_news = bool  # It refers to this object.
 
 
 def ring_bytes(edges: Sequence[tuple[int, int]]) -> int:

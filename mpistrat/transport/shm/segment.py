@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from ...core.errors import EngineError, StallError
 from ...core.interfaces import RankLeftError
+from ...core.interruption import Interruption
 from ...core.memory import rounded_up
 from ...core.stalls import describe_wait, likely_causes
 from ...core.topology import Topology
@@ -53,6 +54,7 @@ class HostMemory:
         ranks: The ranks of the host.
         limit_s: Seconds after which a wait for another rank fails; 0: never.
         topology: Where all ranks are; None: all ranks are on this host.
+        interruption: Ends waits; None: nothing does.
 
     Attributes:
         index, ranks: As above.
@@ -61,9 +63,9 @@ class HostMemory:
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
-                 topology: Topology | None = None):
+                 topology: Topology | None = None, interruption: Interruption | None = None):
         self.index, self.ranks = index, tuple(ranks)
-        self._limit_s = limit_s
+        self._limit_s, self._interruption = limit_s, interruption or Interruption()
         self._topology = topology or Topology(ranks[index], ("",) * (max(ranks) + 1))
         header = self.size_for(len(ranks), 0)
         view = memoryview(memory)
@@ -96,6 +98,7 @@ class HostMemory:
         Raises:
             StallError: A rank is late by more than the limit, or has abandoned the memory because another rank is.
             EngineError: A rank has abandoned the memory for another reason.
+            RanksLostError: The wait is interrupted.
         """
         words = self.words
         for other in self._others:
@@ -139,6 +142,7 @@ class HostMemory:
         began = time.monotonic()
         while words[at] < value:
             waited_s = time.monotonic() - began
+            self._interruption.check()
             if words[other * _WORDS_PER_RANK + _ABANDONED]:
                 raise self._error_of(other)
             if 0 < self._limit_s < waited_s:

@@ -1,0 +1,163 @@
+"""Communicators after the loss of ranks: the functions of ULFM, which Open MPI has from version 5 on.
+
+They work if mpirun was started with `--with-ft ulfm`; otherwise a lost rank ends the job. Importing this module imports
+mpi4py.MPI, as for the data plane.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from .peer_wait import never_free
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.001
+_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
+
+
+@functools.cache
+def is_fault_tolerant() -> bool:
+    """Whether this job outlives the loss of a rank, and any thread may call MPI. Local."""
+    try:
+        is_enabled = ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_ftmpi_enabled").value
+    except (OSError, AttributeError, ValueError):
+        return False
+    return is_enabled and hasattr(MPI.Comm, "Shrink") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def failed_ranks(comm: MPI.Comm) -> list[int]:
+    """The ranks of `comm` that MPI knows to have failed. Local; any thread may call it."""
+    # Lets MPI take in what it was told. With `comm` that would not happen once another rank has revoked it.
+    MPI.COMM_SELF.Iprobe()
+    failed = comm.Get_failed()
+    everybody = comm.Get_group()
+    try:
+        return list(failed.Translate_ranks(list(range(failed.Get_size())), everybody))
+    finally:
+        everybody.Free()
+        failed.Free()
+
+
+class _Process(ctypes.Structure):
+    """pmix_proc_t."""
+
+    _fields_ = [("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
+
+
+class _Value(ctypes.Structure):
+    """pmix_value_t. The union has three words."""
+
+    _fields_ = [("type", ctypes.c_uint16), ("data", ctypes.c_void_p * 3)]
+
+
+class _Info(ctypes.Structure):
+    """pmix_info_t."""
+
+    _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
+
+
+# Of pmix_common.h, whose numbers are the same in PMIx 3 to 6.
+_TERMINATED, _AFFECTED, _TYPE_PROC, _RANGE_SESSION, _RANGE_PROCESS = -200, b"pmix.evproc", 22, 4, 7
+
+
+def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
+    """Tell MPI that ranks of `comm` have ended. Local; any thread may call it, and several ranks.
+
+    MPI learns from its launcher if a process was killed, but neither of an exit code above 0 nor of a host that does
+    not answer any more, and then waits for the rank for ever.
+
+    Args:
+        comm: The communicator.
+        ranks: The ranks. MPI may know already that they have failed.
+        to_all: Tell the MPI of all ranks, where the launcher reaches them; otherwise of this one only.
+    """
+    notify = _pmix_notify()
+    if notify is None or not ranks:
+        return
+    group, everybody = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    launched = group.Translate_ranks(list(ranks), everybody)
+    group.Free()
+    everybody.Free()
+    for rank in launched:
+        process, info = _Process(os.environ["PMIX_NAMESPACE"].encode(), rank), (_Info * 1)()
+        info[0].key, info[0].value.type, info[0].value.data[0] = _AFFECTED, _TYPE_PROC, ctypes.addressof(process)
+        status = notify(_TERMINATED, ctypes.byref(process), _RANGE_SESSION if to_all else _RANGE_PROCESS, info, 1, None,
+                        None)
+        logger.debug("the end of rank %d of MPI_COMM_WORLD was reported: %d", rank, status)
+
+
+@functools.cache
+def _pmix_notify() -> Any:
+    """PMIx_Notify_event of the library that MPI has loaded; None if there is none."""
+    with open("/proc/self/maps", encoding=sys.getfilesystemencoding(), errors="surrogateescape") as file:
+        paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libpmix.so" in line}
+    if len(paths) != 1 or "PMIX_NAMESPACE" not in os.environ:
+        return None
+    notify = ctypes.CDLL(paths.pop()).PMIx_Notify_event
+    notify.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+                       ctypes.c_void_p]
+    return notify
+
+
+def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the ranks of `comm` that are left, in their order. Collective over these.
+
+    Collectives of `comm` that are under way fail on all of them.
+    """
+    comm.Revoke()
+    return comm.Shrink()  # type: ignore[return-value]
+
+
+def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
+    """Whether `is_well` is true on all ranks, and none of them is lost. Collective; the same on all ranks."""
+    try:
+        return bool(comm.Agree(int(is_well)))
+    except MPI.Exception:
+        return False
+
+
+def discard(surrendered: Iterable[Any], limit_s: float) -> None:
+    """Free communicators some of whose ranks are lost, and end the requests on them. Local.
+
+    The memory of requests that MPI has not ended within `limit_s` is never freed, since MPI may still use it.
+    """
+    things = list(surrendered)
+    comms = [each for each in things if isinstance(each, MPI.Comm) and each != MPI.COMM_NULL]
+    for comm in comms:
+        comm.Revoke()
+    until, left = time.monotonic() + limit_s, [each for each in things if isinstance(each, MPI.Request)]
+    while left := [request for request in left if not _has_ended(request)]:
+        if time.monotonic() >= until:
+            logger.debug("%d requests do not end after the loss of ranks", len(left))
+            never_free(left)
+            break
+        time.sleep(_POLL_S)
+    for comm in comms:
+        comm.Free()
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return request == MPI.REQUEST_NULL
+
+
+def skip_finalize() -> None:
+    """Make this process end without MPI_Finalize, which may hang after the loss of ranks. MPI cannot be used any more.
+
+    mpi4py, which calls it when Python has ended, asks MPI whether that was done already.
+    """
+    ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
+    # Then the threads of MPI still run. So no destructor of a library does: glibc calls what was registered last first.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)
