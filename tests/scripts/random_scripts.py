@@ -109,6 +109,8 @@ def script_of(number: int) -> Script:
     optimizer = draw.choice(list(OPTIMIZERS))
     if optimizer == "scaled" and loop != "fit":
         optimizer = "sgd"  # A loop has to scale the loss by itself.
+    if optimizer == "clipped" and model == "local":
+        optimizer = "sgd"  # The norm of all gradients is another one on each rank.
     joins = door == HOROVOD and draw.randrange(6) == 0 and model != "local" and optimizer != "accumulates"
     kinds = EVERYWHERE + (IN_FIT if loop == "fit" else ()) + (IN_HOROVODS_WAY if door == HOROVOD else ())
     stages = ["train", *(draw.choice(kinds) for _ in range(draw.randint(1, 3))), "train"]
