@@ -38,6 +38,7 @@ class Losses:
     Attributes:
         interruption: Ends the waits of this rank.
         is_tolerant: Whether the job outlives the loss of a rank.
+        irreplaceable: Ranks without which no other can go on, and why.
         when_lost: Called after the interruption was set, in any thread.
     """
 
@@ -49,6 +50,7 @@ class Losses:
             from ..transport.mpi import ulfm
             self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
         self.interruption = Interruption(self.is_tolerant)
+        self.irreplaceable: dict[int, str] = {}
         self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
         self._hosts: SilentHosts | None = None

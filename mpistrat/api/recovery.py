@@ -53,6 +53,9 @@ def recover(limit_s: float = 5.0) -> None:
     began = time.monotonic()
     if former.losses.interruption.error is None:
         former.lose(())
+    lost = former.losses.interruption.error
+    for rank in [] if lost is None else [each.rank for each in lost.lost if each.rank in former.losses.irreplaceable]:
+        raise RecoveryError(f"rank {rank} is lost. {former.losses.irreplaceable[rank]}")
     attempt = _Attempt(former, began + limit_s)
     thread = threading.Thread(target=attempt.run, name="mpistrat-recovery", daemon=True)
     thread.start()
@@ -123,6 +126,8 @@ class _Attempt:
             made = runtime.connected(comm, binds=False)
             new_ranks = {former: rank for rank, former in enumerate(library.ranks_in(comm, base))}
             made.registry.restore(self._former.registry, new_ranks)
+            made.losses.irreplaceable.update((new_ranks[rank], why) for rank, why in
+                                             self._former.losses.irreplaceable.items() if rank in new_ranks)
             return made, None
         except Exception as error:  # Of any kind: the other ranks must not wait for this one.
             logger.debug("rank %d: the ranks that are left are not connected", self._former.topology.rank,
