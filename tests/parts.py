@@ -19,7 +19,7 @@ from .support.scripts import lines_of
 HOURS = 12
 PARTS: tuple[frozenset[str], ...] = (
     frozenset({"rest on 3", "two_hosts", "failures", "launcher", "supervisor", "jobs", "strangers",
-               "graphs_are_freed"}),
+               "graphs_are_freed", "elastic", "elastic_hosts"}),
     frozenset({"strategy on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory", "fork", "join",
                "process_sets", "gpu_figures", "examples"}),
     frozenset({"scripts", "checks on 2", "features on 2", "order", "transcript", "random_programs", "real_scripts",

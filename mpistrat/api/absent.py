@@ -41,7 +41,6 @@ EVERYWHERE = {
 ARRAYS: Mapping[str, str] = {
     "tensorflow": _OWN_MODULE.format("mpistrat.tensorflow"),
     "keras": _OWN_MODULE.format("mpistrat.keras"),
-    "elastic": "it is in mpistrat.tensorflow.elastic and mpistrat.keras.elastic.",
     "data": "its data loaders are for PyTorch. mpistrat.shard(x, y) gives this rank's rows.",
 }
 _RUN = "it is mpistrat.run(function, np=2), which starts a job. `mpistrat run -np 2 python train.py` starts a script."

@@ -4,7 +4,7 @@ For users; local.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -68,12 +68,17 @@ class ElasticSampler:
         self.epoch, self.processed_indices = state_dict["epoch"], set(state_dict["processed_indices"])
         self.reset()
 
-    def sync(self) -> None:
-        """Take the epoch of rank 0, and all rows that some rank has processed in it. Collective."""
+    def sync(self, root_rank: int = 0) -> None:
+        """Take the epoch of the root, and all rows that some rank has processed in it. Collective."""
         states = ops.allgather_object(self.state_dict(), name="elastic.sampler")
+        self.load_state_dict(self.together([states[root_rank], *states]))
+
+    @staticmethod
+    def together(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The epoch of the first of these states, and all rows that are processed in one of them in that epoch."""
         epoch = states[0]["epoch"]
         done = [state["processed_indices"] for state in states if state["epoch"] == epoch]
-        self.load_state_dict({"epoch": epoch, "processed_indices": set().union(*done)})
+        return {"epoch": epoch, "processed_indices": set().union(*done)}
 
     def reset(self) -> None:
         """Deal out the rows that are not processed. Local; for the ranks that there are now.

@@ -62,7 +62,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
                "host_discovery_script": host_discovery_script}
     given = [name for name, value in elastic.items() if value is not None]
     if given:
-        raise LaunchError(f"run() does not take {', '.join(given)}: the number of ranks is fixed while a job runs.")
+        raise LaunchError(f"run() does not take {', '.join(given)}: the number of ranks is fixed while "
+                          "its job runs. `mpistrat run --elastic` starts jobs that go on with other numbers of ranks.")
     if use_gloo:
         raise LaunchError("run() does not take use_gloo: there is no Gloo. Leave it out; the ranks use MPI.")
     if hosts is not None and hostfile is not None:

@@ -19,6 +19,7 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
+from ..elastic import member
 from ..process import abort, exit_code
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
@@ -65,6 +66,19 @@ def current() -> Runtime:
     return runtime
 
 
+def group_of(operation: str, process_set: int) -> Group:
+    """Return the group of the process set with this id. Local.
+
+    Raises:
+        NotInitializedError: As `current`.
+        InvalidRequestError: The process set has been removed; names `operation`.
+    """
+    group = (_runtime or current()).registry.groups.get(process_set)
+    if group is None:
+        raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been registered.")
+    return group
+
+
 def is_initialized() -> bool:
     """Return whether init() has been called, and shutdown() has not been called since. Local."""
     return _runtime is not None
@@ -106,8 +120,10 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
+        member.join(os.environ)
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
+            member.join(os.environ)
             if library.is_left_to_init():
                 library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")

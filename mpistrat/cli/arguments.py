@@ -17,12 +17,16 @@ from .hostfile import HostList, parse_list, read_hostfile
 
 # Options of mpistrat, and the number of values of each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
-              "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY}
+              "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY,
+              "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1, "--host-discovery-script": 1,
+              "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1, "--blacklist-cooldown-range": 2,
+              "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1}
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
     "-oversubscribe": "--oversubscribe", "-h": "--help", "-output-filename": "--output-filename",
+    "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
 }
 _ALIASES.update(horovodrun.ALIASES)
 # Options of mpirun that are used with training jobs, and the number of values of each. The names are without dashes:
@@ -72,9 +76,9 @@ def split_arguments(arguments: list[str]) -> CommandLine:
         if option in _OWN_ARITY:
             # As one argument, because argparse takes a separate value that begins with a dash for an option.
             arity = 0 if equals else _OWN_ARITY[option]
-            if arity and not rest:
+            if len(rest) < arity:
                 raise LaunchError(f"{option} needs a value, for example: mpistrat run -np 2 python train.py")
-            own.append(f"{option}={rest[0]}" if arity else f"{option}{equals}{value}")
+            own.append(f"{option}={' '.join(rest[:arity])}" if arity else f"{option}{equals}{value}")
         elif name in _MPIRUN_ARITY:
             arity = _MPIRUN_ARITY[name]
             if equals and arity == 1:

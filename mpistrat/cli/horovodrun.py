@@ -26,13 +26,10 @@ _SETTINGS = {
 # Options without a value that set a variable.
 _FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks keep no requests"),
           "--no-stall-check": ("MPISTRAT_STALL_CHECK_DISABLE", "1", "wait for other ranks without a limit")}
-_ELASTIC = "the number of ranks is fixed while a job runs"
 _NO_TUNING = "there is nothing to tune"
 _NO_TIMELINE = "there is no timeline"
 _REFUSED = {
     **dict.fromkeys(("--gloo", "--jsrun"), "the ranks use MPI"),
-    **dict.fromkeys(("--min-np", "--max-np", "--min-num-proc", "--max-num-proc", "--host-discovery-script",
-                     "--slots-per-host", "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range"), _ELASTIC),
     **dict.fromkeys(("--cycle-time-ms", "--autotune", "--no-autotune", "--autotune-log-file",
                      "--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather",
                      "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--thread-affinity",

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from ..core.errors import LaunchError
 from ..process.launch_env import RUN_CORES
-from . import check, horovodrun
+from . import check, elastic, horovodrun
 from .arguments import Parser, add_launch_options, counted, mpirun_options, read_hosts, split_arguments
 from .inventory import has_nvidia_driver
 from .mpirun import (
@@ -31,7 +31,7 @@ from .output import Output
 from .rank_shell import in_shell
 from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
-from .supervisor import Start, launch
+from .supervisor import Interference, Start, TimeLimits, launch
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
@@ -78,24 +78,37 @@ def main(argv: list[str]) -> int:
         return check.main([])
     if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
         return _run_once(command)
+    options.np = options.np if options.np is not None else options.max_np
+    if elastic.is_asked_for(options) and not options.dry_run:
+        return elastic.run(options, lambda wanted, tolerant, *how: launched(
+            plan(wanted, (*tolerant, *passed), command, os.environ), wanted, *how))
     planned = plan(options, passed, command, os.environ)
     if options.dry_run:
         print(planned.composed(os.environ))
         return 0
     if planned.warning:
         print(f"mpistrat run: {planned.warning}", file=sys.stderr)
-    return _launched(planned, options)
+    return launched(planned, options)
 
 
-def _launched(planned: "Plan", options: argparse.Namespace) -> int:
+def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, str] | None = None,
+             limits: TimeLimits | None = None, interference: Interference | None = None) -> int:
+    """Run the planned job and return its exit code. On the main thread, see supervisor.launch.
+
+    Args:
+        planned, options: What `plan` and `parse` return.
+        more: Variables for mpirun and the ranks.
+        limits, interference: See supervisor.launch.
+    """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
-    environ = {**os.environ, **_added(options, job, planned.command, is_here, os.environ),
+    environ = {**os.environ, **(more or {}), **_added(options, job, planned.command, is_here, os.environ),
                **_binding(job, planned.mpirun)}
     start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S,
                   lambda: why_unreachable(planned.others, {**environ, **planned.variables})) if planned.others else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    return launch(planned.composed(environ), environ, output=output, start=start).code
+    return launch(planned.composed(environ), environ, limits=limits or TimeLimits(), output=output, start=start,
+                  interference=interference).code
 
 
 @dataclass(frozen=True)
@@ -223,6 +236,7 @@ def _parser() -> Parser:
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
     parser.add_argument("--output-filename", metavar="DIR", help="rank R prints into DIR/rank.R/stdout and "
                         "DIR/rank.R/stderr; the last lines, on why a job has failed, are on the terminal as always")
+    elastic.add_options(parser)
     horovodrun.add_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")

@@ -99,6 +99,26 @@ class Outcome:
     why: str
 
 
+class Interference:
+    """What a supervisor of several mpiruns has to say while `launch` runs one. This base class says nothing.
+
+    Attributes:
+        subject: What mpirun runs, for people.
+        ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
+        why_stop: Why mpirun ends now, once this process has got the signal ABORTED; "" while it goes on.
+        has_started: Whether all ranks have started; `launch` sets it at the end.
+    """
+
+    subject = "the job"
+    ends_all = False
+    why_stop = ""
+    has_started = True
+
+    def takes(self, number: int) -> bool:
+        """Whether the supervisor handles this signal, which mpirun does not get then."""
+        return False
+
+
 class Termination:
     """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin.
 
@@ -120,6 +140,11 @@ class Termination:
         if not self.reason:
             self._terminate_at = min(self._terminate_at, now + self._limits.abort_s)
             self.reason = f"a rank ended the job, and mpirun has not ended within {self._limits.abort_s:g} s"
+
+    def note_stop(self, now: float, reason: str) -> None:
+        """Record that mpirun is to end now."""
+        self._terminate_at = now
+        self.reason = reason
 
     def note_no_start(self, now: float, timeout_s: float) -> None:
         """Record that not all ranks have started in time."""
@@ -157,7 +182,8 @@ class Termination:
 
 
 def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
-           output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run") -> Outcome:
+           output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
+           interference: "Interference | None" = None) -> Outcome:
     """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
 
     Args:
@@ -167,6 +193,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         output: What is shown of mpirun's stderr.
         start: How the ranks start; None: they do not say that they start.
         speaker: The command that prints the last lines.
+        interference: What a supervisor of several mpiruns has to say.
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -178,8 +205,9 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
-                   output or Output(), start, speaker)
+                   output or Output(), start, speaker, interference or Interference())
         outcome = run.wait()
+        run.note_start()
         run.say_why(outcome.code)
         return outcome
     finally:
@@ -194,7 +222,9 @@ class _Run:
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
-                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str):
+                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str,
+                 interference: "Interference"):
+        self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
         self._output, self._start, self._dialect, self._speaker = output, start, command.dialect, speaker
@@ -230,7 +260,7 @@ class _Run:
                 self._mpirun.send_signal(due)
                 self._say(f"{self._termination.reason}; it is sent {due.name}")
         code = self._mpirun.returncode
-        if code != 0 or self._last_signal is not None:
+        if code != 0 or self._last_signal is not None or self._interference.ends_all:
             self._kill_remaining()
         if self._is_killed:
             return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason)
@@ -239,6 +269,10 @@ class _Run:
     @property
     def _has_started(self) -> bool:
         return self._start is None or self._output.started >= self._start.ranks
+
+    def note_start(self) -> None:
+        """Tell the supervisor of several mpiruns whether all ranks have started."""
+        self._interference.has_started = self._has_started
 
     def say_why(self, code: int) -> None:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
@@ -254,7 +288,8 @@ class _Run:
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
                                 died_of=died_of, dialect=self._dialect, can_show_more=self._can_show_more,
-                                without_init=self._output.without_init, why_not_started=why)
+                                without_init=self._output.without_init, why_not_started=why,
+                                subject=self._interference.subject)
         # A terminal has printed ^C, and no end of the line.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
         said = "".join(f"{self._speaker}: {line}\n" for line in lines)
@@ -266,7 +301,12 @@ class _Run:
         if info is None or info.si_signo == signal.SIGCHLD:
             return
         if info.si_signo == ABORTED:
-            self._termination.note_abort(time.monotonic())
+            if self._interference.why_stop:
+                self._termination.note_stop(time.monotonic(), self._interference.why_stop)
+            else:
+                self._termination.note_abort(time.monotonic())
+            return
+        if self._interference.takes(info.si_signo):
             return
         # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
         if info.si_code <= 0:

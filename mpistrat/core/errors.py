@@ -10,6 +10,7 @@
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
+    ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no keeper on a host
     ├── DataServiceError        (RuntimeError) a tf.data service does not answer, or did not start in time
     ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
@@ -61,6 +62,10 @@ class LaunchError(MpistratError, ValueError):
 
 class RunError(MpistratError, RuntimeError):
     """The function of run() has raised an exception on a rank, or a rank has ended without a result."""
+
+
+class ElasticError(MpistratError, RuntimeError):
+    """A rank of an elastic job has no keeper, or a commit cannot be written or read."""
 
 
 class DataServiceError(MpistratError, RuntimeError):

@@ -4,6 +4,10 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
+
+# Handlers of mpistrat, which call no collective.
+harmless: set[Callable[..., object]] = set()
 
 _LOOK_EVERY_S = 0.1  # A look takes 40 us.
 
@@ -13,7 +17,8 @@ _found, _next_look_at = False, -math.inf
 def are_installed() -> bool:
     """Whether the script has installed a signal handler. Python's own, for Ctrl-C, only raises an exception."""
     handlers = map(signal.getsignal, signal.valid_signals())
-    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
+    return any(callable(handler) and handler is not signal.default_int_handler and handler not in harmless
+               for handler in handlers)
 
 
 def may_interrupt() -> bool:

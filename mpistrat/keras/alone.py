@@ -11,7 +11,7 @@ import keras
 from ..api import runtime
 from ..api.process_sets import ProcessSet
 from ..tensorflow.distribute import MPIStrategy
-from .fit_optimizers import fit_optimizers_of
+from .fit.fit_optimizers import fit_optimizers_of
 from .optimizer_parts import parts_of
 
 logger = logging.getLogger(__name__)
@@ -20,12 +20,7 @@ _TEXT = "mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a %s: %
 
 
 class Alone:
-    """Watches one fit.
-
-    Args:
-        callback: The class of the callback that communicates.
-        process_set: Its ranks.
-    """
+    """Watches one fit with a callback of this class that communicates among these ranks."""
 
     def __init__(self, callback: str, process_set: ProcessSet):
         self._callback, self._process_set = callback, process_set

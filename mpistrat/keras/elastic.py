@@ -7,7 +7,8 @@
         model.fit(dataset, epochs=10 - state.epoch, callbacks=[
             hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
 
-The number of ranks is fixed while a job runs. For users. `sync` is collective.
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For users. `sync` is collective, and
+so is `commit` in such a job.
 """
 
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import keras
 
 from ..api import absent
-from ..api.elastic import ObjectState, run
+from ..api.elastic import HostsUpdatedInterrupt, ObjectState, run
 from ..api.elastic_sampler import ElasticSampler
 from ..tensorflow.elastic import TensorFlowKerasState
 
-__all__ = ["CommitStateCallback", "ElasticSampler", "KerasState", "UpdateBatchStateCallback",
+__all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
            "UpdateEpochStateCallback", "run"]
 
 Logs = dict[str, Any] | None

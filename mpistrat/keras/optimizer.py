@@ -5,31 +5,34 @@ For users; wrapping is local, and applying gradients is collective.
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import keras
 import tensorflow as tf
-from keras.optimizers import Optimizer
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
-from ..core.request import Average, Min, ReduceOp, ScaledOp, Sum
+from ..core.request import Average, ReduceOp, Sum
 from ..tensorflow import names
-from ..tensorflow.bridge.buckets import reduce_list
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.gradient_groups import GradientGroups, Groups
-from ..tensorflow.gradients import GradientReducer
+from ..tensorflow.gradients import (
+    GradientGroups,
+    GradientOptions,
+    GradientReducer,
+    Groups,
+    Layer,
+    register_local_layers,
+)
 from ..tensorflow.identity import IdentitySet
-from ..tensorflow.lists import number_of
 from ..tensorflow.types import OptionalGradient, Variable
-from . import xla
-from ._private import accumulators_of, agree_on_finite, calls_of, is_older_than, serialise_as, trained_by
+from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
+from ._private import serialise_as, trained_by
 from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
-from .fit import wrap_fit
-from .old_optimizers import advice
+from .fit import fit_callbacks  # noqa: F401
 from .optimizer_parts import distributed_in, parts_of, passes_on
-from .whole_files import wrap_saving
+from .patches import Function, replaces
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -49,17 +52,45 @@ class Arguments:
 
     name: names.OptimizerName
     factor: float
-    compression: type[Compressor]
-    sparse_as_dense: bool
-    gradient_predivide_factor: float
+    options: GradientOptions
     op: ReduceOp
-    num_groups: int
-    groups: Groups
+    gradient_predivide_factor: float
     process_set: ProcessSet | None
     scale_local_gradients: bool
     average_statistics: bool
     uneven: str
     check_weights: bool
+
+
+@dataclass
+class Distribution:
+    """The attribute `_mpistrat` of a distributed optimizer.
+
+    Attributes:
+        class_name: The class of the optimizer.
+        arguments: None: it can be loaded, copied and saved, and does not train.
+        is_copy: Keras has made the optimizer from the original.
+        called: The hooks that Keras has called.
+        accumulating: While accumulated gradients are applied, their variables.
+    """
+
+    class_name: str
+    reducer_or_none: GradientReducer | None = None
+    arguments: Arguments | None = None
+    is_copy: bool = False
+    called: set[str] = field(default_factory=set)
+    accumulating: list[keras.Variable] | None = None
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """What averages the gradients."""
+        if self.reducer_or_none is None:
+            raise InvalidRequestError(
+                f"this {self.class_name} cannot average gradients: it was made by the class of a distributed "
+                "optimizer, or it is a copy that does not know the original's local variables (register_local_var), "
+                "groups of variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
+                f"{self.class_name}(...)) in its place.")
+        return self.reducer_or_none
 
 
 class _Distributed:
@@ -70,19 +101,11 @@ class _Distributed:
     """
 
     is_distributed = True
-    _mpistrat_arguments: Arguments
-    _mpistrat_accumulating: list[keras.Variable] | None
-    _mpistrat_called: set[str]  # the hooks that Keras has called
-    _mpistrat_is_copy = False  # made by Keras from the original
 
     @functools.cached_property
-    def _mpistrat_reducer(self) -> GradientReducer:
-        """Set by _distribute. Without it the optimizer can be loaded, copied and saved, and does not train."""
-        name = type(self).__name__
-        raise InvalidRequestError(
-            f"this {name} cannot average gradients: it was made by the class of a distributed optimizer, or it is a "
-            "copy that does not know the original's local variables (register_local_var), groups of variables, process "
-            f"set or parts. Write hvd.DistributedOptimizer(keras.optimizers.{name}(...)) in its place.")
+    def _mpistrat(self) -> Distribution:
+        # _distribute sets it in vars(): by plain assignment Keras would track what is in it.
+        return Distribution(type(self).__name__)
 
     def apply(self, grads: Iterable[OptionalGradient],
               trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
@@ -102,7 +125,7 @@ class _Distributed:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return self._mpistrat_apply_accumulated(grads, given, variables)
         if grads:
-            grads = self._mpistrat_reducer.reduce(grads, variables)
+            grads = self._mpistrat.reducer.reduce(grads, variables)
         return super().apply(grads, given)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
@@ -130,45 +153,45 @@ class _Distributed:
         return distributed_when_loaded(self, how)
 
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
-        """What distributes a copy of this optimizer as this one is.
+        """A function that distributes a copy of this optimizer as this one is.
 
         Args:
             is_in_process: The copy stays in this process; pickle cannot copy a process set.
             is_whole: The copy is not of another optimizer, which has this one and others in it.
         """
-        its: Arguments | None = vars(self).get("_mpistrat_arguments")
+        its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
-            and not self._mpistrat_reducer.has_local and not isinstance(its.groups, list | tuple)
+            and not self._mpistrat.reducer.has_local and not its.options.groups.has_lists
         return functools.partial(_distribute_copy, its if is_known else None)
 
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
-        if self._mpistrat_called.issuperset(_HOOKS):
+        self._mpistrat.reducer.require_no_strategy()
+        if self._mpistrat.called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]
         require_hooks(type(self))
         # Keras assigns the gradients of some variables directly, and calls no hook if there are no others.
         expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
                                       for gradient, v in zip(grads, variables, strict=False)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if tf.executing_eagerly() and (int(calls_of(self)) + 1) % steps:
+        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
-        if not expected <= self._mpistrat_called:
+        if not expected <= self._mpistrat.called:
             raise _unknown(f"it has applied gradients with {type(self).__name__} and not called "
-                           f"{', '.join(sorted(expected - self._mpistrat_called))}")
+                           f"{', '.join(sorted(expected - self._mpistrat.called))}")
         return result
 
     def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
                                  trainable_variables: Sequence[keras.Variable]) -> None:
         # Keras calls this from apply. In turn this calls _clip_gradients, only in the branch of the update.
-        self._mpistrat_called.add("_backend_apply_gradients")
-        accumulates = bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
-        # Not by plain assignment: Keras would track the model's variables in the list as the optimizer's own.
-        object.__setattr__(self, "_mpistrat_accumulating", list(trainable_variables) if accumulates else None)
+        self._mpistrat.called.add("_backend_apply_gradients")
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._mpistrat.accumulating = list(trainable_variables)
         try:
             return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         finally:
-            self._mpistrat_accumulating = None
+            self._mpistrat.accumulating = None
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
                                   ) -> list[tuple[OptionalGradient, tf.Variable]]:
@@ -179,10 +202,12 @@ class _Distributed:
         return list(grads_and_vars)
 
     def _clip_gradients(self, grads: list[OptionalGradient]) -> list[OptionalGradient]:
-        self._mpistrat_called.add("_clip_gradients")
-        if self._mpistrat_accumulating is not None:
-            grads = self._mpistrat_reducer.reduce(grads, self._mpistrat_accumulating)
-            factor = self._mpistrat_arguments.factor
+        own = self._mpistrat
+        own.called.add("_clip_gradients")
+        if own.accumulating is not None:
+            grads = own.reducer.reduce(grads, own.accumulating)
+            assert own.arguments is not None  # It has a reducer.
+            factor = own.arguments.factor
             if factor != 1.0:
                 grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
         elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -191,7 +216,7 @@ class _Distributed:
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the averaging."""
-        self._mpistrat_reducer.register_local(variable)
+        self._mpistrat.reducer.register_local(variable)
 
 
 def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
@@ -255,42 +280,64 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         require_hooks(type(optimizer))
     factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     own_name = names.OptimizerName(process_set.process_set_id or 0)
-    its = Arguments(own_name, factor, compression, sparse_as_dense, gradient_predivide_factor, op,
-                    num_groups, groups, None if process_set is global_process_set else process_set,
-                    scale_local_gradients, average_statistics, uneven, check_weights)
+    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
+                    None if process_set is global_process_set else process_set, scale_local_gradients,
+                    average_statistics, uneven, check_weights)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
+
+
+def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
+                                device_dense: str = "", device_sparse: str = "",
+                                compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                                gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
+                                backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+                                groups: Groups = None, process_set: ProcessSet = global_process_set,
+                                local_layers: Layer | Sequence[Layer] | None = None,
+                                scale_local_gradients: bool = True, uneven: str = "error",
+                                average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
+    """As DistributedOptimizer, but some layers are each rank's own: fit averages neither gradients nor statistics.
+
+    Pass the weights of these layers to BroadcastGlobalVariablesCallback(local_variables=...) too, if each rank is to
+    start with its own.
+
+    Args:
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
+        groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: Likewise.
+        local_layers: A Keras layer or a list of layers, which have their weights.
+
+    Raises:
+        ValueError: As DistributedOptimizer, or `local_layers` is something else, or has no weights yet.
+    """
+    distributed = DistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+        backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
+        scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven,
+        check_weights=check_weights)
+    register_local_layers(local_layers, distributed.register_local_var)
+    return distributed
 
 
 def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName, changes: Mapping[str, object],
                 passes: int) -> Optimizer:
-    """A distributed optimizer with the configuration and the state of `optimizer`.
+    """A distributed optimizer with the configuration of `optimizer`, with `changes` in it, and its state.
 
-    Args:
-        optimizer: The original.
-        its: Valid arguments.
-        name: Begins the names of collectives.
-        changes: Values of the configuration that are others.
-        passes: How many times as many passes as in the original are accumulated.
+    `its` are valid arguments, and `passes` is how many times as many passes as in the original are accumulated.
     """
     process_set = resolved(its.process_set)
-    reducer = GradientReducer(
-        name, its.compression, its.sparse_as_dense, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
-        process_set, GradientGroups(its.groups, its.num_groups))
+    reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+                              process_set)
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
-    # By plain assignment Keras would track the set.
-    for attribute, value in {"reducer": reducer, "arguments": its, "accumulating": None, "called": set()}.items():
-        object.__setattr__(distributed, f"_mpistrat_{attribute}", value)
+    vars(distributed)["_mpistrat"] = Distribution(type(distributed).__name__, reducer, its)
     if optimizer.built:
         _take_over(distributed, optimizer, passes)
-    agree_on_finite(_on_all_ranks)
     keep_marks(original_class(type(optimizer)))
-    xla.without_auto()
-    wrap_fit()
-    wrap_saving()
+    patches.apply()
     return distributed
 
 
@@ -306,27 +353,27 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
         copy = copy_of(optimizer, _distributed_class(type(optimizer)))
         if optimizer.built:
             _take_over(copy, optimizer, 1)
-    copy._mpistrat_is_copy = True
+    copy._mpistrat.is_copy = True
     return copy
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
     new.build(trained_by(old))
-    accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
+    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
-        calls_of(new).assign(calls_of(old) * passes)  # With accumulation Keras counts the passes.
+        new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
-    if distributed_in(optimizer) and not getattr(optimizer, "_mpistrat_is_copy", False):
+    if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
     if op not in (Average, Sum):
         raise InvalidRequestError("op currently only supports Average and Sum. Received: "
@@ -341,6 +388,19 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "optimizer.")
 
 
+def _advice(optimizer: object) -> str:
+    """The end of a sentence: what to write in place of an optimizer of Keras 2 or TensorFlow 1; "" for others."""
+    tape = "or average its gradients with mpistrat.tensorflow.DistributedGradientTape."
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    # By the module's name, because tf_keras need not be installed.
+    if any(base.__module__.partition(".")[0] == "tf_keras" for base in cls.__mro__):
+        return (", which is an optimizer of Keras 2: unset TF_USE_LEGACY_KERAS and take the optimizer and the model "
+                f"from `import keras`, {tape}")
+    if issubclass(cls, tf.compat.v1.train.Optimizer):
+        return f", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, {tape}"
+    return ""
+
+
 def require_hooks(cls: type) -> None:
     """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
     # _Distributed defines the hooks in any case.
@@ -348,7 +408,7 @@ def require_hooks(cls: type) -> None:
                if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
-    if is_older_than(3, 5):
+    if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
         raise _unknown(_CLIPS_BEFORE)
 
 
@@ -370,11 +430,11 @@ def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
     return _classes[original]
 
 
-def _on_all_ranks(optimizer: Optimizer, finite: tf.Tensor) -> tf.Tensor:
-    reducer = optimizer._mpistrat_reducer
-    process_set = reducer.process_set
-    if not process_set.has_others():
-        return finite
-    number = number_of(process_set, reducer.name)
-    return tf.cast(reduce_list([tf.cast(finite, tf.int32)], names.of(f"{reducer.name}/finite", number), ScaledOp(Min),
-                               process_set=number)[0], tf.bool)
+# Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
+@replaces(LossScaleOptimizer, "check_finite",
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
+def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
+    """Keras checks the gradients of this rank only, before they are averaged."""
+    finite = original(self, grads)
+    inside = distributed_in(self.inner_optimizer)
+    return inside[0]._mpistrat.reducer.all_true(finite, "finite") if inside else finite

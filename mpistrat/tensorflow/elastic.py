@@ -9,7 +9,8 @@
             state.epoch += 1
             state.commit()
 
-The number of ranks is fixed while a job runs. For users. `sync` is collective.
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For users. `sync` is collective, and
+so is `commit` in such a job.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ import numpy as np
 import tensorflow as tf
 
 from ..api import absent
-from ..api.elastic import ObjectState, run
+from ..api.elastic import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..api.elastic_sampler import ElasticSampler
+from ..core.errors import ElasticError
 from .ops import broadcast_variables
 from .types import Variable
 
-__all__ = ["ElasticSampler", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 __getattr__ = absent.explain(__name__)
 
@@ -46,24 +48,29 @@ class TensorFlowState(ObjectState):
             raise ValueError("TensorFlowState needs a list of variables, since TensorFlow 2 has no collection of all: "
                              "TensorFlowState([*model.variables, *optimizer.variables], epoch=0)")
         self._variables = list(variables)
-        self._values: list[np.ndarray] = []
         super().__init__(**kwargs)
 
-    def save(self) -> None:
-        """Keep copies of the variables and objects in memory. Local."""
-        self._values = [np.array(tf.convert_to_tensor(variable).numpy()) for variable in self._variables]
-        super().save()
+    def _snapshot(self) -> Snapshot:
+        # The tensors share the memory of the variables. TensorFlow copies it before it updates a variable whose tensor
+        # is still referred to (PrepareToUpdateVariable in core/kernels/training_op_helpers.h).
+        return {**super()._snapshot(), "variables": [tf.convert_to_tensor(variable) for variable in self._variables]}
 
-    def restore(self) -> None:
-        """Return to the values of the last save or commit. Local."""
-        for variable, value in zip(self._variables, self._values, strict=True):
+    def _portable(self, snapshot: Snapshot) -> Snapshot:
+        return {**snapshot, "variables": [np.asarray(tensor) for tensor in snapshot["variables"]]}
+
+    def _take(self, snapshot: Snapshot) -> None:
+        values = snapshot["variables"]
+        shapes = [tuple(value.shape) for value in values]
+        if shapes != [tuple(variable.shape) for variable in self._variables]:
+            raise ElasticError(f"the commit has {len(values)} variables, which do not fit the {len(self._variables)} "
+                               "of this state: the script has changed since it was made.")
+        for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
-        super().restore()
+        super()._take(snapshot)
 
-    def sync(self) -> None:
-        """Make the variables and objects of all ranks those of rank 0, and save them. Collective."""
-        broadcast_variables(self._variables, 0)
-        super().sync()
+    def _broadcast(self, root: int) -> None:
+        broadcast_variables(self._variables, root)
+        super()._broadcast(root)
 
 
 class TensorFlowKerasState(TensorFlowState):

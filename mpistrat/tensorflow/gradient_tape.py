@@ -10,9 +10,7 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.request import Average, ReduceOp
 from .compression import Compression, Compressor
-from .gradient_groups import GradientGroups, Groups
-from .gradients import GradientReducer
-from .local_layers import Layer, register_local_layers
+from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups, Layer, register_local_layers
 from .ops import without_autograph
 from .types import Structure, Variable
 
@@ -74,11 +72,10 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         MismatchError: From `gradient`, on every rank: the ranks train different weights.
         ValueError: `gradtape` is distributed already, or an argument is out of range.
     """
-    grouping = GradientGroups(groups, num_groups)
+    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("the tape is a DistributedGradientTape already; its gradients would be averaged twice.")
-    reducer = GradientReducer(None, compression, sparse_as_dense, op, gradient_predivide_factor,
-                              scale_local_gradients, process_set=process_set, groups=grouping)
+    reducer = GradientReducer(None, options, op, gradient_predivide_factor, scale_local_gradients, process_set)
     reducer.checks_weights = check_weights
     return _DistributedGradientTape(gradtape, reducer)
 

@@ -1,22 +1,117 @@
-"""GradientReducer: averages a list of gradients, dense, sparse or None, for the tape and the optimizers. Collective."""
+"""Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
+from ..core.tuning import BUCKET_BYTES
 from . import first_steps, names
 from .bridge.cpu import Observer, to_array
 from .bridge.tf_errors import as_tf_error
-from .compression import Compressor
+from .compression import Compression, Compressor
 from .first_steps import FirstSteps
-from .gradient_groups import GradientGroups
 from .identity import IdentitySet
-from .lists import place_in, reduce_tensors
+from .lists import all_true, number_of, place_in, reduce_tensors
 from .types import OptionalGradient, Tensor, Variable
+
+Groups = int | list[list[Variable]] | None
+
+
+class GradientGroups:
+    """Divides lists of gradients into groups.
+
+    Args:
+        groups: A number of groups of about the same number of gradients, in their order; or lists of variables, whose
+            gradients are a group each. The gradients of other variables are one more group. None: all are one group.
+        num_groups: Deprecated form of a number; 0 means None.
+
+    Raises:
+        InvalidRequestError: `groups` is neither None, a positive number nor a list of lists of variables.
+    """
+
+    def __init__(self, groups: Groups = None, num_groups: int = 0):
+        is_valid = (groups is None and num_groups >= 0) or (isinstance(groups, int) and groups > 0) or (
+            isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups))
+        if not is_valid:
+            raise InvalidRequestError("groups should be a non-negative integer or a list of list of variables, and not "
+                                      f"0. Received: groups={groups!r}, num_groups={num_groups!r}")
+        self._count = groups if isinstance(groups, int) else num_groups
+        self._sets = [] if groups is None or isinstance(groups, int) else [IdentitySet(group) for group in groups]
+
+    @property
+    def has_lists(self) -> bool:
+        return bool(self._sets)
+
+    def divide(self, variables: Sequence[object]) -> list[list[int]]:
+        """The places of the variables in each group that has any, as lists. Local."""
+        places = range(len(variables))
+        if not self._sets and self._count <= 1:
+            return [list(places)] if places else []
+        if self._sets:
+            numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
+                       for variable in variables]
+            divided = [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
+        else:
+            count = min(self._count, len(variables))
+            divided = [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
+        return [group for group in divided if group]
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are sent.
+
+    Attributes:
+        compression: One of Compression.
+        sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
+        groups: Which gradients are reduced together.
+    """
+
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    groups: GradientGroups = field(default_factory=GradientGroups)
+
+
+def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, options: GradientOptions, *,
+                     variables: Sequence[Variable] = (), labels: Sequence[str] = (), places: Sequence[int] = (),
+                     process_set: int = 0, observer: Observer | None = None, bucket_bytes: int = BUCKET_BYTES,
+                     exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
+    """Return the reduced gradients, and after them the reduced tensors of `exact`. Collective.
+
+    Args:
+        gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
+        name, scaled, labels, places, process_set, bucket_bytes, exact: As in lists.reduce_tensors. `exact` goes with
+            the group that is reduced last.
+        options: How to send the gradients.
+        variables: Those of the gradients, for groups that are lists of variables.
+        observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
+    """
+    results: list[Tensor] = [tf.convert_to_tensor(g) if options.sparse_as_dense else g for g in gradients]
+    if observer is not None and tf.executing_eagerly():
+        _observe_eagerly(observer, results)
+        observer = None
+    places = places or range(len(results))
+    groups = options.groups.divide(variables or places)
+    # The last group first: that is the order in which the backward pass computes gradients.
+    for group, members in reversed(list(enumerate(groups))):
+        reduced = reduce_tensors(
+            [results[i] for i in members], name if len(groups) == 1 else f"{name}/group{group}", scaled,
+            compression=options.compression, labels=[labels[i] for i in members] if labels else (),
+            places=[places[i] for i in members], process_set=process_set, observer=observer,
+            bucket_bytes=bucket_bytes, exact={} if group else exact)
+        observer = None  # It is called once in each step.
+        for i, gradient in zip(members, reduced, strict=False):
+            results[i] = gradient
+        if group == 0:
+            results += reduced[len(members):]
+    return results
 
 
 class GradientReducer:
@@ -24,14 +119,12 @@ class GradientReducer:
 
     Args:
         optimizer: The name of the optimizer whose gradients are reduced; None: those of a tape are.
-        compression: One of Compression.
-        sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
+        options: How they are sent.
         op: Average or Sum.
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
         process_set: The ranks that take part. On other ranks gradients do not change.
-        groups: Which gradients are reduced together; None: all.
 
     Attributes:
         changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
@@ -41,11 +134,10 @@ class GradientReducer:
     changes_early = False
     checks_weights = True
 
-    def __init__(self, optimizer: names.OptimizerName | None, compression: type[Compressor], sparse_as_dense: bool,
-                 op: ReduceOp, gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
-                 process_set: ProcessSet = global_process_set, groups: GradientGroups | None = None):
+    def __init__(self, optimizer: names.OptimizerName | None, options: GradientOptions, op: ReduceOp,
+                 gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
+                 process_set: ProcessSet = global_process_set):
         op = resolve_op(op, None)
-        self._groups = groups or GradientGroups()
         self.process_set = resolved(process_set)
         if gradient_predivide_factor != 1.0 and op is not Average:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
@@ -53,12 +145,12 @@ class GradientReducer:
             raise InvalidRequestError(f"gradient_predivide_factor must be positive. Received: "
                                       f"{gradient_predivide_factor}")
         self.optimizer = optimizer
-        self._compression, self._sparse_as_dense, self._op = compression, sparse_as_dense, op
-        self._predivide = gradient_predivide_factor
+        self._options = options
+        self._scaled = ScaledOp(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
         self._scale_local = scale_local_gradients
         self._local: IdentitySet[Variable] = IdentitySet()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the optimizer, or the purpose of a tape's collective."""
         return "tape" if self.optimizer is None else self.optimizer()
@@ -74,11 +166,9 @@ class GradientReducer:
 
     @property
     def has_local(self) -> bool:
-        """Whether any variable was excluded."""
         return len(self._local) > 0
 
     def is_local(self, variable: Variable) -> bool:
-        """Whether this variable was excluded."""
         return variable in self._local
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
@@ -88,15 +178,11 @@ class GradientReducer:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
             MismatchError: On every rank, when the ranks train different weights.
         """
-        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
-            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
-                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+        self.require_no_strategy()
         results = list(gradients)
         if not self.process_set.has_others():
             return results
-        purpose = self.name
-        self.process_set.group(purpose)  # For its error.
-        number = self.process_set.process_set_id or 0
+        purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -104,29 +190,31 @@ class GradientReducer:
             if variable in self._local:
                 results[i] = self._local_gradient(gradient, number)
                 continue
-            if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
-                results[i] = tf.convert_to_tensor(gradient)
             shared.append(i)
         trained = [variables[i] for i in shared]
-        observer = self._observer(purpose, number, trained)
-        if observer is not None and tf.executing_eagerly():
-            _observe_eagerly(observer, [results[i] for i in shared])
-            observer = None
+        labels = list(map(label_of, trained))
+        observer = self._observer(purpose, number, trained, labels)
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        groups = self._groups.divide(trained)
-        # The last first: that is the order in which the backward pass computes them.
-        for group, members in reversed(list(enumerate(groups))):
-            places = [shared[member] for member in members]
-            reduced = reduce_tensors(
-                [results[i] for i in places], name if len(groups) == 1 else f"{name}/group{group}",
-                ScaledOp(self._op, 1.0 / self._predivide, self._predivide), compression=self._compression,
-                labels=[label_of(variables[i]) for i in places], places=places, process_set=number, observer=observer)
-            observer = None  # It is called once in each step.
-            for i, gradient in zip(places, reduced, strict=True):
-                results[i] = gradient
+        reduced = reduce_gradients([results[i] for i in shared], name, self._scaled, self._options, variables=trained,
+                                   labels=labels, places=shared, process_set=number, observer=observer)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
         return results
 
-    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
+    def require_no_strategy(self) -> None:
+        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
+            raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
+                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+
+    def all_true(self, value: tf.Tensor, purpose: str) -> tf.Tensor:
+        """Whether a boolean scalar is true on every rank of the process set. Collective."""
+        if not self.process_set.has_others():
+            return value
+        number = number_of(self.process_set, self.name)
+        return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
+
+    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
+                  labels: Sequence[str]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""
         if self.checks is not None and self.checks.is_done:
             return None
@@ -141,7 +229,8 @@ class GradientReducer:
                                                                        and not self.changes_early))
         if may_read and not tf.executing_eagerly():
             variables = first_steps.read_alone(variables, purpose)
-        return checks.observer(variables, [label_of(v) for v in variables], may_read)
+        label_by_id = dict(zip(map(id, sources), labels, strict=True))
+        return checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
 
     def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:
@@ -158,6 +247,34 @@ def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
         observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
+
+
+class Layer(Protocol):
+    """The attributes of a Keras layer that are used here."""
+
+    built: bool
+    weights: list[Any]
+
+
+def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
+    """Call `register` with each weight of the layers that Horovod's Partial wrappers get. Local.
+
+    Running statistics are weights too.
+
+    Raises:
+        InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
+    """
+    listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
+    for layer in listed:
+        if not hasattr(layer, "weights"):
+            raise InvalidRequestError("local_layers is a Keras layer or a list of layers. Received: "
+                                      f"{layer!r}")
+        if not layer.built:
+            raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
+                                      "model first: give it an Input layer, or call it once.")
+        for weight in layer.weights:
+            register(weight)
+            register(weight.value)  # The tf.Variable of a Keras variable; a tape may have either as a source.
 
 
 def label_of(variable: Variable) -> str:

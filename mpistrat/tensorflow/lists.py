@@ -4,9 +4,10 @@ Process sets are ids here, see Request. All functions are collective unless thei
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +15,7 @@ import tensorflow as tf
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import MpistratError
-from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
@@ -42,7 +43,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 def topology_of(process_set: int) -> Topology:
     """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
     try:
-        return runtime.current().group_of("The process set of a collective", process_set).topology
+        return runtime.group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
         raise as_tf_error(error) from error
 
@@ -69,8 +70,11 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
 def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
                    compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
                    places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
-                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None) -> list[Tensor]:
+                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None,
+                   exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
+
+    Returns the reduced tensors, and after them those of `exact`.
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
@@ -83,6 +87,7 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         process_set: The id of the process set.
         may_wait, bucket_bytes: As in buckets.reduce_list.
         observer: In a graph, called with the arrays of the first collective before they are submitted.
+        exact: Dense tensors by their labels, which are reduced with the others and not compressed.
     """
     places = places or range(len(tensors))
     results, dense = list(tensors), []
@@ -93,11 +98,19 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         else:
             dense.append(i)
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
-    reduced = reduce_dense(compressed.tensors, name, scaled, [labels[i] for i in dense] if labels else (), may_wait,
-                           compressed.wire_dtype, process_set, [places[i] for i in dense], bucket_bytes, observer)
-    for i, tensor in zip(dense, compressed.restored(reduced), strict=True):
+    sent, sent_labels = compressed.tensors, [labels[i] for i in dense] if labels else []
+    sent_places, apart = [places[i] for i in dense], list[tf.Tensor]()
+    if compressed.wire_dtype:  # It is for all tensors of a collective.
+        apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
+                             process_set=process_set)
+    else:
+        sent, sent_labels = [*sent, *exact.values()], [*sent_labels, *exact] if labels else []
+        sent_places += range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
+    reduced = reduce_dense(sent, name, scaled, sent_labels, may_wait, compressed.wire_dtype, process_set, sent_places,
+                           bucket_bytes, observer)
+    for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
-    return results
+    return [*results, *reduced[len(dense):], *apart]
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
@@ -106,19 +119,15 @@ def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labe
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
-
-    def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, scaled, labels, may_wait, bucket_bytes, wire_dtype, process_set, places,
-                           observer)
-
+    reduced = partial(reduce_list, name=name, scaled=scaled, labels=labels, may_wait=may_wait,
+                      bucket_bytes=bucket_bytes, wire_dtype=wire_dtype, process_set=process_set, places=places,
+                      observer=observer)
     return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
                          tensors)
 
 
 @dataclass(frozen=True)
 class ReduceGradient(Gradient):
-    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
-
     name: str
     scaled: ScaledOp  # a list after JSON
     labels: Sequence[str]
@@ -129,6 +138,11 @@ class ReduceGradient(Gradient):
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
                             self.may_wait, self.wire_dtype, self.process_set)
+
+
+def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    return tf.cast(reduce_list([tf.cast(value, tf.int32)], name, ScaledOp(Min), process_set=process_set)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,
@@ -161,7 +175,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
 def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int,
            observer: Observer | None = None) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
-    return with_gradient(lambda *values: gather_list(values, name, process_set, observer),
+    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer),
                          GatherGradient(name, process_set), tensors)
 
 

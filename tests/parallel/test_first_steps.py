@@ -137,7 +137,7 @@ def test_weight_decay_before_the_reduction_is_no_false_alarm(rank: int) -> None:
     model.compile(hvd.DistributedOptimizer(keras.optimizers.AdamW(0.01, weight_decay=0.5)), loss="mse")
     x = np.random.default_rng(rank).normal(size=(64, 4)).astype(np.float32)
     model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
-    assert not model.optimizer._mpistrat_reducer.checks._exchanges
+    assert not model.optimizer._mpistrat.reducer.checks._exchanges
 
 
 def test_two_tapes_of_a_step_with_variables_in_common_are_two_to_check(rank: int) -> None:
@@ -175,7 +175,7 @@ def test_two_optimizers_of_a_graph_may_share_variables(rank: int) -> None:
     for _ in range(5):
         step(tf.constant(data))
     assert_equal_on_all_ranks([*encoder, *heads])
-    found = [first_steps.read_alone([*encoder, head], optimizer._mpistrat_reducer.name)
+    found = [first_steps.read_alone([*encoder, head], optimizer._mpistrat.reducer.name)
              for optimizer, head in zip(optimizers, heads)]
     assert [len(variables) for variables in found] == [7, 1]
     assert found[1][0] is heads[1]

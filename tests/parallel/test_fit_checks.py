@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.keras import equal_weights, fit_checks  # noqa: E402
+from mpistrat.keras.fit import equal_weights, fit_checks  # noqa: E402
 from mpistrat.tensorflow import first_steps  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
@@ -448,7 +448,7 @@ def test_weight_decay_in_one_of_several_is_no_false_alarm(rank: int) -> None:
     model.compile(hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
         keras.optimizers.AdamW(0.01, weight_decay=0.5)))), loss="mse")
     fit(model, rank, epochs=2)
-    assert model.optimizer._mpistrat_reducer.changes_early
+    assert model.optimizer._mpistrat.reducer.changes_early
 
 
 @pytest.mark.parametrize("batch", [None, 1, ROWS // BATCH - 1], ids=["epoch", "batch", "last batch"])

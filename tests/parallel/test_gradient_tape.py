@@ -13,7 +13,7 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.tensorflow.gradients import GradientReducer  # noqa: E402
+from mpistrat.tensorflow.gradients import GradientOptions, GradientReducer  # noqa: E402
 
 from .helpers import both_ways, eagerly, in_graph  # noqa: E402
 
@@ -290,7 +290,7 @@ def test_the_gradient_of_a_local_source_stays_on_its_rank(way: Callable, scale: 
 
 
 def test_a_variable_does_not_become_local_in_the_place_of_one_that_is_gone(rank: int, size: int) -> None:
-    reducer = GradientReducer(None, hvd.Compression.none, False, hvd.Sum)
+    reducer = GradientReducer(None, GradientOptions(), hvd.Sum)
     for _ in range(5):  # Python gives the id of the first to one of those that follow.
         reducer.register_local(tf.Variable(0.0))
         gc.collect()

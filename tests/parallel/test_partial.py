@@ -14,7 +14,7 @@ import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError
 from mpistrat.core.handle import Entry
 from mpistrat.engine.queue import TensorQueue
-from mpistrat.tensorflow.gradient_groups import GradientGroups
+from mpistrat.tensorflow.gradients import GradientGroups
 
 from .helpers import eagerly
 

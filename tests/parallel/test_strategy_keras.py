@@ -2,7 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 import mpistrat.keras  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+from mpistrat.core.handle import Entry  # noqa: E402
+from mpistrat.core.request import Request  # noqa: E402
+from mpistrat.engine.queue import TensorQueue  # noqa: E402
+from mpistrat.tensorflow import Compression, MPIStrategy, first_steps  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
 from ..features.keras_steps import OwnStep  # noqa: E402
@@ -46,6 +50,87 @@ def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> No
     steps = [name for name in names if "()/strategy/" in name]
     assert len(steps) == 3 * 5
     assert all("gradients" in name for name in steps)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
+    """The requests of this rank that reduce gradients."""
+    seen: list[Request] = []
+    put = TensorQueue.put
+
+    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
+        if "strategy/gradients" in entry.request.name:
+            seen.append(entry.request)
+        return put(self, entry, is_driver)
+
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    yield seen
+
+
+@pytest.mark.parametrize("clips", [{}, {"global_clipnorm": 0.5}], ids=str)
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, clips: dict, rank: int,
+                                                                    sent: list[Request]) -> None:
+    model, reference = both(MPIStrategy(compression=getattr(Compression, name)), rank,
+                            lambda: compiled(optimizer=lambda: sgd(**clips)))
+    x, y = global_data(61)
+    for each in (model, reference):
+        each.fit(x, y, batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
+    assert_equal_on_all_ranks(model.get_weights())
+    assert_close(model.get_weights(), reference.get_weights(), 1e-2)
+    wire_dtype = {"fp16": "float16", "bf16": "bfloat16"}[name]
+    assert sorted(spec.dtype for spec in sent[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
+
+
+def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request]) -> None:
+    strategy = MPIStrategy(groups=3)
+    model, reference = both(strategy, rank)
+    fit_both(strategy, model, reference, rows=61, epochs=1)
+    steps = -(-61 // BATCH)
+    assert [len(request.tensors) for request in sent] == [2, 1, 2] * steps  # The last has the number of rows too.
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[Request]) -> None:
+    def embedding() -> Any:
+        return keras.Sequential([keras.Input((2,)), keras.layers.Embedding(20, 3), keras.layers.Flatten(),
+                                 keras.layers.Dense(1)])
+
+    model, reference = both(MPIStrategy(sparse_as_dense=is_dense), rank, lambda: compiled(embedding, loss="mse"))
+    x, y = np.random.default_rng(0).integers(0, 20, (24, 2)), np.ones((24, 1), np.float32)
+    for each in (model, reference):
+        each.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), reference.get_weights(), 1e-5)
+    assert any("values" in request.name for request in sent) is not is_dense
+
+
+@pytest.mark.parametrize("argument", [{"compression": Compression.fp16}, {"groups": 2}, {"sparse_as_dense": True}],
+                         ids=str)
+def test_arguments_that_differ_are_an_error_on_every_rank(argument: dict, rank: int) -> None:
+    with pytest.raises(mpistrat.MismatchError, match=rf"disagree on MPIStrategy\({next(iter(argument))}=\): "):
+        MPIStrategy(**argument if rank == 0 else {})
+
+
+def test_groups_are_a_number() -> None:
+    with pytest.raises(ValueError, match="groups is a number for MPIStrategy"):
+        MPIStrategy(groups=[[]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="groups should be"):
+        MPIStrategy(groups=0)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_same_data_on_all_ranks_are_warned_of(is_same: bool, strategy: MPIStrategy, rank: int,
+                                                  caplog: pytest.LogCaptureFixture,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_steps, "_has_warned", False)
+    monkeypatch.setattr(first_steps, "_all", weakref.WeakSet())
+    model, _ = both(strategy, rank)
+    x, y = global_data(BATCH * 2)
+    data = tf.data.Dataset.from_tensor_slices((x + (0 if is_same else rank), y)).batch(BATCH)
+    model.fit(strategy.distribute_datasets_from_function(lambda _: data), epochs=1, steps_per_epoch=2, verbose=0)
+    found = [record.getMessage() for record in caplog.records if "the same data" in record.getMessage()]
+    assert len(found) == (1 if is_same and rank == 0 else 0)
+    assert all("distribute_datasets_from_function" in text for text in found)
 
 
 def test_a_users_arrays_are_not_written_to(strategy: MPIStrategy, rank: int) -> None:

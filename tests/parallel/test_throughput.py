@@ -13,8 +13,8 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras import throughput  # noqa: E402
-from mpistrat.keras.throughput import Work  # noqa: E402
+from mpistrat.keras.fit import throughput  # noqa: E402
+from mpistrat.keras.fit.throughput import Work  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 STEPS, COLUMNS, EPOCHS = 4, 3, 2

@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.row_counts import RowCount, rows_of  # noqa: E402
+from mpistrat.keras.fit.row_counts import RowCount, rows_of  # noqa: E402
 
 STEPS, COLUMNS = 3, 4
 

@@ -442,8 +442,8 @@ def test_mpi_args_are_options_of_mpirun(fake, capsys):
 @pytest.mark.horovod("horovodrun-refused")
 @pytest.mark.parametrize("words, text", [
     ("--gloo", "--gloo is an option of horovodrun that mpistrat run does not have: the ranks use MPI. Leave it out."),
-    ("--min-np 2", "the number of ranks is fixed"), ("--timeline-filename x", "there is no timeline"),
-    ("--autotune", "nothing to tune"), ("--config-file x", "docs/settings.md"),
+    ("--timeline-filename x", "there is no timeline"), ("--autotune", "nothing to tune"),
+    ("--config-file x", "docs/settings.md"),
     ("--fusion-threshold-mb much", "much is not a number of megabytes"),
     ("--mpi-args '-np 3'", "'-np 3' is not a list of options for mpirun"),
 ])

@@ -9,9 +9,10 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.equal_weights import digest_of  # noqa: E402
-from mpistrat.keras.fit_optimizers import fit_optimizers_of  # noqa: E402
-from mpistrat.keras.fit_states import (  # noqa: E402
+from mpistrat.keras.fit.equal_weights import digest_of  # noqa: E402
+from mpistrat.keras.fit.fit_callbacks import digest_of_rows  # noqa: E402
+from mpistrat.keras.fit.fit_optimizers import fit_optimizers_of  # noqa: E402
+from mpistrat.keras.fit.fit_states import (  # noqa: E402
     Begin,
     Progress,
     Step,
@@ -22,10 +23,9 @@ from mpistrat.keras.fit_states import (  # noqa: E402
     readers,
     setters,
 )
-from mpistrat.keras.input_rows import digest_of_rows  # noqa: E402
-from mpistrat.keras.metric_means import shared_names  # noqa: E402
-from mpistrat.keras.rates import rates_of  # noqa: E402
-from mpistrat.keras.save_schedules import SaveSchedule  # noqa: E402
+from mpistrat.keras.fit.metric_means import shared_names  # noqa: E402
+from mpistrat.keras.fit.rates import rates_of  # noqa: E402
+from mpistrat.keras.fit.save_schedules import SaveSchedule  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)
@@ -202,11 +202,11 @@ def test_optimizers_are_found_in_public_attributes_in_the_order_of_their_names()
     model._hidden = first
     found = fit_optimizers_of(model)
     assert found is not None
-    assert found.reducers == [second._mpistrat_reducer, third._mpistrat_reducer]
+    assert found.reducers == [second._mpistrat.reducer, third._mpistrat.reducer]
     model.compile(third, "mse")
     found = fit_optimizers_of(model)
     assert found is not None
-    assert found.reducers == [third._mpistrat_reducer, second._mpistrat_reducer]
+    assert found.reducers == [third._mpistrat.reducer, second._mpistrat.reducer]
 
 
 def test_variables_that_are_trained_in_another_process_set_are_not_shared() -> None:

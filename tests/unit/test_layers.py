@@ -26,10 +26,11 @@ PACKAGES: dict[str, set[str]] = {
     "gpu": {"core"},
     "engine": {"core", "negotiation"},
     "process": {"core"},
-    "api": {"core", "negotiation", "transport", "gpu", "engine", "process"},
+    "elastic": {"core", "process"},
+    "api": {"core", "negotiation", "transport", "gpu", "engine", "process", "elastic"},
     "tensorflow": {"core", "gpu", "process", "api"},
-    "keras": {"core", "process", "api", "tensorflow"},
-    "cli": {"core", "negotiation", "process", "api", "keras", ""},
+    "keras": {"core", "process", "elastic", "api", "tensorflow"},
+    "cli": {"core", "negotiation", "process", "elastic", "api", "keras", ""},
     "": {"core", "api"},
     "__main__": {"cli"},
 }
@@ -39,13 +40,12 @@ ELSEWHERE = {"tensorflow.keras": "keras"}
 # mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with
 # the launcher. Each is allowed inside of its function only, which runs after the import of the modules.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
-           ("tensorflow.distribute.strategy", "_keras_integration", "keras"),
            ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
-    "process": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
+    "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.

@@ -1,11 +1,10 @@
 """MPIStrategy alone: what it imports of TensorFlow and Keras is there, and a lone rank trains as without it."""
 
 import importlib
-import json
+import inspect
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +17,10 @@ from ..support.jobs import job_environment
 
 tf = pytest.importorskip("tensorflow")
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
 
 def test_tensorflow_has_the_private_names() -> None:
-    private = importlib.import_module("mpistrat.tensorflow._private")
+    private = importlib.import_module("mpistrat.tensorflow.bridge._private")
     assert all(hasattr(private, name) for name in private.__all__)
-    assert importlib.import_module("mpistrat.tensorflow.bridge._private").missing == {}
 
 
 def keras_integration() -> ModuleType:
@@ -32,23 +28,36 @@ def keras_integration() -> ModuleType:
     pytest.importorskip("keras")
     integration = importlib.import_module("mpistrat.keras.distribute")
     integration.undo()
-    importlib.import_module("mpistrat.keras.whole_files").wrap_saving()  # It stays.
+    importlib.import_module("mpistrat.keras.patches").apply()  # Those that are not for strategies stay.
     return integration
 
 
 def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     integration = keras_integration()
-    originals = [getattr(patch.owner, patch.name) for patch in integration.PATCHES]
-    own = [patch.name in vars(patch.owner) for patch in integration.PATCHES]
+    patches = [patch for patch in integration.PATCHES if patch.is_for_strategy]
+    originals = [getattr(patch.owner, patch.name) for patch in patches]
+    own = [patch.name in vars(patch.owner) for patch in patches]
     integration.apply()
     integration.apply()
-    assert all(getattr(patch.owner, patch.name) is not original
-               for patch, original in zip(integration.PATCHES, originals))
+    assert all(getattr(patch.owner, patch.name) is not original for patch, original in zip(patches, originals))
     integration.undo()
-    assert [getattr(patch.owner, patch.name) for patch in integration.PATCHES] == originals
-    assert [patch.name in vars(patch.owner) for patch in integration.PATCHES] == own
+    assert [getattr(patch.owner, patch.name) for patch in patches] == originals
+    assert [patch.name in vars(patch.owner) for patch in patches] == own
     assert all(patch.reason for patch in integration.PATCHES)
-    assert len({(patch.owner, patch.name) for patch in integration.PATCHES}) == len(integration.PATCHES)
+    assert len({(patch.owner, patch.name) for patch in patches}) == len(patches)
+
+
+def test_the_newest_keras_still_has_the_lines_that_make_the_patches_needed() -> None:
+    keras = pytest.importorskip("keras")
+    if not keras.__version__.startswith("3.15."):
+        pytest.skip("the lines are those of Keras 3.15")
+    for patch in keras_integration().PATCHES:
+        if patch.upstream.startswith("https://"):
+            continue
+        original = inspect.unwrap(getattr(patch.owner, patch.name))
+        place = f"{original.__module__}.{original.__qualname__}"
+        assert place.startswith("keras.src."), f"{place} is replaced twice, or is none of Keras' functions"
+        assert patch.upstream in inspect.getsource(original), f"{place} has changed; is its replacement still needed?"
 
 
 @pytest.mark.parametrize("is_dataset", [False, True])
@@ -80,7 +89,7 @@ def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.Monke
         integration.apply()
 
 
-# -- names that have moved --------------------------------------------------------------------------------------------
+# -- versions that were not run ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("package", "version", "is_refused"), [
     ("tensorflow", "2.16.0", True), ("tensorflow", "2.16.1", False), ("tensorflow", "2.21.3", False),
@@ -114,30 +123,6 @@ def test_a_strategy_with_a_keras_that_was_not_run_is_refused() -> None:
     assert finished.stdout.startswith("MissingDependencyError mpistrat.keras needs keras>=3"), finished.stderr
 
 
-def test_where_a_private_name_of_the_bridge_has_moved_collectives_work_or_say_what_to_install() -> None:
-    pytest.importorskip("keras")
-    finished = subprocess.run([sys.executable, SCRIPTS / "without_private_names.py"], env=job_environment("", {}),
-                              text=True, capture_output=True, timeout=250, check=False)
-    assert finished.returncode == 0, finished.stderr
-    reports = dict(line.split(": ", 1) for line in finished.stdout.splitlines())
-    assert len(reports) == 13
-    for name, report in reports.items():
-        is_python_op, is_executor = name in ("EagerFunc", "insert"), name.startswith("TFE_") or name in (
-            "ensure_initialized", "_handle")
-        missing, on_gpu, asynchronous, xla = json.loads(report)
-        assert missing == [name]
-        assert xla == ("InvalidArgumentError" if name == "GraphOrParentsInXlaContext" else "InvalidRequestError")
-        for text, is_refused, user in ((on_gpu, is_python_op, "with GPU tensors in a tf.function,"),
-                                       (asynchronous, is_executor, "with asynchronous execution,")):
-            if not is_refused:
-                assert text == "works"
-                continue
-            assert text.startswith(f"MissingDependencyError: mpistrat.tensorflow, {user} does not support TensorFlow "
-                                   f"{tf.__version__}: ")
-            assert f"no attribute '{name}'. It was run with TensorFlow 2.16.1 to 2.21." in text
-            assert "or install such a version (pip install 'tensorflow>=" in text
-
-
 # -- Keras' private attributes ----------------------------------------------------------------------------------------
 
 
@@ -162,7 +147,7 @@ def model_with_layers_in_layers() -> tuple[Any, list[str]]:
 
 
 def names_of_statistics(model: Any) -> list[str]:
-    statistics = importlib.import_module("mpistrat.keras.running_statistics").running_statistics(model)
+    statistics = importlib.import_module("mpistrat.keras.fit.running_statistics").running_statistics(model)
     assert {variable.name for variable in statistics} == {"moving_mean", "moving_variance"}
     return sorted(variable.path.split("/")[-2] for variable in statistics if variable.name == "moving_mean")
 

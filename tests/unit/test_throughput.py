@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("keras")
 
-from mpistrat.keras.row_counts import UNKNOWN
-from mpistrat.keras.throughput import Speed, Work, line_of, speed_of
+from mpistrat.keras.fit.row_counts import UNKNOWN
+from mpistrat.keras.fit.throughput import Speed, Work, line_of, speed_of
 
 
 def test_the_rows_of_all_ranks_are_divided_by_the_time_of_the_slowest() -> None:

@@ -31,12 +31,12 @@ from ...tensorflow.distribute import collectives, files
 from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
-from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
-from ..fit_optimizers import optimizers_of
-from ..throughput import Throughput
-from .checks import require_same_training
-from .optimizer import slots_of
-from .patches import Function, replaces
+from .._private import trained_by
+from ..fit.fit_optimizers import optimizers_of
+from ..fit.throughput import Throughput
+from ..patches import Function
+from ..patches import replaces_for_strategy as replaces
+from .optimizer import conclude_checks, require_same_training, slots_of
 from .saving import writes_together
 from .step_state import strategy_of
 from .trainer import average_statistics
@@ -53,13 +53,15 @@ _READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore, Throughput)
 # -- the list of callbacks --------------------------------------------------------------------------------------------
 
 
-@replaces(CallbackList, "on_train_begin", "a rank that has loaded weights, or set a rate, would train apart")
+@replaces(CallbackList, "on_train_begin", "a rank that has loaded weights, or set a rate, would train apart",
+          "callback.on_train_begin(logs)")
 def on_train_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
     on_begin(original, self, logs)
     _require_same_training(self, "when training begins")
 
 
-@replaces(CallbackList, "on_test_begin", "logs that no callback reads would be reduced in every step")
+@replaces(CallbackList, "on_test_begin", "logs that no callback reads would be reduced in every step",
+          "callback.on_test_begin(logs)")
 def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
     model = getattr(self, "model", None)
     strategy = strategy_of(model)
@@ -79,16 +81,19 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
         original(self, logs)
 
 
-@replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only")
+@replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only",
+          "callback.on_epoch_end(epoch, logs)")
 def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
     if getattr(self, "model", None) is not None:
         average_statistics(self.model)
         _require_same_training(self, f"at the end of epoch {epoch + 1}")
+        conclude_checks(self.model)
     with _errors_shared(self):
         original(self, epoch, logs)
 
 
-@replaces(CallbackList, "on_train_end", "an error on one rank would leave the others waiting")
+@replaces(CallbackList, "on_train_end", "an error on one rank would leave the others waiting",
+          "callback.on_train_end(logs)")
 def on_train_end(original: Function, self: CallbackList, logs: Logs = None) -> None:
     with _errors_shared(self):
         original(self, logs)
@@ -155,7 +160,8 @@ def _path(callback: Callback) -> str:
 # -- ModelCheckpoint and BackupAndRestore -----------------------------------------------------------------------------
 
 
-@replaces(ModelCheckpoint, "_save_model", "all ranks would write to one file at the same time")
+@replaces(ModelCheckpoint, "_save_model", "all ranks would write to one file at the same time",
+          "self.model.save(filepath")
 def save_checkpoint(original: Function, self: ModelCheckpoint, epoch: int, batch: int | None,
                     logs: Logs) -> None:
     # Where the ranks have different callbacks that write, none can wait for the others.
@@ -164,30 +170,32 @@ def save_checkpoint(original: Function, self: ModelCheckpoint, epoch: int, batch
             return original(self, epoch, batch, logs)
     if batch is not None:  # At the end of an epoch they have been averaged.
         average_statistics(self.model)
-    path = path_of_checkpoint(self, epoch, batch, logs)
+    path = self._get_file_path(epoch, batch, logs)
     with with_values_of(self.model):
         self.best = files.write_once(path, lambda: original(self, epoch, batch, logs), lambda: self.best)
     return None
 
 
-@replaces(BackupAndRestore, "_save_model", "all ranks would write to one file at the same time")
+@replaces(BackupAndRestore, "_save_model", "all ranks would write to one file at the same time",
+          "self.model.save_weights(")
 def save_backup(original: Function, self: BackupAndRestore) -> None:
     if not writes_together(self.model):
         return original(self)
     if self.save_freq != "epoch":
         average_statistics(self.model)
     with with_values_of(self.model):
-        return files.write_once(paths_of_backup(self)[1], lambda: original(self))
+        return files.write_once(self._training_metadata_path, lambda: original(self))
 
 
-@replaces(BackupAndRestore, "on_train_end", "two ranks would delete one directory at the same time")
+@replaces(BackupAndRestore, "on_train_end", "two ranks would delete one directory at the same time",
+          "file_utils.rmtree(self.backup_dir)")
 def delete_backup(original: Function, self: BackupAndRestore, logs: Logs = None) -> None:
     if not writes_together(self.model):
         return original(self, logs)
     return files.write_once(self.backup_dir, lambda: original(self, logs))
 
 
-@replaces(BackupAndRestore, "on_train_begin", "ranks that do not see the backup would start anew")
+@replaces(BackupAndRestore, "on_train_begin", "ranks that do not see the backup would start anew", "self._load_model()")
 def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None) -> None:
     """The chief reads the backup and broadcasts it; the other ranks' hosts need no access to the file."""
     model = self.model
@@ -196,17 +204,16 @@ def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None
     optimizer = model.optimizer
 
     def exists() -> bool:
-        return tf.io.gfile.exists(paths_of_backup(self)[0])
+        return tf.io.gfile.exists(self._weights_path)
 
     if files.on_chief(exists) and optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)  # Creating variables is collective.
 
     def read() -> tuple[bool, int | None]:
         original(self, logs)
-        return exists(), epoch_after_backup(model)
+        return exists(), model._initial_epoch
 
-    found, epoch = files.on_chief(read)
-    set_epoch_after_backup(model, epoch)
+    found, model._initial_epoch = files.on_chief(read)
     if found:
         variables = [v for v in (*model.variables, *(optimizer.variables if optimizer is not None else ()))
                      if not is_central(v.value)]
@@ -221,8 +228,8 @@ def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None
 
 
 @replaces(TensorBoard, "_write_keras_model_summary",
-          "all ranks would write events, before the ranks have agreed on the one that does")
-@replaces(TensorBoard, "_configure_embeddings", "likewise")
+          "all ranks would write events, before the ranks have agreed on the one that does", "keras_model_summary(")
+@replaces(TensorBoard, "_configure_embeddings", "likewise", 'file_utils.File(path, "w")')
 def defer(original: Function, self: TensorBoard) -> None:
     """Defer a write until `on_begin` has assigned the callbacks to ranks."""
     if not writes_together(self.model) or type(self) not in _ONE_RANK_ONLY:
@@ -231,7 +238,8 @@ def defer(original: Function, self: TensorBoard) -> None:
     return None
 
 
-@replaces(TensorBoard, "on_epoch_end", "with embeddings_freq it saves the model, which the other ranks do not")
+@replaces(TensorBoard, "on_epoch_end", "with embeddings_freq it saves the model, which the other ranks do not",
+          "self._log_embeddings(epoch)")
 def log_epoch(original: Function, self: TensorBoard, epoch: int, logs: Logs = None) -> None:
     # All ranks have averaged the running statistics before.
     with files.alone() if type(self) in _ONE_RANK_ONLY else contextlib.nullcontext():
@@ -247,17 +255,10 @@ def _write_deferred(callbacks: CallbackList) -> None:
 # -- SwapEMAWeights with central slots --------------------------------------------------------------------------------
 
 
-@replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages")
-def finalize_averages(original: Function, self: SwapEMAWeights,
-                      optimizer: Optimizer) -> None:
-    slots = slots_of(optimizer)
-    if slots is None or slots.are_here:
-        original(self, optimizer)
-
-
-@replaces(SwapEMAWeights, "_tf_swap_variables", "only the chief has averages")
-def swap_averages(original: Function, self: SwapEMAWeights,
-                  optimizer: Optimizer) -> None:
+@replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages",
+          "optimizer._model_variables_moving_average")
+@replaces(SwapEMAWeights, "_tf_swap_variables", "likewise", "optimizer._model_variables_moving_average")
+def swap_averages(original: Function, self: SwapEMAWeights, optimizer: Optimizer) -> None:
     slots = slots_of(optimizer)
     if slots is None or slots.are_here:
         original(self, optimizer)

@@ -15,26 +15,71 @@ The functions run in a replica, in TensorFlow's thread, unless the docstring say
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
+from ...api import ops as array_ops
+from ...api import runtime
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
+from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
+from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.types import OptionalGradient, Tensor
-from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
+from .._private import trained_by
+from ..fit.equal_weights import require_equal_weights
+from ..fit.fit_optimizers import optimizers_of
+from ..fit.rates import different_rate, rates_of
+from ..optimizer_parts import parts_of
+from ..patches import Function
+from ..patches import replaces_for_strategy as replaces
 from . import step_state
-from .checks import require_same_training
-from .patches import Function, replaces
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
 _HALVES = (tf.float16, tf.bfloat16)
-_SUM = tf.distribute.ReduceOp.SUM
+_OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
+             "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
+
+_CAUSES = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights on "
+           "all ranks), and a callback or a learning rate on some ranks only.")
+
+
+@dataclass
+class OptimizerState:
+    """The attribute `_mpistrat` of an optimizer under a strategy.
+
+    Attributes:
+        checks: Those of its first reductions.
+        clipped: The gradients of this step that are reduced and clipped already, and are not reduced again.
+        is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
+    """
+
+    checks: FirstSteps
+    clipped: list[Tensor] = field(default_factory=list)
+    is_compared: bool = False
+
+
+def state_of(optimizer: Optimizer) -> OptimizerState:
+    """The state of an optimizer. The first call gives it its name, on all ranks in the same order."""
+    if "_mpistrat" not in vars(optimizer):
+        checks = FirstSteps(OptimizerName(0)(), way_out=_OWN_ROWS)
+        object.__setattr__(optimizer, "_mpistrat", OptimizerState(checks))  # By plain assignment Keras would track it.
+    state: OptimizerState = optimizer._mpistrat
+    return state
+
+
+def conclude_checks(model: keras.Model) -> None:
+    """Let the checks decide, if an epoch ends after two or three steps. Outside of a replica."""
+    for optimizer in (getattr(model, "optimizer", None), *optimizers_of(model)):
+        for part in parts_of(optimizer):
+            if isinstance(vars(part).get("_mpistrat"), OptimizerState):
+                state_of(part).checks.conclude()
 
 
 # -- optimizers that were made outside of the scope -------------------------------------------------------------------
@@ -46,11 +91,12 @@ def _belongs_to(optimizer: Optimizer, strategy: MPIStrategy) -> None:
     Keras passes the strategy in whose scope an optimizer was made to the functions that update variables. TensorFlow's
     MirroredStrategy ignores that, and passes itself.
     """
-    if not isinstance(strategy_of_optimizer(optimizer), MPIStrategy):
-        set_strategy_of_optimizer(optimizer, strategy)
+    if not isinstance(optimizer._distribution_strategy, MPIStrategy):
+        optimizer._distribution_strategy = strategy
 
 
-@replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots")
+@replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots",
+          "self._distribution_strategy.extended.colocate_vars_with(")
 def add_variable_from_reference(original: Function, self: Optimizer, reference_variable: keras.Variable | tf.Variable,
                                 *args: object, **kwargs: object) -> keras.Variable:
     variable = getattr(reference_variable, "value", reference_variable)
@@ -67,67 +113,61 @@ def add_variable_from_reference(original: Function, self: Optimizer, reference_v
 
 
 @replaces(Optimizer, "_all_reduce_sum_gradients",
-          "uneven batches would not have the gradient of the global batch, and errors would lack variable names")
+          "uneven batches would not have the gradient of the global batch, and errors would lack variable names",
+          "tf.distribute.ReduceOp.SUM, grads")
 def all_reduce_sum_gradients(original: Function, self: Optimizer,
                              grads_and_vars: GradientsAndVariables) -> GradientsAndVariables:
     strategy = step_state.strategy_here()
     if strategy is None:
         return original(self, grads_and_vars)
     pairs = list(grads_and_vars)
-    strategy.extended.assigned_in_lockstep(calls_of(self).value)
+    strategy.extended.assigned_in_lockstep(self._iterations.value)
     present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
-    gradients = [pairs[i][0] for i in present]
-    reduced = getattr(self, "_mpistrat_clipped", None)
-    if reduced is None or len(reduced) != len(gradients) \
-            or any(a is not b for a, b in zip(reduced, gradients, strict=True)):
-        reduced = reduce_gradients(self, gradients, [pairs[i][1] for i in present])
-    object.__setattr__(self, "_mpistrat_clipped", None)
-    for i, gradient in zip(present, reduced, strict=True):
-        pairs[i] = (gradient, pairs[i][1])
+    own = state_of(self)
+    if [id(pairs[i][0]) for i in present] != [id(gradient) for gradient in own.clipped]:
+        reduced = reduce_gradients(self, [pairs[i][0] for i in present], [label_of(pairs[i][1]) for i in present])
+        for i, gradient in zip(present, reduced, strict=True):
+            pairs[i] = (gradient, pairs[i][1])
+    own.clipped = []
     return pairs
 
 
-@replaces(Optimizer, "_clip_gradients", "each rank would clip its own gradients, and not their average")
+@replaces(Optimizer, "_clip_gradients", "each rank would clip its own gradients, and not their average",
+          "clip_by_global_norm(grads")
 def clip_gradients(original: Function, self: Optimizer, grads: list[Tensor]) -> list[Tensor]:
     clips = any(getattr(self, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
     if not clips or step_state.strategy_here() is None:
         return original(self, grads)
-    clipped = list(original(self, reduce_gradients(self, list(grads), None)))
-    # By plain assignment Keras would track the tensors.
-    object.__setattr__(self, "_mpistrat_clipped", clipped)
-    return clipped
+    grads = list(grads)
+    own = state_of(self)
+    own.clipped = list(original(self, reduce_gradients(self, grads, [f"gradient {i}" for i in range(len(grads))])))
+    return own.clipped
 
 
 @replaces(LossScaleOptimizer, "check_finite",
-          "a rank with an overflow would skip the step, and the others would wait for its gradients")
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tensor]) -> tf.Tensor:
     finite = original(self, grads)
     if step_state.strategy_here() is None:
         return finite
     if step_state.state.rows is not None:
         finite = tf.logical_or(finite, step_state.state.rows == 0)  # Gradients without rows do not count.
-    not_finite = tf.cast(tf.logical_not(finite), tf.int32)
-    return collectives.all_reduce([not_finite], _SUM, "finite")[0] == 0
+    return collectives.all_true(finite, "finite")
 
 
-def reduce_gradients(optimizer: Optimizer, gradients: Sequence[Tensor],
-                     variables: Sequence[tf.Variable] | None) -> list[Tensor]:
+def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
     """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
 
-    Args:
-        optimizer: The optimizer that applies them.
-        gradients: Tensors or tf.IndexedSlices; no None.
-        variables: Their variables, for error messages, if known.
+    `gradients` has no None; `labels` are users' names of the variables, for error messages.
     """
-    labels = [label_of(v) for v in variables] if variables is not None else \
-        [f"gradient {i}" for i in range(len(gradients))]
-    strategy = tf.distribute.get_strategy()
-    bucket_bytes = strategy.extended.bucket_bytes()
+    if not gradients:
+        return []
+    strategy, checks = tf.distribute.get_strategy(), state_of(optimizer).checks
     weight = step_state.state.weight
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
-        return collectives.all_reduce(gradients, _SUM, "gradients", labels, bucket_bytes)
+        return strategy.extended.reduce_gradients(gradients, labels, checks, {})
     weighted = tf.cond(weight == 1, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
-    *summed, total = collectives.all_reduce([*weighted, weight], _SUM, "gradients", [*labels, "rows"], bucket_bytes)
+    *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
     step_state.state.total = total
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
     return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
@@ -145,9 +185,25 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
 
 
+def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer | None],
+                          place: str) -> None:
+    """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
+
+    `place` is for messages: "at the end of epoch 3".
+    """
+    if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
+        return
+    own = rates_of(part for optimizer in optimizers for part in parts_of(optimizer))
+    different = different_rate(array_ops.allgather_object(own, eager("strategy/rates")))
+    if different:
+        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
+                            "callbacks.")
+    require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES)
+
+
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
-    object.__setattr__(optimizer, "_mpistrat_compared", True)
+    state_of(optimizer).is_compared = True
     with tf.init_scope():
         if not tf.executing_eagerly():
             return
@@ -163,13 +219,13 @@ def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) 
 
 def slots_of(optimizer: Optimizer) -> Slots | None:
     """The slots of an optimizer, or None if they are not central."""
-    strategy = strategy_of_optimizer(optimizer)
+    strategy = optimizer._distribution_strategy
     return strategy.extended.slots if isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_central \
         else None
 
 
-@replaces(Optimizer, "add_variable", "central slots would be on every rank")
-def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> keras.Variable:
+@replaces(Optimizer, "add_variable", "central slots would be on every rank", "variable = backend.Variable(")
+def add_variable(original: Function, self: Optimizer, *args: object, **kwargs: object) -> keras.Variable:
     slots = slots_of(self)
     # Every rank scales its own loss and accumulates its own gradients.
     if slots is None or isinstance(self, LossScaleOptimizer) \
@@ -179,17 +235,20 @@ def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any)
         return original(self, *args, **kwargs)
 
 
-@replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have")
-@replaces(Optimizer, "_update_model_variables_moving_average", "likewise")
-@replaces(Optimizer, "_overwrite_model_variables_with_average_value", "likewise")
+@replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have",
+          "self.update_step(grad, var, learning_rate)")
+@replaces(Optimizer, "_update_model_variables_moving_average", "likewise", "average.assign(")
+@replaces(Optimizer, "_overwrite_model_variables_with_average_value", "likewise",
+          "self._model_variables_moving_average")
 @replaces(Optimizer, "save_own_variables",
-          "a file of another rank would have slots without elements, and could not be loaded")
-def only_where_slots_are(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+          "a file of another rank would have slots without elements, and could not be loaded", "variable.numpy()")
+def only_where_slots_are(original: Function, self: Optimizer, *args: object, **kwargs: object) -> Any:
     slots = slots_of(self)
     return original(self, *args, **kwargs) if slots is None or slots.are_here else None
 
 
-@replaces(Optimizer, "apply", "only the chief would have the new values")
+@replaces(Optimizer, "apply", "only the chief would have the new values",
+          "self._backend_apply_gradients(grads, trainable_variables)")
 def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient],
           trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
     grads = list(grads)
@@ -197,7 +256,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     strategy = step_state.strategy_here()
     if strategy is not None:
         _belongs_to(self, strategy)
-        if step_state.state.rows is None and not hasattr(self, "_mpistrat_compared"):
+        if step_state.state.rows is None and not state_of(self).is_compared:
             _compare_in_loop(self, trained_by(self) if variables is None else variables)
         # The sum of several steps' gradients has no single number of rows.
         if self.gradient_accumulation_steps and step_state.state.weight is not None:
@@ -220,12 +279,13 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
         slots.share(updated)
         return tf.constant(0)
 
-    complete = calls_of(self) % self.gradient_accumulation_steps == 0
+    complete = self._iterations % self.gradient_accumulation_steps == 0
     tf.cond(complete, share, lambda: tf.constant(0))
     return result
 
 
-@replaces(Optimizer, "finalize_variable_values", "only the chief's model would end with the averages")
+@replaces(Optimizer, "finalize_variable_values", "only the chief's model would end with the averages",
+          "self._overwrite_model_variables_with_average_value(var_list)")
 def finalize_variable_values(original: Function, self: Optimizer, var_list: Iterable[keras.Variable]) -> None:
     """Called by Keras at the end of training, outside of a replica."""
     original(self, var_list)

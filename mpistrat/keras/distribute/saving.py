@@ -5,7 +5,7 @@ Keras in place of its own functions.
 """
 
 import os
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import keras
 
@@ -13,7 +13,8 @@ from ...core.errors import ShutdownError
 from ...tensorflow.distribute import MPIStrategy, files
 from ...tensorflow.distribute.checkpoints import with_values_of
 from .._private import legacy_h5_format, saving_lib
-from .patches import Function, replaces
+from ..patches import Function
+from ..patches import replaces_for_strategy as replaces
 from .step_state import strategy_of
 from .trainer import average_statistics
 
@@ -23,12 +24,12 @@ def writes_together(model: keras.Model) -> bool:
     return strategy_of(model) is not None and not files.is_alone()
 
 
-@replaces(saving_lib, "save_model", "all ranks would write to one file at the same time")
-@replaces(saving_lib, "save_weights_only", "likewise")
-@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise")
-@replaces(keras.Model, "export", "likewise")
-def save(original: Function, model: keras.Model, filepath: str | os.PathLike | BinaryIO, *args: Any,
-         **kwargs: Any) -> object:
+@replaces(saving_lib, "save_model", "all ranks would write to one file at the same time", "_save_model_to_fileobj(")
+@replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
+@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise", 'h5py.File(filepath, mode="w")')
+@replaces(keras.Model, "export", "likewise", "export_saved_model")
+def save(original: Function, model: keras.Model, filepath: str | os.PathLike | BinaryIO, *args: object,
+         **kwargs: object) -> object:
     if not isinstance(model, keras.Model) or not writes_together(model) or hasattr(filepath, "write"):
         return original(model, filepath, *args, **kwargs)
     try:
@@ -41,7 +42,8 @@ def save(original: Function, model: keras.Model, filepath: str | os.PathLike | B
         return files.write_once(str(filepath), lambda: original(model, filepath, *args, **kwargs))
 
 
-@replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast")
+@replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
+          "ref_obj = Layer()")
 def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
     """Keras makes an object to list the attributes of its class, on whichever rank saves or loads."""
     with files.alone():
@@ -49,7 +51,8 @@ def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
 
 
 @replaces(keras.Variable, "_copy_trackable_to_cpu",
-          "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable")
+          "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable",
+          "tf.Variable(object_map[self.value])")
 def copy_to_cpu(original: Function, self: keras.Variable, object_map: dict) -> None:
     """An asynchronous checkpoint copies each variable to the CPU; from the second one on it reuses the copy."""
     if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):

@@ -4,32 +4,50 @@ Each collective is submitted in program order, as all are (see bridge.program_or
 when it is complete. The tensors of one call are reduced together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import tensorflow as tf
 
 from ...api import runtime
 from ...core.errors import InvalidRequestError, MismatchError
-from ...core.request import Average, ScaledOp, Sum
+from ...core.request import Average, ReduceOp, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
+from .. import gradients, lists
+from ..bridge.cpu import Observer
 from ..bridge.program_order import complete_in_order
+from ..gradients import GradientOptions
 from ..lists import broadcast_list, gather_list, reduce_tensors
 from ..names import made
 from ..types import Tensor, TensorLike
 from . import files
 
 T = TypeVar("T")
+_OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}
 
 
-def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp,
+def reduce_gradients(sent: Sequence[Tensor], labels: Sequence[str], options: GradientOptions, bucket_bytes: int,
+                     observer: Observer | None, exact: Mapping[str, tf.Tensor]) -> list[Tensor]:
+    """The sums of gradients over the ranks, and then those of `exact`. Collective.
+
+    Args:
+        sent: The gradients, at least one.
+        labels, options, bucket_bytes, observer, exact: As in gradients.reduce_gradients.
+    """
+    if runtime.current().topology.size == 1:
+        return [*sent, *exact.values()]
+    return _in_program_order("gradients", lambda name: gradients.reduce_gradients(
+        sent, name, ScaledOp(Sum), options, labels=labels, observer=observer, bucket_bytes=bucket_bytes, exact=exact))
+
+
+def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp | ReduceOp,
                operation: str = "all_reduce", labels: Sequence[str] = (),
                bucket_bytes: int = BUCKET_BYTES) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
     Args:
         values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
-        op: SUM or MEAN.
+        op: SUM or MEAN; or an operation of core.request.
         operation: The purpose; part of the name that identifies the collective on all ranks.
         labels: Users' names of the values, for error messages.
         bucket_bytes: The size of the buckets.
@@ -37,9 +55,16 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
-    scaled = ScaledOp(Sum if op == tf.distribute.ReduceOp.SUM else Average)
+    scaled = ScaledOp(_OPS.get(op, op))
     return _in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
                                                                     bucket_bytes=bucket_bytes))
+
+
+def all_true(value: tf.Tensor, operation: str) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    if runtime.current().topology.size == 1:
+        return value
+    return _in_program_order(operation, lambda name: [lists.all_true(value, name)])[0]
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:

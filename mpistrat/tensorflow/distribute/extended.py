@@ -5,16 +5,12 @@ branches and loops. One replica per process needs no thread, and `merge_call` is
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
-
-from ...api import runtime
-from ...core.topology import Topology
-from .._private import (
-    DistributedVariable,
-    UpdateContext,
+from tensorflow.python.distribute.distribute_lib import UpdateContext
+from tensorflow.python.distribute.distribute_utils import (
     is_mirrored,
     is_sync_on_read,
     regroup,
@@ -23,10 +19,17 @@ from .._private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from tensorflow.python.distribute.values import DistributedVariable
+
+from ...api import runtime
+from ...core.topology import Topology
+from ...core.tuning import BUCKET_BYTES
+from ..first_steps import FirstSteps
+from ..gradients import GradientOptions
 from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
-from .options import CommunicationOptions, apply_timeout, bucket_bytes
+from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
 from .variables import RankMirroredVariable
 
@@ -44,6 +47,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         resolver: Makes the value of `strategy.cluster_resolver` for these ranks.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
         central: Whether the chief alone has the optimizers' slots.
+        gradient_options: How gradients are sent.
     """
 
     # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
@@ -55,9 +59,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
                  resolver: Callable[[Topology], tf.distribute.cluster_resolver.ClusterResolver],
-                 random_per_rank: bool, central: bool):
+                 random_per_rank: bool, central: bool, gradient_options: GradientOptions):
         super().__init__(strategy)
-        self._options = options
+        self._options, self._gradient_options = options, gradient_options
         self._device, self.random_per_rank = device, random_per_rank
         self._known, self._resolver = runtime.current().topology, functools.cache(resolver)
         self._input = input.Pipelines(strategy, lambda: self._topology, device)
@@ -142,7 +146,6 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return update_regroup(self, (result,), group)
 
     def non_slot_devices(self, var_list: Sequence[tf.Variable]) -> tuple[str, ...]:
-        """The one device."""
         return self.worker_devices
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -150,7 +153,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Structure,
                                 options: CommunicationOptions | None = None) -> Structure:
         return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), reduce_op_of(reduce_op),
-                                                                      bucket_bytes=self.bucket_bytes(options)))
+                                                                      bucket_bytes=self._bucket_bytes(options)))
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Structure, destinations: object,
                    options: CommunicationOptions | None) -> Structure:
@@ -160,11 +163,11 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
                          options: CommunicationOptions | None) -> list[Tensor]:
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
+    def _bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
         """The size of the buckets of a call; `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
-        return bucket_bytes(self._options.merge(options))
+        return int(self._options.merge(options).bytes_per_pack) or BUCKET_BYTES
 
     def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
                  options: CommunicationOptions | None) -> list[Tensor]:
@@ -174,12 +177,25 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         results = [self.local(value) for value in values]
         sent = [i for i, is_equal in enumerate(equal) if not is_equal]
         reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
-                                         bucket_bytes=self.bucket_bytes(options))
+                                         bucket_bytes=self._bucket_bytes(options))
         for i, result in zip(sent, reduced, strict=True):
             results[i] = result
         return results
 
-    def local(self, value: Any) -> Any:
+    def reduce_gradients(self, gradients: Sequence[Tensor], labels: Sequence[str], checks: FirstSteps,
+                         exact: Mapping[str, tf.Tensor]) -> list[Tensor]:
+        """The sums of an optimizer's gradients over the ranks, and then those of `exact`. Collective.
+
+        Args:
+            gradients: Tensors or tf.IndexedSlices, at least one.
+            labels: Users' names of their variables, for error messages.
+            checks: The optimizer's. They do not read the weights, which Keras' part compares before.
+            exact: Tensors by their labels, which are not compressed.
+        """
+        return collectives.reduce_gradients(gradients, labels, self._gradient_options, self._bucket_bytes(),
+                                            checks.observer((), (), may_read=False), exact)
+
+    def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
         if isinstance(value, DistributedVariable):
             return value._get_replica(0).read_value()
@@ -207,32 +223,31 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The device of this rank's replica."""
-        return (self._device,)
+    # Each rank runs its own program, and initialises its own variables.
+    experimental_between_graph = experimental_should_init = True
+    _global_batch_size = True
+    _num_devices_per_worker = 1
 
     @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of the variables, which is the same."""
+    def worker_devices(self) -> tuple[str, ...]:
         return (self._device,)
+
+    parameter_devices = worker_devices
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        """The devices of each replica of this rank."""
         return [[self._device]]
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints and summaries, which the chief does."""
+        return self._topology.rank == 0
+
+    should_save_summary = should_checkpoint
 
     @property
     def _num_replicas_in_sync(self) -> int:
         return self._topology.size
-
-    @property
-    def _num_devices_per_worker(self) -> int:
-        return 1
-
-    @property
-    def _global_batch_size(self) -> bool:
-        return True
 
     def _in_multi_worker_mode(self) -> bool:
         return self._topology.size > 1
@@ -245,23 +260,3 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return replica_id + self._topology.rank
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """Each rank runs its own program."""
-        return True
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Each rank initialises its own variables."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """The chief writes checkpoints."""
-        return self._topology.rank == 0
-
-    @property
-    def should_save_summary(self) -> bool:
-        """The chief writes summaries."""
-        return self._topology.rank == 0

@@ -15,14 +15,17 @@ import tensorflow as tf
 from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
-from ...core.topology import Topology
+from ...core.topology import Topology, describe_by_rank
 from ...process.launch_env import launched_rank
 from .. import names
+from ..compression import Compression, Compressor
+from ..gradients import GradientGroups, GradientOptions
 from ..pin_gpu import pin_by_default
 from ..types import Structure, Tensor, TensorLike
 from . import checkpoints
 from .extended import RankExtended
 from .options import CommunicationOptions, agreed
+from .replica_context import reduce_op_of
 from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     It needs no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a subclass of
     MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. Creating one is
     collective, and calls mpistrat.init() if that has not been called. It sets TensorFlow's seed on all ranks to rank
-    0's, or to a random one if rank 0 has none, so that all ranks shuffle alike.
+    0's, or to a random one if rank 0 has none, so that all ranks shuffle in the same order.
 
     Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
     `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
@@ -68,27 +71,36 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             variables (BatchNormalization's statistics among them) and its own gradients, accumulated over steps where
             an optimizer does so. The sum of the gradients comes from an all-reduce, so a step sends more than with
             "mirrored", not less.
+        compression: One of Compression, for the gradients that a Keras optimizer applies.
+        sparse_as_dense: Convert tf.IndexedSlices of these gradients to dense tensors first.
+        groups: Which of these gradients are reduced together, all by default: a number of groups of about as many
+            gradients. (Lists of variables, as DistributedOptimizer has them, do not exist yet when the strategy is
+            made.)
 
     Raises:
-        InvalidRequestError: `variables` has another value; on this rank, before anything is sent.
+        InvalidRequestError: `variables` or `groups` has another value; on this rank, before anything is sent.
         MissingDependencyError: This version of TensorFlow or Keras is not supported; on this rank, before anything is
             sent.
-        MismatchError: The ranks disagree on `variables`; on every rank.
+        MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
     def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
-                 random_per_rank: bool = True, variables: str = "mirrored"):
+                 random_per_rank: bool = True, variables: str = "mirrored",
+                 compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                 groups: int | None = None):
         """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
         if variables not in ("mirrored", "central"):
             raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
+        if groups is not None and not isinstance(groups, int):
+            raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
+        gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
         keras_integration = _keras_integration()
         runtime.init()
         options = agreed(communication_options)
-        kinds = array_ops.allgather_object(variables, names.eager("strategy/variables"))
-        if len(set(kinds)) > 1:
-            raise MismatchError(f"the ranks disagree on the kind of variables; by rank: {', '.join(kinds)}.")
+        _require_equal({"variables": variables, "compression": compression.__name__,
+                        "sparse_as_dense": sparse_as_dense, "groups": groups})
         extended = RankExtended(self, _full_name(device or _default_device()), options, _resolver, random_per_rank,
-                                variables == "central")
+                                variables == "central", gradient_options)
         # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
@@ -108,7 +120,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             value: The result of `run`, on all ranks.
             axis: A number, a list of numbers, or None.
         """
-        op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        op = reduce_op_of(reduce_op)
         if axis is None:
             return super().reduce(op, value, None)
         flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
@@ -125,6 +137,15 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
         return [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
                 for numerator, denominator in zip(total[:len(values)], total[len(values):], strict=True)]
+
+
+def _require_equal(arguments: dict[str, object]) -> None:
+    """Raise MismatchError on every rank unless all ranks have these arguments of the constructor. Collective."""
+    of_ranks = array_ops.allgather_object(arguments, names.eager("strategy/arguments"))
+    for name in arguments:
+        values = [other[name] for other in of_ranks]
+        if len(set(values)) > 1:
+            raise MismatchError(f"the ranks disagree on MPIStrategy({name}=): {describe_by_rank(values)}.")
 
 
 def _has_axes(value: TensorLike) -> bool:
@@ -168,7 +189,7 @@ def _keras_integration() -> ModuleType | None:
             own, and no error would say so.
     """
     try:
-        import_module("mpistrat.keras")
+        return import_module("mpistrat.keras.distribute")
     except MissingDependencyError as error:
         keras = sys.modules.get("keras")
         if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
@@ -177,4 +198,3 @@ def _keras_integration() -> ModuleType | None:
         logger.log(logging.DEBUG if rank else logging.INFO,
                    "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
         return None
-    return import_module("mpistrat.keras.distribute")

@@ -1,0 +1,292 @@
+"""`mpistrat run --elastic`: the supervisor of a job that goes on when ranks or hosts are lost. Called by run.py.
+
+The main thread runs one mpirun after the other (`supervisor.launch`), as the Plan says, which another thread drives
+(`elastic.service`).
+"""
+
+import argparse
+import copy
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from ..core.errors import LaunchError
+from ..elastic.plan import Done, Limits, Start
+from ..elastic.service import Service, addresses_towards
+from ..process.launcher_watch import ABORTED
+from .arguments import counted, read_hosts
+from .hostfile import OPEN_MPI, HostList, parse_list
+from .mpirun import Mpirun, find_mpirun, identify
+from .supervisor import Interference, TimeLimits
+
+AUTO, RESTART = "auto", "restart"
+_LOCAL = "localhost"
+_SCRIPT_LIMIT_S = 10.0
+# mpirun ends within these times after the supervisor has ended it, or a rank has ended its job.
+_LIMITS = TimeLimits(abort_s=2.0, kill_s=2.0, left_s=2.0)
+_PLANNED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end at their next commit; a second one ends them at once
+_URGENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of `mpistrat run`."""
+    group = parser.add_argument_group("elastic jobs (docs/elastic.md)")
+    group.add_argument("--elastic", nargs="?", const=AUTO, choices=(AUTO, RESTART), help="go on when ranks or hosts "
+                       "are lost. restart: always with new processes, so that mpirun needs no options for it")
+    group.add_argument("--min-np", type=int, metavar="N", help="the least number of ranks (default 1)")
+    group.add_argument("--max-np", type=int, metavar="N", help="the most ranks (default: -np)")
+    group.add_argument("--host-discovery-script", metavar="FILE", help="a program that prints the hosts that there are "
+                       "now, each as host:slots; called every second")
+    group.add_argument("--slots-per-host", type=int, metavar="N", help="ranks for a host that the program prints "
+                       "without a number (default 1)")
+    group.add_argument("--elastic-timeout", type=float, default=600.0, metavar="S",
+                       help="seconds to wait for enough hosts (default 600)")
+    group.add_argument("--reset-limit", type=int, metavar="N", help="the most times that the job starts again")
+    group.add_argument("--blacklist-cooldown-range", metavar="S S", help="seconds for which a lost host is left out: "
+                       "the first time, and at most (default 30 600)")
+    group.add_argument("--restart-failed", action="store_true", help="fill the places of lost ranks again, at a commit")
+    group.add_argument("--elastic-checkpoint", default="", metavar="DIR",
+                       help="a directory, the same on all hosts, where the chief saves commits")
+    group.add_argument("--elastic-checkpoint-every", type=int, default=10, metavar="N",
+                       help="commits between two of these (default 10)")
+
+
+def is_asked_for(options: argparse.Namespace) -> bool:
+    """Whether the job is elastic. As with horovodrun, its options alone say so."""
+    return bool(options.elastic) or any(value is not None for value in (
+        options.min_np, options.max_np, options.host_discovery_script, options.reset_limit))
+
+
+def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
+    """Run an elastic job and return its exit code: 0, or that of the last generation.
+
+    Args:
+        options: Those of `mpistrat run`.
+        launched: Runs a generation and returns the exit code of its mpirun. It is given the options with the number of
+            ranks and the hosts of the generation, options for mpirun, variables for the ranks, TimeLimits and an
+            Interference.
+
+    Raises:
+        LaunchError: The input is wrong.
+    """
+    limits, find_hosts = limits_of(options), HostFinder(options)
+    first = find_hosts()
+    if first is None:
+        raise LaunchError(f"no hosts: {find_hosts.problem}")
+    mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    control = _Control()
+    service = Service(limits, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
+                      control.stop, _directory(options), options.elastic_checkpoint_every)
+    control.service = service
+    with control:
+        while True:
+            order = service.next_order(1.0)
+            if isinstance(order, Start):
+                control.subject, control.why_stop = f"generation {order.generation}", ""
+                if order.generation > 1:
+                    _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
+                         f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
+                tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
+                code = launched(_for_generation(options, order), tolerant, service.job(order.generation).variable(),
+                                _LIMITS, control)
+                service.generation_over(order.generation, code, control.has_started)
+            elif isinstance(order, Done):
+                service.close()
+                if order.why:
+                    _say(order.why)
+                return order.code
+
+
+def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
+    """Options with which the ranks of Open MPI's mpirun outlive the loss of some of them; () where it has none.
+
+    ULFM was run with Open MPI 5.0.10 and later. coll/han, which it chooses for several hosts, does not work after a
+    failure (https://github.com/open-mpi/ompi/issues/13915).
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", mpirun.version)[:3])
+    if mpirun.maker != OPEN_MPI or version < (5, 0, 10):
+        return ()
+    return ("--with-ft", "ulfm", *(("--mca", "coll", "^han") if hosts > 1 else ()))
+
+
+def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Namespace:
+    wanted = copy.copy(options)
+    wanted.np, wanted.hostfile = order.ranks, None
+    is_here = [host for host, _ in order.hosts] == [_LOCAL]
+    wanted.hosts = None if is_here else [f"{host}:{slots}" for host, slots in order.hosts]
+    return wanted
+
+
+class _Control(Interference):
+    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals."""
+
+    ends_all = True
+
+    def __init__(self) -> None:
+        self.why_stop = ""
+        self.service: Service | None = None
+        self._planned = 0
+        self._before: dict[int, object] = {}
+
+    def stop(self, why: str) -> None:
+        """End the mpirun that runs."""
+        self.why_stop = why
+        os.kill(os.getpid(), ABORTED)
+
+    def takes(self, number: int) -> bool:
+        """Tell the plan. Only the second SIGTERM, Ctrl-C and their kind reach mpirun."""
+        assert self.service is not None
+        self._planned += number in _PLANNED
+        is_urgent = number in _URGENT or self._planned > 1
+        self.service.signalled(signal.Signals(number).name, 128 + number, is_urgent)
+        return not is_urgent
+
+    def __enter__(self) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.takes(number)
+        for number in (*_PLANNED, *_URGENT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, handle)
+        # Outside of launch() nothing waits for it, and its default action is to ignore it.
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """The limits that the options give.
+
+    Raises:
+        LaunchError: They contradict each other.
+    """
+    if options.np is None and options.max_np is None:
+        raise LaunchError("how many ranks? Say it with -np, for example: mpistrat run --elastic -np 4 python train.py")
+    max_np = options.np if options.max_np is None else options.max_np
+    min_np = 1 if options.min_np is None else options.min_np
+    if not 1 <= min_np <= max_np:
+        raise LaunchError(f"--min-np {min_np} must be from 1 to --max-np (or -np) {max_np}")
+    cooldown = (30.0, 600.0)
+    if options.blacklist_cooldown_range is not None:
+        try:
+            first, longest = (float(part) for part in options.blacklist_cooldown_range.replace(",", " ").split())
+            if not 0 <= first <= longest:
+                raise ValueError
+            cooldown = first, longest
+        except ValueError:
+            raise LaunchError(f"--blacklist-cooldown-range {options.blacklist_cooldown_range} is not two numbers of "
+                              "seconds, the lower one first. Write for example: --blacklist-cooldown-range 30 600"
+                              ) from None
+    for name, least in (("elastic_timeout", 0), ("reset_limit", 0), ("slots_per_host", 1),
+                        ("elastic_checkpoint_every", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise LaunchError(f"--{name.replace('_', '-')} {value:g} must be at least {least}")
+    return Limits(min_np, max_np, options.elastic_timeout, options.reset_limit, cooldown, options.restart_failed)
+
+
+class HostFinder:
+    """Returns the hosts that there are now, when it is called: a script's, a hostfile's, or a list's.
+
+    Attributes:
+        problem: Why the last call has returned None.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self.problem = ""
+        self._said = ""
+        self._options = options
+        if options.host_discovery_script is not None:
+            self._find: Callable[[], Mapping[str, int]] = self._by_script
+        else:
+            self._find = self._by_list
+            self._find()  # Wrong input is an error at once.
+
+    def __call__(self) -> Mapping[str, int] | None:
+        try:
+            found = self._find()
+            self.problem = self._said = ""
+            return found
+        except (LaunchError, OSError, subprocess.TimeoutExpired) as error:
+            self.problem = str(error)
+            if self._said != self.problem:
+                self._said = self.problem
+                _say(f"the hosts stay as they are: {error}")
+            return None
+
+    def _by_list(self) -> Mapping[str, int]:
+        options = self._options
+        hosts = read_hosts(options)
+        if hosts is None:
+            return allocation(os.environ) or {_LOCAL: options.max_np or options.np}
+        return _slots(hosts, options.slots_per_host or 1)
+
+    def _by_script(self) -> Mapping[str, int]:
+        script = self._options.host_discovery_script
+        done = subprocess.run([str(Path(script).resolve())] if Path(script).is_file() else shlex.split(script),
+                              stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCRIPT_LIMIT_S, check=False)
+        if done.returncode != 0:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise LaunchError(f"--host-discovery-script {script} ends with exit code {done.returncode}: {last}")
+        lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+        per_host = self._options.slots_per_host or 1
+        return _slots(parse_list(",".join(line if ":" in line else f"{line}:{per_host}" for line in lines)), per_host) \
+            if lines else {}
+
+
+def _slots(hosts: HostList, default: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for host in hosts.hosts:
+        found[host.name] = found.get(host.name, 0) + (default if host.slots is None else host.slots)
+    return found
+
+
+def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
+    """The hosts of a Slurm or PBS allocation, with the number of ranks for each; None outside of one.
+
+    Raises:
+        LaunchError: Slurm does not say which hosts they are.
+    """
+    if "SLURM_JOB_NODELIST" in environ:
+        done = subprocess.run(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], capture_output=True,
+                              timeout=_SCRIPT_LIMIT_S, check=False, text=True)
+        if done.returncode != 0:
+            raise LaunchError(f"scontrol show hostnames fails: {done.stderr.strip()}")
+        names = done.stdout.split()
+        counts = slurm_counts(environ.get("SLURM_TASKS_PER_NODE", "1"))
+        return dict(zip(names, (counts + counts[-1:] * len(names))[:len(names)], strict=True))
+    if "PBS_NODEFILE" in environ:
+        names = Path(environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+        return {name: names.count(name) for name in names}
+    return None
+
+
+def slurm_counts(text: str) -> list[int]:
+    """Return the numbers of SLURM_TASKS_PER_NODE, such as "4(x2),3": 4, 4, 3."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def _directory(options: argparse.Namespace) -> str:
+    if not options.elastic_checkpoint:
+        return ""
+    directory = Path(options.elastic_checkpoint).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--elastic-checkpoint {directory}: {error.strerror}") from None
+    return str(directory)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"mpistrat run: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,304 @@
+"""A rank of an elastic job: its line to the keeper of its host, the commits that it hands over, and its end.
+
+init() calls `join`, before MPI is initialised. `current` returns the Member to the states and callbacks. One thread
+writes commits, so training goes on meanwhile.
+"""
+
+import atexit
+import json
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+from ..core import signal_handlers
+from ..core.errors import ElasticError
+from ..process import exit_code
+from ..process.launch_env import launched_rank
+from ..process.launcher_watch import launcher_here
+from . import commits
+from .commits import CommitId, DamagedCommitError, Packed
+from .job import ElasticJob, job_of
+from .keeper import socket_name
+from .line import Line, Message, connect
+
+logger = logging.getLogger(__name__)
+
+LEAVE_CODE = 75  # EX_TEMPFAIL of sysexits.h: the supervisor is to start the next generation.
+_KEEPER_LIMIT_S = 20.0  # for a keeper to start, and to answer
+_CHECKPOINT = "commit.mpistrat"
+
+_member: "Member | None" = None
+
+
+def current() -> "Member | None":
+    """The connection of this rank to its keeper; None in a job without --elastic, and before init()."""
+    return _member
+
+
+def join(environ: Mapping[str, str]) -> "Member | None":
+    """Connect to the keeper of this host, and start one if there is none. Local. Further calls change nothing.
+
+    Raises:
+        ElasticError: There is no keeper, and none can be started.
+    """
+    global _member
+    job = job_of(environ)
+    if job is not None and _member is None:
+        _member = Member(job, launched_rank(environ))
+    return _member
+
+
+class Member:
+    """One rank's part in an elastic job.
+
+    Args:
+        job: The job.
+        rank: This rank.
+
+    Attributes:
+        why_leave: Why this generation ends at the next commit; "" if it goes on.
+        number: Of the last commit of this process. All states of a script count together.
+    """
+
+    def __init__(self, job: ElasticJob, rank: int):
+        self.job, self.why_leave = job, ""
+        self._replies: SimpleQueue[Message] = SimpleQueue()
+        self._asking = threading.Lock()
+        self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._writing = threading.Event()
+        self._failure = ""
+        self.number = 0
+        self._has_said_end, self._leaves = False, ""
+        self._line = _line_to_keeper(job)
+        self._line.read(self._take)
+        launcher = launcher_here(os.environ)
+        self._welcome = self._ask(kind="hello", rank=rank, pid=os.getpid(), generation=job.generation,
+                                  launcher=0 if launcher is None else launcher.pid)
+        exit_code.note()
+        atexit.register(self._say_end)
+        self._watch_for_preemption()
+        threading.Thread(target=self._write_all, name="mpistrat-commits", daemon=True).start()
+
+    # -- news of the keeper --------------------------------------------------------------------------------------------
+
+    def _take(self, line: Line, message: Message | None) -> None:
+        if message is None:
+            if not self._has_said_end:
+                _leave_now("the keeper of this host has ended")
+        elif message["kind"] == "leave":
+            self.why_leave = message["why"]
+        else:
+            self._replies.put(message)
+
+    def _ask(self, **message: Any) -> Message:
+        with self._asking:
+            self._line.send(**message)
+            try:
+                return self._replies.get(timeout=_KEEPER_LIMIT_S)
+            except Empty:
+                raise ElasticError(f"the keeper of this host has not answered within {_KEEPER_LIMIT_S:g} s") from None
+
+    # -- commits -------------------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> CommitId | None:
+        """The commit that the keeper of this host had when this rank started, or has got from this rank since."""
+        found = self._welcome["newest"]
+        return None if found is None else CommitId(found["generation"], found["number"])
+
+    def read(self) -> Any:
+        """Return the value of `newest`. Its arrays are views of shared memory. Local.
+
+        Raises:
+            DamagedCommitError: Its bytes are damaged.
+        """
+        found = self._welcome["newest"]
+        path = self._ask(kind="read", index=found["index"])["path"]
+        with open(path, "rb") as file:
+            return commits.read(memoryview(mmap.mmap(file.fileno(), found["nbytes"], prot=mmap.PROT_READ)))
+
+    def is_saved(self, number: int, is_last: bool) -> bool:
+        """Whether the chief also saves commit `number` in the job's checkpoint directory."""
+        return bool(self.job.checkpoint) and (is_last or number % self.job.checkpoint_every == 0)
+
+    def commit(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
+        """Hand over commit `number`. Returns before it is written; waits for the one before it. Local.
+
+        Args:
+            number: The same on all ranks.
+            snapshot: Returns the value, which no longer changes. Called in another thread.
+            step: Where the training is, for people.
+            is_writer: Whether this rank writes for its host.
+            is_saved: Whether this rank also saves it in the job's checkpoint directory.
+
+        Raises:
+            ElasticError: The commit before it could not be written.
+        """
+        self.finish()
+        self.number = number
+        if is_writer or is_saved:
+            self._writing.set()
+            self._pending.put(lambda: self._write(number, snapshot, step, is_writer, is_saved))
+
+    def finish(self) -> None:
+        """Wait until the last commit is written.
+
+        Raises:
+            ElasticError: It could not be written.
+        """
+        while self._writing.is_set():
+            time.sleep(0.0005)
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            raise ElasticError(failure)
+
+    def _write_all(self) -> None:
+        while True:
+            task = self._pending.get()
+            try:
+                task()
+            except Exception as error:
+                self._failure = f"commit {self.number} cannot be written: {error}"
+                logger.debug("a commit cannot be written", exc_info=True)
+            finally:
+                if self._pending.empty():
+                    self._writing.clear()
+
+    def _write(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
+        packed = Packed((CommitId(self.job.generation, number), snapshot()))
+        if is_writer:
+            path = self._ask(kind="where")["path"]
+            with open(path, "r+b") as file:
+                file.truncate(packed.nbytes)
+                with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
+                    packed.write(view)
+            answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step,
+                               pid=os.getpid())
+            if answer["kind"] == "refused":
+                _leave_now(f"the keeper has refused a commit: {answer['why']}")
+            self._welcome = self._ask(kind="newest")
+        if is_saved:
+            try:
+                commits.save(packed, str(self._checkpoint_path))
+            except OSError as error:  # The commit in memory is there. Training goes on.
+                logger.warning("commit %d could not be saved in %s: %s. The file of an earlier commit is intact.",
+                               number, self.job.checkpoint, error)
+
+    @property
+    def _checkpoint_path(self) -> Path:
+        return Path(self.job.checkpoint, _CHECKPOINT)
+
+    def saved(self) -> tuple[CommitId, Any] | None:
+        """The newest commit in the job's checkpoint directory, and its value; None if there is none. Local.
+
+        Raises:
+            ElasticError: The file is damaged or cannot be read.
+        """
+        if not self.job.checkpoint or not self._checkpoint_path.exists():
+            return None
+        try:
+            found, value = commits.read(memoryview(self._checkpoint_path.read_bytes()))
+        except (OSError, DamagedCommitError) as error:
+            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to begin without it.") from None
+        return found, value
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def rename(self, rank: int, size: int) -> None:
+        """Say that the ranks that are left have numbered themselves anew. Local."""
+        self._line.send(kind="renamed", rank=rank, size=size)
+
+    def _watch_for_preemption(self) -> None:
+        """Let SIGUSR1 (Slurm's --signal) say that this host leaves the job at the next commit.
+
+        SIGTERM ends the process as always: mpirun sends it to the ranks of a job that it ends.
+        """
+        def preempted(number: int, frame: FrameType | None) -> None:
+            self._pending.put(lambda: bool(self._line.send(kind="preempted", generation=self.job.generation,
+                                                           why="SIGUSR1")))
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal_handlers.harmless.add(preempted)
+            signal.signal(signal.SIGUSR1, preempted)
+
+    def _say_end(self) -> None:
+        if self._has_said_end:
+            return
+        self._has_said_end = True
+        ended = exit_code.final()
+        code, why = (LEAVE_CODE, self._leaves) if self._leaves else \
+            ended or ((1, "an exception") if hasattr(sys, "last_value") else (0, ""))
+        self._line.send(kind="ended", code=code, why=why)
+
+    def leave(self, why: str) -> NoReturn:
+        """End this process by SystemExit, so that the supervisor starts the next generation. All ranks call it.
+
+        mpirun gets exit code 0, with which it does not end the other ranks before they have said that they leave.
+        """
+        logger.info("this rank leaves: %s", why)
+        self._leaves = why
+        sys.exit(0)
+
+    def leave_now(self, why: str) -> NoReturn:
+        """End this process at once, since it cannot go on and the next generation can. Local."""
+        self._has_said_end = True
+        self._line.send(kind="ended", code=LEAVE_CODE, why=why)
+        _leave_now(why)
+
+
+def _leave_now(why: str) -> NoReturn:
+    """End this process without waiting for anything. What other ranks have committed is in their keepers."""
+    text = f"[mpistrat] this rank (process {os.getpid()}) ends, because {why}\n"
+    try:
+        os.write(2, text.encode())
+    finally:
+        os._exit(LEAVE_CODE)
+
+
+def _line_to_keeper(job: ElasticJob) -> Line:
+    """Connect to the keeper of this host, and start it if it is not there."""
+    until = time.monotonic() + _KEEPER_LIMIT_S
+    try:
+        return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)
+    except OSError:
+        pass  # This rank is the first one.
+    with tempfile.TemporaryFile() as errors:
+        keeper = _start_keeper(job, errors)
+        while True:
+            try:
+                return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)
+            except OSError as error:
+                code = keeper.poll()
+                if code or time.monotonic() > until:
+                    errors.seek(0)
+                    said = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or error
+                    raise ElasticError(f"the keeper of this host does not start: {said}. It must reach the host of "
+                                       f"`mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
+                time.sleep(0.02)
+
+
+def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start a keeper that outlives this process and its launcher. Its environment has nothing of the launcher."""
+    kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "LANG")
+    environ = {name: os.environ[name] for name in kept if name in os.environ}
+    environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    keeper = subprocess.Popen([sys.executable, "-m", "mpistrat.elastic.keeper"], stdin=subprocess.PIPE,
+                              stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environ)
+    # Most of them end at once, since another rank has started one before.
+    threading.Thread(target=keeper.wait, name="mpistrat-keeper-end", daemon=True).start()
+    assert keeper.stdin is not None
+    with keeper.stdin as config:
+        config.write(json.dumps(asdict(job)).encode())
+    return keeper

@@ -1,0 +1,220 @@
+"""The supervisor's thread: it serves the keepers, looks for hosts, and drives the Plan.
+
+The main thread of `mpistrat run --elastic` runs one mpirun after the other, as this thread says (`next_order`). What
+the keepers say arrives over one TCP port of this host, to which all hosts of the job connect: keepers over ssh would
+need a second way to authenticate, and a port that batch systems close as often.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from .job import ElasticJob
+from .keeper_state import BEAT_S, HOST_LOST_AFTER_S
+from .line import Line, Listening, Message
+from .plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
+
+logger = logging.getLogger(__name__)
+_DISCOVERY_S = 1.0  # between two looks for hosts
+_END_S = 3.0  # for the keepers to end
+
+
+class Service:
+    """Drives the Plan in a thread of its own.
+
+    Args:
+        limits: Of the job.
+        find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
+        addresses: Names and addresses of this host, for the keepers.
+        say: Prints a sentence.
+        stop: Ends the mpirun that runs. The argument says why.
+        checkpoint, checkpoint_every: See ElasticJob.
+    """
+
+    def __init__(self, limits: Limits, find_hosts: Callable[[], Mapping[str, int] | None], addresses: Iterable[str],
+                 say: Callable[[str], None], stop: Callable[[str], None], checkpoint: str = "",
+                 checkpoint_every: int = 0):
+        self._plan = Plan(limits, time.monotonic())
+        self._find_hosts, self._say, self._stop = find_hosts, say, stop
+        self._checkpoint = checkpoint, checkpoint_every
+        self._addresses = tuple(addresses)
+        self._name, self._secret = secrets.token_hex(8), secrets.token_hex(32)
+        self._orders: SimpleQueue[Start | Done] = SimpleQueue()
+        self._events: SimpleQueue[tuple[Line | None, Message | None]] = SimpleQueue()
+        self._keepers: dict[Line, str] = {}
+        self._heard: dict[Line, float] = {}
+        self._hosts: dict[str, int] = {}
+        is_here = all(address in ("localhost", "127.0.0.1") for address in self._addresses)
+        listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
+        self._port = listener.getsockname()[1]
+        self._listening = Listening(listener, bytes.fromhex(self._secret), lambda line: line.read(self._take))
+        self._thread = threading.Thread(target=self._run, name="mpistrat-elastic", daemon=True)
+        self._thread.start()
+
+    # -- for the main thread -------------------------------------------------------------------------------------------
+
+    def next_order(self, timeout_s: float) -> Start | Done | None:
+        """What to do next: start a generation, or end; None if that is not known within `timeout_s`."""
+        try:
+            return self._orders.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def job(self, generation: int) -> ElasticJob:
+        """What the ranks of a generation are told."""
+        return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint)
+
+    def generation_over(self, generation: int, code: int, has_started: bool) -> None:
+        """The mpirun of the generation has ended; see Plan.generation_over."""
+        self._put(kind="over", generation=generation, code=code, has_started=has_started)
+
+    def signalled(self, name: str, code: int, is_urgent: bool) -> None:
+        """A signal has arrived."""
+        self._put(kind="signal", name=name, code=code, is_urgent=is_urgent)
+
+    def close(self) -> None:
+        """End the keepers, and wait until they have ended."""
+        self._put(kind="close")
+        self._thread.join(_END_S + 1.0)
+
+    def _put(self, **message: Any) -> None:
+        self._events.put((None, message))
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _take(self, line: Line, message: Message | None) -> None:
+        self._events.put((line, message))
+
+    def _run(self) -> None:
+        beat_at = look_at = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _DISCOVERY_S
+                found = self._find_hosts()
+                if found is not None:
+                    self._hosts = dict(found)
+                    self._do(self._plan.hosts_found(self._hosts, now))
+            if now >= beat_at:
+                beat_at = now + BEAT_S
+                for line in list(self._keepers):
+                    line.send(kind="beat", generation=self._plan.generation)
+                    if now - self._heard[line] > HOST_LOST_AFTER_S:
+                        self._lose(line, f"no sign of life for {now - self._heard[line]:.1f} s", now)
+                self._do(self._plan.tick(now))
+            try:
+                source, message = self._events.get(timeout=max(min(beat_at, look_at) - time.monotonic(), 0.0))
+            except Empty:
+                continue
+            if source is None and message is not None and message["kind"] == "close":
+                self._end_keepers()
+                return
+            try:
+                self._do(self._decide(source, message, time.monotonic()))
+            except (KeyError, TypeError) as error:  # A keeper of another version.
+                logger.warning("a message of a keeper is not understood: %r (%s)", message, error)
+
+    def _decide(self, line: Line | None, message: Message | None, now: float) -> list[Action]:
+        plan = self._plan
+        if line is None:
+            assert message is not None
+            if message["kind"] == "over":
+                return plan.generation_over(message["generation"], message["code"], now, message["has_started"])
+            return plan.signalled(message["name"], message["code"], message["is_urgent"], now)
+        if message is None:
+            if line in self._keepers:
+                self._lose(line, "its keeper has ended, or the connection to it is broken", now)
+            return []
+        self._heard[line] = now
+        kind = message["kind"]
+        if kind == "keeper":
+            self._keepers[line] = self._listed(message["host"], line.peer)
+            logger.info("a keeper runs on %s (process %d)", message["host"], message["pid"])
+            line.send(kind="beat", generation=plan.generation)
+            return []
+        host = self._keepers.get(line)
+        if kind == "beat" or host is None:
+            return []
+        if kind == "committed":
+            return plan.committed(message["generation"], message["number"], message["step"])
+        if kind == "preempted":
+            return plan.preempted(host, message["generation"], message["why"], now)
+        pid, generation = message["pid"], message["generation"]
+        if kind == "hello":
+            return plan.hello(host, message["rank"], pid, generation)
+        if kind == "renamed":
+            return plan.renamed(host, pid, generation, message["rank"], message["size"], now)
+        if kind == "died":
+            return plan.died(host, pid, generation, now)
+        return plan.ended(host, pid, generation, message["code"], message["why"], now)
+
+    def _lose(self, line: Line, why: str, now: float) -> None:
+        host = self._keepers.pop(line)
+        line.close()
+        self._do(self._plan.host_lost(host, why, now))
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Say):
+                self._say(action.text)
+            elif isinstance(action, Leave):
+                for line in self._keepers:
+                    line.send(kind="leave", generation=action.generation, why=action.why)
+            elif isinstance(action, Stop):
+                self._stop(action.why)
+            else:
+                self._orders.put(action)
+
+    def _end_keepers(self) -> None:
+        self._listening.close()
+        for line in self._keepers:
+            line.send(kind="end", why="the job is over")
+        until = time.monotonic() + _END_S
+        left = set(self._keepers)
+        while left and time.monotonic() < until:
+            try:
+                source, message = self._events.get(timeout=0.1)
+            except Empty:
+                continue
+            if message is None and source is not None:
+                left.discard(source)
+
+    def _listed(self, host: str, peer: str) -> str:
+        """The name under which a keeper's host is listed."""
+        names = list(self._hosts)
+        short = host.partition(".")[0]
+        for name in names:
+            plain = name.rpartition("@")[2]
+            if plain in (host, short) or plain.partition(".")[0] == short or peer in _addresses_of(plain):
+                return name
+        is_here = peer.startswith("127.") or host == socket.gethostname()
+        return names[0] if len(names) == 1 or (is_here and "localhost" in names) else host
+
+
+def _addresses_of(name: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except OSError:
+        return set()
+
+
+def addresses_towards(hosts: Iterable[str]) -> list[str]:
+    """Names and addresses of this host by which the other hosts may reach it; ["127.0.0.1"] without other hosts."""
+    found: list[str] = []
+    for host in hosts:
+        for address in _addresses_of(host.rpartition("@")[2]):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect((address, 9))  # sends nothing
+                    found.append(probe.getsockname()[0])
+            except OSError:
+                continue
+    others = list(dict.fromkeys(each for each in found if not each.startswith("127.") and each != "::1"))
+    return [*others, os.uname().nodename, "127.0.0.1"] if others else ["127.0.0.1"]

@@ -1,0 +1,144 @@
+"""Makes fit add mpistrat's own callbacks, if several ranks train a model: those of its distributed optimizers, or of an
+MPIStrategy, which has its own checks and gets only the callback that measures.
+
+It also lets one rank run a callback that writes files to a path which other ranks name too; see written_once.py.
+
+CallbackList is left alone: users call its methods in loops of their own, maybe on one rank. So are evaluate and
+predict, which may run on one rank.
+"""
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.callbacks import Callback, CallbackList
+
+from ...api import runtime
+from ...api.process_sets import global_process_set
+from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
+from ...elastic import member
+from ...tensorflow.distribute import MPIStrategy
+from ...tensorflow.distribute.same_data import some_rows
+from ...tensorflow.names import eager
+from ..patches import Function, replaces
+from .adapted import layers_of_inputs
+from .elastic_fit import Elastic, run_fit
+from .fit_checks import FitChecks
+from .fit_optimizers import FitOptimizers, fit_optimizers_of
+from .join_epochs import JoinEpochs
+from .running_statistics import AverageStatistics
+from .save_schedules import AverageBeforeSaves
+from .throughput import FitThroughput
+from .written_once import written_once
+
+logger = logging.getLogger(__name__)
+
+
+@replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
+          "callbacks.on_train_begin()")
+def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
+    call = inspect.signature(original).bind(self, *args, **kwargs)
+    elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
+    if elastic is None or member.current() is None:
+        return _fit_once(original, self, call)
+
+    def from_epoch(epoch: int) -> Any:
+        call.arguments["initial_epoch"] = epoch
+        return _fit_once(original, self, call)
+    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0))
+
+
+def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
+    optimizers = fit_optimizers_of(model)
+    is_strategys = isinstance(model.distribute_strategy, MPIStrategy)
+    process_set = optimizers.process_set if optimizers is not None else global_process_set
+    if (optimizers is None and not is_strategys) or not process_set.has_others():
+        return original(*call.args, **call.kwargs)
+    inputs, users = [call.arguments.get("x"), call.arguments.get("y")], call.arguments.get("callbacks")
+    try:
+        with _extended(users, model, optimizers, inputs) as callbacks:
+            call.arguments["callbacks"] = callbacks
+            return original(*call.args, **call.kwargs)
+    finally:
+        call.arguments["callbacks"] = users
+
+
+def _users(callbacks: object) -> list[Callback]:
+    """The callbacks that the user has given to fit: one, a nested structure or a CallbackList."""
+    if isinstance(callbacks, CallbackList):
+        return list(callbacks.callbacks)
+    return list(tf.nest.flatten(callbacks)) if callbacks else []
+
+
+def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
+    """The callbacks that fit adds before those of the user. `inputs` are the arguments x and y of fit."""
+    own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
+    statistics = before_saves = None
+    throughput: list[Callback] = []
+    if optimizers.averages_statistics:
+        statistics = AverageStatistics(optimizers)
+        before_saves = AverageBeforeSaves(statistics, callbacks)
+    if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
+        if optimizers.process_set.rank() == 0:
+            warn_of_own_order(inputs)
+        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs)))
+        # Only here: what checks that all ranks end fit together comes before it.
+        throughput.append(FitThroughput(f"{optimizers.name}/throughput", optimizers.process_set))
+    return own + [callback for callback in (before_saves, statistics) if callback is not None] + throughput
+
+
+@contextmanager
+def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | None,
+              inputs: list[Any]) -> Iterator[Any]:
+    """A context with the callbacks that fit gets instead of the user's.
+
+    Without optimizers an MPIStrategy trains the model.
+    """
+    users = _users(callbacks)
+    if optimizers is None:
+        own, arranged = [FitThroughput(eager("strategy/throughput"), global_process_set)], users
+    else:
+        own, arranged = own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
+    if not isinstance(callbacks, CallbackList):
+        yield [*own, *arranged]
+        return
+    for callback in own:
+        callback.set_params(callbacks.params)
+        callback.set_model(model)
+    callbacks.callbacks = [*own, *arranged]
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks = users
+
+
+def digest_of_rows(inputs: object) -> bytes:
+    """A digest of the shapes, and of rows at equal distances; b"" unless all inputs are arrays or tensors of numbers.
+
+    `inputs` are the arguments x and y of fit: arrays in any structure. None is left out.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    arrays = [each for each in tf.nest.flatten(inputs) if each is not None]
+    for array in arrays:
+        if not isinstance(array, np.ndarray | tf.Tensor) or not array.ndim or not len(array):
+            return b""
+        rows = some_rows(array)
+        if rows.dtype.hasobject:
+            return b""
+        digest.update(f"{tuple(array.shape)} {rows.dtype}".encode())
+        # By way of bytes: hashlib does not take bfloat16.
+        digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+    return digest.digest() if arrays else b""
+
+
+def warn_of_own_order(inputs: object) -> None:
+    """Warn of a dataset that is sharded after a shuffle without a seed."""
+    if any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
+        logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes its "
+                       "shard, so rows are read by several ranks or by none. %s", OWN_ORDER)

@@ -1,0 +1,229 @@
+"""FitChecks: the ranks make as many steps and epochs in fit, with callbacks that fit together, and stop together.
+
+All ranks exchange a few values when training begins, before each further epoch and when training ends, under one name.
+So a rank that stops alone meets the others' exchange, and every rank raises an error that says so. The decisions are
+functions of the values of all ranks, in fit_states.py.
+
+In the first step of each epoch the ranks compare their learning rates, and where the first reductions cannot compare
+the weights also digests of these. When an epoch ends they compare the weights.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras.callbacks import Callback, TerminateOnNaN
+
+from ...api import ops as array_ops
+from ...core.errors import CollectiveError, MismatchError
+from ...core.topology import rank_list
+from ...tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
+from ...tensorflow.gradients import label_of
+from ...tensorflow.identity import IdentitySet
+from .._private import all_layers, non_trainable_variables
+from ..callbacks import BroadcastGlobalVariablesCallback, Logs
+from .adapted import Adapted, adapted_in, problem_of_adapted
+from .equal_weights import require_equal_weights
+from .fit_optimizers import FitOptimizers
+from .fit_states import (
+    COLLECTIVE,
+    Begin,
+    Progress,
+    State,
+    Step,
+    have_same_rows,
+    problem_at_begin,
+    problem_between_epochs,
+    problem_of_rates,
+    readers,
+    setters,
+    setters_on_some,
+)
+from .join_epochs import use_longest_epoch
+from .metric_means import MetricMeans
+from .rates import rates_of
+from .save_schedules import AverageBeforeSaves, schedules_of
+
+logger = logging.getLogger(__name__)
+
+_COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
+
+
+class FitChecks(Callback):
+    """Checks that the ranks train in the same way, and averages metrics that callbacks read. Collective; fit adds it.
+
+    Args:
+        optimizers: Those of the model.
+        callbacks: The callbacks of fit on this rank.
+        rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
+        before_saves: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
+        layers: Those that the pipelines of the input call.
+    """
+
+    async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
+
+    def __init__(self, optimizers: FitOptimizers, callbacks: Sequence[Callback], rows: bytes,
+                 before_saves: AverageBeforeSaves | None, layers: Sequence[keras.layers.Layer]):
+        super().__init__()
+        self._layers = layers
+        self._optimizers, self._callbacks, self._rows, self._before_saves = optimizers, callbacks, rows, before_saves
+        self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
+        self._averages_metrics = self._names_steps = self._compares_rates = False
+        self._means = MetricMeans(self._process_set)
+        self._weights_to_compare = 0  # in so many steps
+        self._suspects = ""  # a sentence on callbacks that only some ranks have
+        self._differed: set[str] = set()  # what differed in the latest step that was compared
+        self._epochs: int | None = None
+        self._batches = 0
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, when the ranks begin differently."""
+        self._epochs = None
+        params = self.params or {}
+        begins = self._exchange(Begin(
+            params.get("steps"), params.get("epochs"), len(self.model.weights),
+            tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
+            tuple(readers(self._callbacks)), self._optimizers.averages_statistics, self._joins,
+            self._optimizers.accumulates, self._optimizers.leaves_weights_uncompared, self._rows,
+            schedules_of(self._callbacks), self._adapted(),
+            any(reducer.has_local for reducer in self._optimizers.reducers)))
+        problem = problem_at_begin(begins)
+        warning, may_go_on = problem_of_adapted([begin.adapted for begin in begins])
+        if problem or not (may_go_on or any(begin.has_local for begin in begins)):
+            raise MismatchError(f"fit{self._numbering()}: {problem or warning}")
+        if warning and self._process_set.rank() == 0:
+            logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)
+        if self._joins:
+            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
+        found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
+        self._averages_metrics = bool(found)
+        if found and self._process_set.rank() == 0:
+            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
+                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
+        if self._process_set.rank() == 0 and have_same_rows(begins):
+            warn_of_equal_data("fit got the same rows on all of them")
+        # With "join" the ranks may have different steps.
+        if any(begin.compares_weights for begin in begins) and not self._joins:
+            self._weights_to_compare = _COMPARED_STEPS
+        if self._before_saves is not None and not self._joins:
+            self._before_saves.schedules = [schedule for begin in begins for schedule in begin.saves]
+        self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
+            and not any(begin.accumulates for begin in begins)
+        for callback in self._callbacks:
+            if isinstance(callback, BroadcastGlobalVariablesCallback):
+                callback.first_steps = self._optimizers.first_steps
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, when some rank is elsewhere."""
+        self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
+        self._epochs, self._batches, self._compares_rates = epoch, 0, True
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, when the ranks train different weights, or with different rates."""
+        if self._weights_to_compare or self._compares_rates:
+            self._compare(batch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._batches = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Raises an error of the engine, when this rank has stopped within the epoch, and others go on."""
+        self._epochs = epoch + 1
+        is_within = self._batches < ((self.params or {}).get("steps") or 0)
+        if self._names_steps:
+            self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
+        elif self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
+            self._require_ended(f"stopped within epoch {self._epochs}")
+        for first_steps in self._optimizers.first_steps:
+            first_steps.conclude()  # It says more of weights that were never equal.
+        self._require_equal_weights()
+        if self._averages_metrics:
+            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """As on_epoch_begin."""
+        self._require_together(Progress(self._epochs or 0, True, self._cause()))
+
+    def _adapted(self) -> tuple[Adapted, ...]:
+        """The state of the layers that learn by adapt()."""
+        layers = IdentitySet(all_layers(self.model))
+        is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
+        return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
+
+    def _exchange(self, state: State) -> list[Any]:
+        """The states of all ranks, all of one class. Collective."""
+        states: list[Any] = array_ops.allgather_object(state, f"{self._name}/fit", self._process_set)
+        if len(set(map(type, states))) > 1:
+            raise MismatchError(f"fit{self._numbering()}: {problem_between_epochs(states)}")
+        return states
+
+    def _numbering(self) -> str:
+        """How to read the numbers of ranks in a message."""
+        return "" if self._process_set.process_set_id == 0 else \
+            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
+
+    def _require_together(self, state: Progress | Step) -> list[Any]:
+        """The states of all ranks, as _exchange. Raises MismatchError unless all are at the same place."""
+        states = self._exchange(state)
+        problem = problem_between_epochs(states)
+        if problem:
+            raise MismatchError(f"fit{self._numbering()}: {problem}")
+        return states
+
+    def _compare(self, batch: int) -> None:
+        """Raise MismatchError if weights or rates differ before two steps. They may be broadcast after the first."""
+        variables = self._optimizers.shared(self.model.trainable_variables) if self._weights_to_compare else []
+        states: list[Step] = self._require_together(
+            Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
+                 rates_of(self._optimizers.parts), setters(self._callbacks)))
+        problems = {}
+        if self._weights_to_compare:
+            self._weights_to_compare -= 1
+            digests = [[b"", *state.weights] for state in states]
+            if differing(digests):
+                ranks = self._process_set.group(self._name).topology.job_ranks
+                problems["weights"] = describe_weights([label_of(v) for v in variables], digests, ranks)
+            elif all(state.weights for state in states):
+                self._weights_to_compare = 0
+        # With "join" a rank without batches is missing.
+        rates = problem_of_rates(states) if len(states) == self._process_set.size() else ""
+        if rates:
+            problems["rates"] = f"fit{self._numbering()}: in epoch {states[0].epochs + 1} {rates}"
+        for kind, problem in problems.items():
+            if kind in self._differed:
+                raise MismatchError(problem)
+        self._differed, self._compares_rates = set(problems), bool(rates)
+        # The sentence numbers the ranks of the set, and that on the weights those of the job.
+        self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
+
+    def _require_equal_weights(self) -> None:
+        """Raise MismatchError if weights differ that are the same on all ranks in a right program."""
+        own = IdentitySet([*non_trainable_variables(self.model), *(
+            v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
+        require_equal_weights(self._optimizers.shared([v for v in self.model.weights if v not in own]),
+                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set,
+                              self._suspects)
+
+    def _require_ended(self, progress: str) -> None:
+        """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.
+
+        Reports of the wait name `progress`, such as "stopped within epoch 3".
+        """
+        try:
+            array_ops.barrier(f"{self._name}/{progress}", self._process_set)
+        except CollectiveError as error:
+            if not self.model.stop_training:
+                raise
+            raise type(error)(f"{error} This rank has {progress}{self._cause()}, and others have not: all ranks must "
+                              "stop after the same batch.") from error
+
+    def _cause(self) -> str:
+        """Which callback has stopped this rank, as far as that is known."""
+        if not self.model.stop_training:
+            return ""
+        stoppers = [c for c in self._callbacks if getattr(c, "stopped_epoch", 0)] \
+            or [c for c in self._callbacks if isinstance(c, TerminateOnNaN)] \
+            or [c for c in self._callbacks if type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")]
+        names = " or ".join(sorted({type(c).__name__ for c in stoppers}))
+        return f" (stopped by {names})" if names else " (model.stop_training is set)"

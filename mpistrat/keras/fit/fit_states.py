@@ -1,0 +1,192 @@
+"""What the ranks exchange in fit, and what follows from the values of all ranks. Pure.
+
+The ranks may have different callbacks, as with a ModelCheckpoint on the chief.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau
+
+from ...core.topology import describe_by_rank, rank_list
+from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
+from .adapted import Adapted
+from .rates import different_rate
+from .save_schedules import SaveSchedule
+
+# They communicate, so all ranks must have them.
+COLLECTIVE = (BroadcastGlobalVariablesCallback, MetricAverageCallback)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The state of one rank when fit begins.
+
+    Attributes:
+        steps: Steps of an epoch; None if Keras does not know.
+        epochs: The number of the last epoch; None if Keras does not know.
+        weights: How many weights the model has already.
+        collective: The classes of callbacks that communicate.
+        readers: The classes of callbacks that decide by metrics which are not averaged.
+        averages_statistics: Whether fit averages the running statistics.
+        joins: Whether ranks with fewer steps join at the end of each epoch.
+        accumulates: Whether gradients are accumulated, so that ranks with different steps may make as many updates.
+        compares_weights: Whether fit compares the weights in its first steps, since the reductions do not.
+        rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
+        saves: When callbacks save the model within an epoch.
+        adapted: What the layers of the model and of tf.data pipelines have learned.
+        has_local: Whether variables are local to each rank, for whose layers a rank may have learned its own.
+    """
+
+    steps: int | None
+    epochs: int | None
+    weights: int
+    collective: tuple[str, ...]
+    readers: tuple[str, ...]
+    averages_statistics: bool
+    joins: bool = False
+    accumulates: bool = False
+    compares_weights: bool = False
+    rows: bytes = b""
+    saves: tuple[SaveSchedule, ...] = ()
+    adapted: tuple[Adapted, ...] = ()
+    has_local: bool = False
+
+    def __str__(self) -> str:
+        return "begin to train"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where one rank is between two epochs.
+
+    Attributes:
+        epochs: How many epochs are behind it, those before the initial epoch included.
+        has_ended: Whether it ends training here.
+        cause: Why, if a callback has stopped it.
+    """
+
+    epochs: int
+    has_ended: bool = False
+    cause: str = ""
+
+    def __str__(self) -> str:
+        return f"ended training after epoch {self.epochs}{self.cause}" if self.has_ended \
+            else f"go on to epoch {self.epochs + 1}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank before one of the first steps of an epoch.
+
+    Attributes:
+        epochs: How many epochs are behind it.
+        step: The number of the step in its epoch, from 1.
+        weights: The digest of each weight that is trained; () before the weights exist, or if they are not compared.
+        rates: What the optimizers multiply by, with labels.
+        setters: The classes of callbacks that may set a learning rate.
+    """
+
+    epochs: int
+    step: int
+    weights: tuple[bytes, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
+    setters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"begin step {self.step} of epoch {self.epochs + 1}"
+
+
+State = Begin | Progress | Step
+
+
+def readers(callbacks: Sequence[Callback]) -> list[str]:
+    """The classes of the callbacks that decide by metrics, and come before a MetricAverageCallback."""
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, MetricAverageCallback):
+            break
+        if isinstance(callback, EarlyStopping | ReduceLROnPlateau) or (
+                isinstance(callback, ModelCheckpoint) and callback.save_best_only):
+            found.append(type(callback).__name__)
+    return found
+
+
+def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
+    """The classes of the callbacks that set learning rates, and of those of the user, which may do so."""
+    known = (LearningRateScheduler, ReduceLROnPlateau, LearningRateScheduleCallback)
+    return tuple(sorted({type(c).__name__ for c in callbacks if isinstance(c, known)
+                         or type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")}))
+
+
+def setters_on_some(steps: Sequence[Step]) -> str:
+    """The callbacks that may set a learning rate and that only some ranks have, with the way out; "" if none."""
+    some = {name: where for name in sorted({name for step in steps for name in step.setters})
+            if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
+    return " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
+                    for name, where in some.items())
+
+
+def problem_of_rates(steps: Sequence[Step]) -> str:
+    """Which number of the optimizers the ranks have different values of, with the way out; "" if none."""
+    if len({len(step.rates) for step in steps}) > 1:
+        return ""
+    different = different_rate([step.rates for step in steps])
+    if not different:
+        return ""
+    advice = setters_on_some(steps) or (
+        "Compute it from what is equal on all ranks: not from rank() or from this rank's rows; and give all ranks the "
+        "same callbacks, after an hvd.callbacks.MetricAverageCallback() if they read metrics.")
+    return f"{different} {advice}"
+
+
+def problem_at_begin(begins: Sequence[Begin]) -> str:
+    """What the ranks begin differently, with the way out; "" if nothing."""
+    if len({begin.joins for begin in begins}) > 1:
+        return f"the ranks disagree on DistributedOptimizer(uneven=) being 'join': {_by_rank(begins, 'joins')}."
+    steps = {begin.steps for begin in begins if begin.steps is not None}
+    if len(steps) > 1 and not begins[0].joins:
+        return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. The ranks with "
+                "more would wait for gradients of the others. Give each rank as many rows: x, y = hvd.shard(x, y) for "
+                f"arrays, dataset.take({min(steps)}), or steps_per_epoch={min(steps)}. Or let the ranks with fewer "
+                'wait at the end of each epoch: DistributedOptimizer(..., uneven="join").')
+    if len({begin.epochs for begin in begins} - {None}) > 1:
+        return (f"the ranks have different numbers of epochs: {_by_rank(begins, 'epochs')}. Give epochs= the same "
+                "value on all ranks.")
+    for cls in COLLECTIVE:
+        having = [rank for rank, begin in enumerate(begins) if cls.__name__ in begin.collective]
+        if 0 < len(having) < len(begins):
+            return (f"only ranks {rank_list(having)} have a {cls.__name__}. It communicates: give it to the callbacks "
+                    "of all ranks.")
+    if BroadcastGlobalVariablesCallback.__name__ in begins[0].collective and len({b.weights for b in begins}) > 1:
+        return (f"the ranks' models have different numbers of weights: {_by_rank(begins, 'weights')}. "
+                "BroadcastGlobalVariablesCallback broadcasts those that exist. A model without an Input layer is built "
+                "by its first call: build it on all ranks, or on none.")
+    if len({begin.averages_statistics for begin in begins}) > 1:
+        return ("the ranks disagree on DistributedOptimizer(average_statistics=): "
+                f"{_by_rank(begins, 'averages_statistics')}.")
+    return ""
+
+
+def _by_rank(begins: Sequence[Begin], name: str) -> str:
+    values = [getattr(begin, name) for begin in begins]
+    return describe_by_rank(["unknown" if value is None else value for value in values])
+
+
+def problem_between_epochs(states: Sequence[State]) -> str:
+    """The error of ranks that are at different places of fit; "" if there is none."""
+    if len({(type(s), getattr(s, "epochs", 0), getattr(s, "step", 0), getattr(s, "has_ended", False))
+            for s in states}) == 1:
+        return ""
+    if any(isinstance(state, Progress) and state.cause for state in states):
+        advice = ("A rank that stops alone leaves the others without its gradients. Give all ranks the same callbacks, "
+                  "and let them read the same metrics: hvd.callbacks.MetricAverageCallback() before the callbacks "
+                  "that read them.")
+    else:
+        advice = "Call fit with the same epochs=, initial_epoch= and callbacks on all ranks."
+    return f"the ranks are at different places: {describe_by_rank(states, 'ranks {ranks} {value}')}. {advice}"
+
+
+def have_same_rows(begins: Sequence[Begin]) -> bool:
+    """Whether all ranks got the same rows, as far as they can be compared."""
+    return len(begins) > 1 and begins[0].rows != b"" and len({begin.rows for begin in begins}) == 1

@@ -1,0 +1,64 @@
+"""JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others.
+
+They wait in join(), which negotiation/joined.py describes. `own_callbacks` adds the callback for an optimizer with
+uneven="join". It runs in the thread that called fit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...api import ops as array_ops
+from ...tensorflow.ops import broadcast_
+from ..callbacks import LearningRateScheduleCallback
+from .fit_optimizers import FitOptimizers
+
+
+class JoinEpochs(keras.callbacks.Callback):
+    """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
+
+    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
+    batches has made all updates, so all ranks get its trainable weights and optimizer state then, except local
+    variables: before the validation of the epoch, and before callbacks read or save the model. (It need not be the last
+    to join: where gradients are accumulated, a batch may need no other rank.)
+    """
+
+    def __init__(self, optimizers: FitOptimizers):
+        super().__init__()
+        self._optimizers = optimizers
+        self._has_joined = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._has_joined = False
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._join()  # Keras validates before the epoch ends for callbacks.
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._join()
+
+    def _join(self) -> None:
+        if self._has_joined:
+            return
+        self._has_joined = True
+        process_set = self._optimizers.process_set
+        array_ops.join(process_set)
+        calls = array_ops.allgather([self._optimizers.calls], f"{self._optimizers.name}/calls", process_set)
+        variables = [*self.model.trainable_variables, *self._optimizers.variables]
+        ranks = process_set.ranks
+        assert ranks is not None  # The set has been registered: it has joined.
+        most = ranks[int(np.argmax(calls))]  # Of ranks with as many batches the first; a root is a rank of the job.
+        broadcast_(self._optimizers.shared(variables), most, f"{self._optimizers.name}/joined", process_set)
+
+
+def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:
+    """Let learning rates that change within an epoch follow the rank with most batches, so that ranks have the same.
+
+    `steps` are those per epoch of each rank; None where Keras does not know them. Called before the callbacks begin.
+    """
+    known = [count for count in steps if count is not None]
+    for callback in callbacks:
+        if isinstance(callback, LearningRateScheduleCallback) and not callback.steps_per_epoch and known:
+            callback.steps_per_epoch = max(known)

@@ -1,0 +1,166 @@
+"""How fast the ranks train: the rows, or steps, of all ranks per second, for each epoch and for the whole of fit.
+
+Only training counts, not validation or the first step, in which TensorFlow traces. Run in the thread of fit.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.callbacks import Callback
+
+from ...api import ops as array_ops
+from ...api.process_sets import ProcessSet, global_process_set, resolved
+from .fit_optimizers import name_in_fit
+from .row_counts import UNKNOWN, RowCount
+
+Logs = dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The training of one rank.
+
+    Attributes:
+        rows: UNKNOWN if there were steps and no row was counted.
+        steps: Those of Keras, each with one batch.
+        seconds: The time from the beginning of the first step, or of the epoch, to the end of the last step.
+    """
+
+    rows: int
+    steps: int
+    seconds: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(UNKNOWN if UNKNOWN in (self.rows, other.rows) else self.rows + other.rows,
+                    self.steps + other.steps, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast all ranks together have trained.
+
+    Attributes:
+        unit: "rows"; or "steps" if some rank does not know its rows. A step is one of all ranks.
+        per_second: nan if nothing was measured.
+    """
+
+    unit: str
+    per_second: float
+
+
+def speed_of(works: Sequence[Work]) -> Speed:
+    """The speed of ranks that have done this work side by side."""
+    seconds = max(work.seconds for work in works)
+    is_known = all(work.rows != UNKNOWN for work in works)
+    done = sum(work.rows for work in works) if is_known else max(work.steps for work in works)
+    return Speed("rows" if is_known else "steps", done / seconds if done and seconds else float("nan"))
+
+
+def line_of(speed: Speed, ranks: int) -> str:
+    """What the chief prints at the end of fit."""
+    figure = f"{speed.per_second:,.0f}" if speed.per_second >= 100 else f"{speed.per_second:.3g}"
+    return f"mpistrat: fit has trained {figure} {speed.unit} per second on {ranks} ranks."
+
+
+class Meter:
+    """The work of this rank in fit of `model`, from one epoch to the next.
+
+    Keras may call `end_step` in other threads, while the next step runs.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._rows, self._begun = RowCount.of(model, "train_step"), 0
+
+    def begin_epoch(self) -> None:
+        self._steps = 0
+        self._begin()
+
+    def begin_step(self) -> None:
+        """A step begins. What comes before the second one of fit does not count."""
+        self._begun += 1
+        if self._begun == 2 and self._steps:
+            self._begin()
+
+    def end_step(self, batch: int) -> None:
+        """The step with this number in the epoch has ended; the first is 0."""
+        self._steps, self._ended = max(self._steps, batch + 1), time.perf_counter()
+
+    def end_epoch(self) -> Work:
+        if self._begun < 2:
+            return Work(0, 0, 0.0)
+        steps, rows = self._steps - self._steps_before, self._rows.rows - self._rows_before
+        return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began)
+
+    def _begin(self) -> None:
+        self._steps_before, self._rows_before = self._steps, self._rows.rows
+        self._began = self._ended = time.perf_counter()
+
+
+class Throughput(Callback):
+    """Adds to the logs of each epoch how many rows per second all ranks together have trained on. Collective.
+
+    The key is `rows_per_second`, or `steps_per_second` if some rank's batches have no rows that can be counted; a step
+    is one of all ranks. All ranks get the same number. Put it before callbacks that read the logs (CSVLogger,
+    TensorBoard); Keras' own line of the epoch has it too. The time is that of the slowest rank, from the beginning of
+    the epoch to the end of its last step: with waiting for data, and without validation. The first step of fit does not
+    count, because TensorFlow traces it. The value is nan for an epoch without another one.
+
+    At the end of fit rank 0 prints the same for all epochs, without this callback, unless it fits with `verbose=0`.
+
+    Args:
+        process_set: The ranks that take part. On other ranks it does nothing.
+    """
+
+    async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
+
+    def __init__(self, process_set: ProcessSet = global_process_set):
+        super().__init__()
+        self._process_set = resolved(process_set)
+        self._meter: Meter | None = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._meter = Meter(self.model) if self._process_set.included() else None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self._meter is not None:
+            self._meter.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        if self._meter is not None:
+            self._meter.begin_step()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._meter is not None:
+            self._meter.end_step(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._meter is None:
+            return
+        name = name_in_fit(self.model, "epoch_throughput", self._process_set)
+        speed = speed_of(array_ops.allgather_object(self._meter.end_epoch(), name, self._process_set))
+        if logs is not None:
+            logs[f"{speed.unit}_per_second"] = speed.per_second
+
+
+class FitThroughput(Throughput):
+    """Prints the speed of the whole of fit on the first rank of a process set. Collective, as `name`; fit adds it."""
+
+    def __init__(self, name: str, process_set: ProcessSet):
+        super().__init__(process_set)
+        self._name, self._work = name, Work(0, 0, 0.0)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._meter is not None:
+            self._work += self._meter.end_epoch()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        works = array_ops.allgather_object(self._work, self._name, self._process_set)
+        speed = speed_of(works)
+        # A list of callbacks that the user has made may have no parameters.
+        is_silent = not (self.params or {}).get("verbose", 0)
+        if self._process_set.rank() == 0 and not is_silent and not math.isnan(speed.per_second):
+            print(line_of(speed, len(works)), flush=True)

@@ -1,0 +1,86 @@
+"""The registry of the functions of Keras that mpistrat replaces: by what, why, and the line of Keras that is the cause.
+
+The modules that have the replacements register them with `replaces`, those of the package `distribute` with
+`replaces_for_strategy`. A replacement behaves as the original does unless a model has a DistributedOptimizer, or an
+MPIStrategy. Those for strategies were run with Keras 3.10 to 3.15.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of Keras and its replacement.
+
+    Attributes:
+        owner: The class or module that has the function.
+        name: The function's name there.
+        replacement: Called with the original, and then the arguments of the call.
+        reason: What would happen without it.
+        upstream: A part of the function's source in the newest version of Keras that the reason is about, or a link. A
+            test looks for it: once it is gone, the replacement may be needless.
+        is_for_strategy: It is applied when the first MPIStrategy is made; others also with the first
+            DistributedOptimizer.
+    """
+
+    owner: type | ModuleType
+    name: str
+    replacement: Function
+    reason: str
+    upstream: str
+    is_for_strategy: bool
+
+
+PATCHES: list[Patch] = []
+# Each applied patch with the owner's own function of that name; None if the owner inherits the function.
+_applied: list[tuple[Patch, Any]] = []
+
+
+def replaces(owner: type | ModuleType, name: str, reason: str, upstream: str,
+             is_for_strategy: bool = False) -> Callable[[F], F]:
+    """A decorator that registers a function as the replacement of `owner.name`; for the arguments see Patch."""
+    def register(replacement: F) -> F:
+        PATCHES.append(Patch(owner, name, replacement, reason, upstream, is_for_strategy))
+        return replacement
+    return register
+
+
+replaces_for_strategy = functools.partial(replaces, is_for_strategy=True)
+
+
+def apply(for_strategy: bool = False) -> None:
+    """Replace the functions, each once. Those for strategies come last, so that they are called first."""
+    applied = {id(patch) for patch, _ in _applied}
+    for patch in sorted(PATCHES, key=lambda each: each.is_for_strategy):
+        # Old versions of Keras, with which no strategy works, lack some functions.
+        if id(patch) not in applied and patch.is_for_strategy <= for_strategy and hasattr(patch.owner, patch.name):
+            own = vars(patch.owner).get(patch.name)
+            _applied.append((patch, own))
+            if isinstance(own, classmethod):
+                setattr(patch.owner, patch.name, classmethod(_bound(patch.replacement, own.__func__)))
+            else:
+                setattr(patch.owner, patch.name, _bound(patch.replacement, getattr(patch.owner, patch.name)))
+
+
+def _bound(replacement: Function, original: Function) -> Function:
+    @functools.wraps(original)
+    def replaced(*args: object, **kwargs: object) -> Any:
+        return replacement(original, *args, **kwargs)
+    return replaced
+
+
+def undo() -> None:
+    """Put the originals of the functions back that are replaced for strategies."""
+    for patch, own in reversed(_applied):
+        if patch.is_for_strategy and own is None:
+            delattr(patch.owner, patch.name)
+        elif patch.is_for_strategy:
+            setattr(patch.owner, patch.name, own)
+    _applied[:] = [each for each in _applied if not each[0].is_for_strategy]

@@ -1,0 +1,145 @@
+"""Jobs of `mpistrat run --elastic`: ranks end at chosen places, and the training goes on without a row lost."""
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ..support.jobs import Finished, needs_mpirun, run_limited
+
+pytestmark = [needs_mpirun]
+SCRIPT = "tests/scripts/elastic_steps.py"
+EPOCHS = 2
+
+
+def elastic(*options: str, script: Sequence[str] = (), way: str = "--elastic",
+            watch: Callable[[str], None] | None = None) -> Finished:
+    """Run the script in an elastic job of this host."""
+    return run_limited([sys.executable, "-m", "mpistrat", "run", way, *options, sys.executable, SCRIPT, *script],
+                       limit_s=90, watch=watch)
+
+
+def supervisor_of(words: str) -> psutil.Process | None:
+    """The supervisor that has these words in its command line."""
+    found = (process for process in psutil.process_iter(["cmdline"])
+             if {"--elastic", words} <= set(process.info["cmdline"] or []))
+    return next(found, None)
+
+
+def assert_whole(job: Finished, ranks: int, generation: int, most_twice: int) -> None:
+    """The job has ended well, in this generation, and has trained each row in each epoch."""
+    assert job.code == 0, job.output
+    lines = re.findall(r"rank \d: of (\d+), generation (\d+), step \d+, each row at least (\d+) times, (\d+) more",
+                       job.output)
+    assert len(lines) == ranks, job.output
+    for size, last, least, more in lines:
+        assert (int(size), int(last), int(least)) == (ranks, generation, EPOCHS), job.output
+        assert int(more) <= most_twice, job.output
+    assert job.left == (), job.output
+
+
+@pytest.mark.horovod("elastic-jobs")
+@pytest.mark.parametrize("when", ["before", "after", "while"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_ranks_that_are_left_go_on_in_their_processes(rank: int, when: str) -> None:
+    job = elastic("-np", "3", script=["--kill", f"1:{rank}:5:{when}"])
+    # 60 rows on 3 ranks, then what is left on 2: at most one row is dealt out twice in an epoch, and a rank that dies
+    # while it commits may have finished its step.
+    assert_whole(job, ranks=2, generation=1, most_twice=2)
+    assert "generation 1 goes on with 2 ranks" in job.output
+
+
+def test_two_losses_one_after_the_other() -> None:
+    job = elastic("-np", "4", script=["--kill", "1:3:4:after", "1:1:9:before"])
+    assert_whole(job, ranks=2, generation=1, most_twice=4)
+
+
+def test_with_new_processes_after_each_loss() -> None:
+    job = elastic("-np", "2", script=["--kill", "1:1:5:before", "2:0:3:after"], way="--elastic=restart")
+    assert_whole(job, ranks=2, generation=3, most_twice=0)
+    assert "generation 2 starts with 2 ranks on localhost:2" in job.output
+
+
+def test_a_script_that_always_fails_ends_the_job_with_its_error() -> None:
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "2", sys.executable, "-c",
+                       "import mpistrat; mpistrat.init(); raise ValueError('no such column')"], limit_s=90)
+    assert job.code == 1, job.output
+    assert "no such column" in job.output and "3 generations in a row have failed before a commit" in job.output
+    assert job.left == (), job.output
+
+
+def test_the_ranks_and_the_keeper_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    log, keepers = tmp_path / "log", []
+
+    def kill_supervisor(printed: str) -> None:
+        supervisor = supervisor_of(str(log))
+        if log.exists() and supervisor is not None:
+            # A rank has started it.
+            children = supervisor.children(recursive=True)
+            keepers.extend(process for process in psutil.process_iter(["cmdline"])
+                           if process in children and "mpistrat.elastic.keeper" in (process.info["cmdline"] or []))
+            supervisor.kill()
+
+    job = elastic("-np", "2", script=["--pause", "0.3", "--log", str(log)], watch=kill_supervisor)
+    assert job.code == -signal.SIGKILL and job.left == (), job.output
+    assert keepers, job.output
+    assert not psutil.wait_procs(keepers, timeout=10)[1]
+
+
+def test_sigterm_ends_the_job_at_a_commit_and_the_next_job_goes_on_from_its_file(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options, told = ("-np", "2", "--elastic-checkpoint", str(tmp_path)), []
+
+    def terminate(printed: str) -> None:
+        supervisor = supervisor_of(str(log))
+        if log.exists() and supervisor is not None and len(log.read_text().splitlines()) > 4 and not told:
+            told.append(supervisor.pid)  # A second signal would end the job at once.
+            supervisor.send_signal(signal.SIGTERM)
+
+    first = elastic(*options, script=["--pause", "0.3", "--log", str(log)], watch=terminate)
+    assert first.code == 75, first.output
+    assert "SIGTERM has arrived" in first.output and first.left == (), first.output
+    done = max(int(step) for step in re.findall(r" step (\d+)$", log.read_text(), re.MULTILINE))
+    second = elastic(*options, script=["--log", str(log)])
+    assert_whole(second, ranks=2, generation=1, most_twice=0)
+    assert re.search(rf"begins at step {done}\b", log.read_text()), log.read_text()
+
+
+@pytest.mark.horovod("elastic-jobs")
+def test_ranks_come_when_the_program_that_looks_for_hosts_finds_room(tmp_path: Path) -> None:
+    hosts, log, find = tmp_path / "hosts", tmp_path / "log", tmp_path / "find.sh"
+    hosts.write_text("localhost:1\n")
+    find.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    find.chmod(0o755)
+
+    def add(printed: str) -> None:
+        if log.exists() and len(log.read_text().splitlines()) > 4:
+            hosts.write_text("localhost:2\n")
+
+    job = elastic("--max-np", "2", "--host-discovery-script", str(find),
+                  script=["--pause", "0.3", "--log", str(log)], watch=add)
+    assert_whole(job, ranks=2, generation=2, most_twice=2)
+    assert "there is room for 2 ranks instead of 1" in job.output
+
+
+@pytest.mark.parametrize(("example", "late_enough"), [("elastic_fit", "Epoch 2/"), ("elastic_loop", "epoch 1:")])
+def test_an_example_goes_on_when_a_rank_is_killed(example: str, late_enough: str) -> None:
+    printed, killed = [], []
+
+    def kill(more: str) -> None:
+        printed.append(more)
+        found = re.search(r"rank 1 of 3 is process (\d+)", "".join(printed))
+        if found and late_enough in "".join(printed) and not killed:
+            killed.append(found[1])
+            psutil.Process(int(found[1])).kill()
+
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
+                       f"examples/{example}.py", "--epochs", "12"], limit_s=180, watch=kill)
+    assert job.code == 0 and killed, job.output
+    accuracy, ranks = re.findall(r"test accuracy (\d\.\d+), (\d) ranks at the end", job.output)[0]
+    assert float(accuracy) > 0.8 and ranks == "2", job.output
+    assert "goes on with 2 ranks" in job.output and job.left == (), job.output

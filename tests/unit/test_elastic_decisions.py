@@ -1,0 +1,463 @@
+"""The supervisor's Plan and the keepers' KeeperState, driven by random faults in a simulation without processes."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpistrat.elastic import keeper_state, plan
+from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S, KeeperState
+from mpistrat.elastic.plan import LEAVE_CODE, PREEMPTED_CODE, Done, Leave, Limits, Plan, Start, Stop
+
+STEP_S = 0.25
+STEPS_OF_JOB = 300  # committed steps after which the ranks end
+
+
+@dataclass
+class SimulatedRank:
+    """A rank of the simulation. Its process number is its line to the keeper."""
+
+    host: str
+    rank: int
+    pid: int
+    generation: int
+    must_leave: bool = False
+
+
+@dataclass
+class SimulatedHost:
+    """A host with its keeper. `link` is whether messages to and from the supervisor arrive."""
+
+    name: str
+    keeper: KeeperState | None = None
+    is_up: bool = True
+    link: bool = True
+    heard: float = float("inf")  # by the supervisor; infinite: it has no line to the keeper
+
+
+@dataclass
+class World:
+    """An elastic job without processes: what the shells do, with a clock that the test moves."""
+
+    limits: Limits
+    hosts: dict[str, SimulatedHost]
+    slots: int
+    seed: int
+    now: float = 0.0
+    ranks: dict[int, SimulatedRank] = field(default_factory=dict)
+    done: Done | None = None
+    steps: int = 0
+    commits: list[tuple[float, int]] = field(default_factory=list)
+    mpirun: int | None = None
+    started_at: float = 0.0
+    next_pid: int = 1
+
+    def __post_init__(self) -> None:
+        self.plan = Plan(self.limits, self.now)
+        self.random = random.Random(self.seed)
+        # The first host is there from the beginning, the others perhaps.
+        self.listed = {name for name in self.hosts if name.endswith("0") or self.random.random() < 0.3}
+
+    # -- the shells ------------------------------------------------------------------------------------------------
+
+    def supervise(self, actions: list[plan.Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                assert self.mpirun is None, "an mpirun runs already"
+                assert self.limits.min_np <= action.ranks <= self.limits.max_np
+                assert sum(slots for _, slots in action.hosts) == action.ranks
+                self.mpirun, self.started_at = action.generation, self.now
+                self.start(action)
+            elif isinstance(action, Leave):
+                for host in self.reachable():
+                    self.keep(host, host.keeper.leave(action.generation, action.why))
+            elif isinstance(action, Stop):
+                self.end_mpirun(kills=True)
+            elif isinstance(action, Done):
+                assert self.done is None
+                self.done = action
+
+    def reachable(self) -> list[SimulatedHost]:
+        return [host for host in self.hosts.values() if host.is_up and host.link and host.keeper is not None]
+
+    def start(self, action: Start) -> None:
+        number = 0
+        for name, slots in action.hosts:
+            host = self.hosts[name]
+            for _ in range(slots):
+                if host.is_up and host.link:
+                    if host.keeper is None:
+                        host.keeper, host.heard = KeeperState(self.now), self.now
+                    self.ranks[self.next_pid] = SimulatedRank(name, number, self.next_pid, action.generation)
+                    self.keep(host, host.keeper.hello(self.next_pid, number, self.next_pid, action.generation))
+                    self.next_pid += 1
+                number += 1
+
+    def keep(self, host: SimulatedHost, actions: list[keeper_state.Action]) -> None:
+        for action in actions:
+            if isinstance(action, keeper_state.Kill):
+                self.die(action.pid)
+            elif isinstance(action, keeper_state.End):
+                host.keeper = None
+            elif action.to is None:
+                if host.link:
+                    self.tell_supervisor(host.name, action.message)
+            elif action.message["kind"] == "leave" and action.to in self.ranks:
+                self.ranks[action.to].must_leave = True
+            elif action.message["kind"] == "kept":
+                self.commits.append((self.now, self.ranks[action.to].generation))
+            elif action.message["kind"] == "refused":
+                self.die(action.to)
+
+    def tell_supervisor(self, host: str, message: dict) -> None:
+        kind, pid, generation = message["kind"], message.get("pid"), message["generation"]
+        if kind == "hello":
+            self.supervise(self.plan.hello(host, message["rank"], pid, generation))
+        elif kind == "died":
+            self.supervise(self.plan.died(host, pid, generation, self.now))
+        elif kind == "ended":
+            self.supervise(self.plan.ended(host, pid, generation, message["code"], message["why"], self.now))
+        elif kind == "committed":
+            self.supervise(self.plan.committed(generation, message["number"], message["step"]))
+
+    def die(self, pid: int) -> None:
+        rank = self.ranks.pop(pid, None)
+        if rank is not None:
+            host = self.hosts[rank.host]
+            if host.keeper is not None:
+                self.keep(host, host.keeper.closed(pid))
+
+    def end_mpirun(self, kills: bool) -> None:
+        """mpirun ends, and its ranks with it, where its daemons can be reached."""
+        generation, self.mpirun = self.mpirun, None
+        if generation is None:
+            return
+        for pid in [pid for pid, rank in self.ranks.items() if rank.generation == generation]:
+            if kills and self.hosts[self.ranks[pid].host].link:
+                self.die(pid)
+        started = [rank for rank in self.ranks.values() if rank.generation == generation]
+        self.supervise(self.plan.generation_over(generation, 1, self.now, bool(started)))
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        self.now += STEP_S
+        self.supervise(self.plan.hosts_found(dict.fromkeys(self.listed, self.slots), self.now))
+        for host in self.hosts.values():
+            if host.keeper is not None and host.link:
+                host.heard = self.now
+                self.keep(host, host.keeper.beat(self.plan.generation, self.now))
+            elif self.now - host.heard > HOST_LOST_AFTER_S:
+                self.supervise(self.plan.host_lost(host.name, "silent", self.now))
+                host.heard = float("inf")
+            if host.keeper is not None:
+                self.keep(host, host.keeper.tick(self.now))
+        self.supervise(self.plan.tick(self.now))
+        count = sum(rank.generation == self.mpirun for rank in self.ranks.values())
+        if self.mpirun is not None and count < self.sizes[self.mpirun] and self.now - self.started_at > 30.0:
+            self.end_mpirun(kills=True)  # --start-timeout
+        self.train()
+
+    def train(self) -> None:
+        """The ranks of each generation take a step and commit it, if all of them are there and connected."""
+        for generation in {rank.generation for rank in self.ranks.values()}:
+            members = [rank for rank in self.ranks.values() if rank.generation == generation]
+            started = self.started(generation)
+            if len(members) < started or len({self.hosts[rank.host].link for rank in members}) > 1:
+                # A loss: mpirun ends the others, unless it cannot reach them.
+                if generation == self.mpirun and all(self.hosts[rank.host].link for rank in members):
+                    self.end_mpirun(kills=True)
+                continue
+            leaves = any(rank.must_leave for rank in members)
+            self.steps += 1
+            for rank in [each for each in members if self.is_first(each, members)]:
+                host = self.hosts[rank.host]
+                self.keep(host, host.keeper.committed(rank.pid, self.steps, 100, "", self.now))
+            if leaves or self.steps >= STEPS_OF_JOB:
+                for rank in members:
+                    host = self.hosts[rank.host]
+                    if host.keeper is not None:
+                        self.keep(host, host.keeper.ended(rank.pid, LEAVE_CODE if leaves else 0, ""))
+                    self.ranks.pop(rank.pid, None)
+                if generation == self.mpirun:
+                    self.end_mpirun(kills=False)
+
+    def started(self, generation: int) -> int:
+        return self.sizes[generation]
+
+    @staticmethod
+    def is_first(rank: SimulatedRank, members: list[SimulatedRank]) -> bool:
+        return rank.pid == min(each.pid for each in members if each.host == rank.host)
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        return self._sizes
+
+    def note_sizes(self) -> None:
+        self._sizes: dict[int, int] = {}
+        start = self.start
+
+        def noted(action: Start) -> None:
+            self._sizes[action.generation] = action.ranks
+            start(action)
+        self.start = noted  # type: ignore[method-assign]
+
+
+FAULTS = ("kill a rank", "kill a host", "cut a link", "mend a link", "start a host", "drop a host", "list a host",
+          "nothing", "SIGTERM")
+
+
+def fault(world: World, kind: str) -> None:
+    hosts = sorted(world.hosts)
+    name = world.random.choice(hosts)
+    host = world.hosts[name]
+    if kind == "kill a rank" and world.ranks:
+        world.die(world.random.choice(sorted(world.ranks)))
+    elif kind == "kill a host" and host.is_up:
+        host.is_up, host.keeper, host.heard = False, None, float("inf")
+        for pid in [pid for pid, rank in world.ranks.items() if rank.host == name]:
+            del world.ranks[pid]
+        world.supervise(world.plan.host_lost(name, "its connection is broken", world.now))
+    elif kind == "cut a link":
+        host.link = False
+    elif kind == "mend a link":
+        host.link = True
+    elif kind == "start a host":
+        host.is_up = True
+    elif kind == "drop a host":
+        world.listed.discard(name)
+    elif kind == "list a host":
+        world.listed.add(name)
+    elif kind == "SIGTERM" and world.random.random() < 0.1:
+        world.supervise(world.plan.signalled("SIGTERM", 143, False, world.now))
+
+
+@settings(max_examples=400, deadline=None)
+@given(count=st.integers(1, 8), slots=st.integers(1, 8), seed=st.integers(0, 10**6),
+       faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 30)), max_size=25))
+def test_every_job_ends_and_never_do_two_generations_commit(count: int, slots: int, seed: int,
+                                                            faults: list[tuple[str, int]]) -> None:
+    limits = Limits(min_np=1, max_np=count * slots, timeout_s=60.0, cooldown_s=(5.0, 20.0))
+    world = World(limits, {f"node{i}": SimulatedHost(f"node{i}") for i in range(count)}, slots, seed)
+    world.note_sizes()
+    for kind, steps in faults:
+        fault(world, kind)
+        for _ in range(steps):
+            if world.done is None:
+                world.advance()
+    for host in world.hosts.values():  # The faults are over.
+        host.link = host.is_up = True
+    for _ in range(int(300 / STEP_S)):
+        if world.done is None:
+            world.advance()
+    assert world.done is not None, "the job has no end"
+    # Commits of a generation come before all commits of later ones.
+    generations = [generation for _, generation in world.commits]
+    assert generations == sorted(generations), "an old generation has committed beside a new one"
+    if world.done.code == 0:
+        assert world.steps >= STEPS_OF_JOB
+
+
+def test_a_job_without_faults_is_done_in_one_generation() -> None:
+    world = World(Limits(max_np=4), {"a0": SimulatedHost("a0"), "b0": SimulatedHost("b0")}, 2, 0)
+    world.note_sizes()
+    while world.done is None:
+        world.advance()
+    assert world.done == Done(0, "") and world.sizes == {1: 4}
+
+
+# -- single decisions -------------------------------------------------------------------------------------------------
+
+
+def running(limits: Limits | None = None, hosts: dict[str, int] | None = None) -> Plan:
+    """A plan whose first generation runs, with two ranks on `a` unless `hosts` says otherwise."""
+    hosts = hosts or {"a": 2}
+    found = Plan(limits or Limits(max_np=2), 0.0)
+    found.hosts_found(hosts, 0.0)
+    start, = found.tick(0.0)
+    assert isinstance(start, Start)
+    pid = 0
+    for host, slots in start.hosts:
+        for _ in range(slots):
+            found.hello(host, pid, 100 + pid, 1)
+            pid += 1
+    return found
+
+
+def kinds(actions: list[plan.Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def test_exit_code_0_of_mpirun_is_not_success() -> None:
+    job = running()
+    job.died("a", 101, 1, 1.0)
+    assert job.generation_over(1, 0, 1.5) == []
+    assert job.tick(3.0) == [Start(2, 2, (("a", 2),))]
+
+
+def test_all_ranks_that_end_with_0_are_success_whatever_mpirun_says() -> None:
+    job = running()
+    job.ended("a", 100, 1, 0, "", 1.0)
+    job.ended("a", 101, 1, 0, "", 1.0)
+    assert job.generation_over(1, 143, 2.0) == [Done(0, "")]
+
+
+def test_three_generations_without_a_commit_end_the_job() -> None:
+    job = running()
+    now = 1.0
+    for generation in (1, 2):
+        job.generation_over(generation, 1, now)
+        now += 30.0
+        assert kinds(job.tick(now)) == [Start]
+    done, = job.generation_over(3, 7, now)
+    assert isinstance(done, Done) and done.code == 7 and "3 generations in a row" in done.why
+
+
+def test_a_commit_between_losses_lets_the_job_go_on_for_ever() -> None:
+    job = running()
+    for generation in range(1, 50):
+        job.committed(generation, 1, "")
+        assert job.generation_over(generation, 1, float(generation)) == []
+        assert kinds(job.tick(float(generation))) == [Start]
+
+
+def test_the_reset_limit_is_an_end_that_names_the_last_commit() -> None:
+    job = running(Limits(max_np=2, resets=0))
+    job.committed(1, 12, "epoch 3")
+    done, = job.generation_over(1, 1, 1.0)
+    assert isinstance(done, Done) and "--reset-limit 0" in done.why
+    assert "commit 12 of generation 1 (epoch 3)" in done.why
+
+
+def test_too_few_hosts_are_waited_for_and_then_an_end() -> None:
+    job = running(Limits(min_np=2, max_np=4, timeout_s=10.0), {"a": 2, "b": 2})
+    job.hosts_found({"a": 1}, 1.0)
+    job.generation_over(1, 1, 2.0)
+    assert "waits for hosts" in job.tick(3.0)[0].text and job.tick(4.0) == []
+    done, = job.tick(13.0)
+    assert isinstance(done, Done) and done.code == 1 and "--min-np 2" in done.why
+
+
+def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
+    job = running(Limits(max_np=4, cooldown_s=(10.0, 100.0)), {"a": 2, "b": 2})
+    assert kinds(job.host_lost("b", "silent", 1.0)) == [plan.Say, Stop]
+    job.committed(1, 1, "")
+    job.generation_over(1, 0, 2.0)
+    assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
+    job.hello("a", 0, 200, 2)
+    assert job.tick(10.9) == []
+    assert Leave(2, "there is room for 4 ranks instead of 2") in job.tick(11.1)
+    job.ended("a", 200, 2, LEAVE_CODE, "", 12.0)
+    job.generation_over(2, 0, 12.0)
+    assert job.tick(12.0) == [Start(3, 4, (("a", 2), ("b", 2)))]
+    job.hello("b", 2, 300, 3)
+    job.host_lost("b", "silent", 13.0)
+    job.committed(3, 1, "")
+    job.generation_over(3, 0, 13.0)
+    assert job.tick(13.0) == [Start(4, 2, (("a", 2),))]
+    job.hello("a", 0, 400, 4)
+    assert job.tick(32.0) == [] and kinds(job.tick(33.1)) == [plan.Say, Leave]
+
+
+@pytest.mark.parametrize("restart_failed", [False, True])
+def test_the_place_of_a_lost_rank_is_filled_again_only_if_asked_for(restart_failed: bool) -> None:
+    job = running(Limits(max_np=2, restart_failed=restart_failed))
+    job.died("a", 101, 1, 1.0)
+    actions = job.renamed("a", 100, 1, 0, 1, 1.2)
+    assert (Leave in kinds(actions)) == restart_failed
+    assert job.tick(30.0) == []  # The loss is mended.
+    job.ended("a", 100, 1, LEAVE_CODE if restart_failed else 0, "", 31.0)
+    over = job.generation_over(1, 0, 31.0)
+    assert over == ([] if restart_failed else [Done(0, "")])
+
+
+def test_a_loss_that_is_not_mended_ends_the_generation() -> None:
+    job = running()
+    job.died("a", 101, 1, 1.0)
+    assert job.tick(10.0) == []
+    assert kinds(job.tick(20.0)) == [Stop]
+
+
+def test_sigterm_ends_the_job_at_the_next_commit_and_a_second_one_at_once() -> None:
+    job = running()
+    assert kinds(job.signalled("SIGTERM", 143, False, 1.0)) == [plan.Say, Leave]
+    job.committed(1, 5, "")
+    job.ended("a", 100, 1, LEAVE_CODE, "", 2.0)
+    job.ended("a", 101, 1, LEAVE_CODE, "", 2.0)
+    done, = job.generation_over(1, 0, 2.0)
+    assert isinstance(done, Done) and done.code == PREEMPTED_CODE
+    job = running()
+    job.signalled("SIGTERM", 143, False, 1.0)
+    assert kinds(job.signalled("SIGTERM", 143, True, 1.1)) == [Stop]
+    assert job.generation_over(1, 1, 1.5) == [Done(143, "")]
+
+
+def test_a_host_that_is_taken_away_leaves_at_a_commit() -> None:
+    job = running(Limits(max_np=4), {"a": 2, "b": 2})
+    assert kinds(job.preempted("b", 1, "SIGTERM", 1.0)) == [plan.Say, Leave]
+    for host, pid in (("a", 100), ("a", 101), ("b", 102), ("b", 103)):
+        job.ended(host, pid, 1, LEAVE_CODE, "", 2.0)
+    job.generation_over(1, 0, 2.0)
+    assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
+
+
+# -- keepers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_keeper_keeps_the_last_two_commits_in_two_files() -> None:
+    keeper = KeeperState(0.0)
+    keeper.beat(1, 0.0)
+    keeper.hello(1, 0, 4711, 1)
+    indices = []
+    for number in range(1, 5):
+        indices.append(keeper.free_index())
+        keeper.committed(1, number, 100, "", 0.1)
+        assert keeper.newest is not None and keeper.newest.id.number == number
+        assert keeper.free_index() != keeper.newest.index
+    assert indices == [0, 1, 0, 1]
+
+
+def test_a_keeper_refuses_commits_before_the_supervisor_gives_it_up() -> None:
+    keeper = KeeperState(0.0)
+    keeper.beat(1, 0.0)
+    keeper.hello(1, 0, 4711, 1)
+    refused, = keeper.committed(1, 1, 100, "", keeper_state.COMMIT_LIMIT_S + 0.1)
+    assert refused.message["kind"] == "refused" and keeper.newest is None
+    assert keeper_state.COMMIT_LIMIT_S < keeper_state.LOST_AFTER_S < HOST_LOST_AFTER_S
+    kill, end = keeper.tick(keeper_state.LOST_AFTER_S + 0.1)
+    assert kill == keeper_state.Kill(4711) and isinstance(end, keeper_state.End)
+
+
+def test_a_new_generation_ends_the_ranks_of_the_one_before() -> None:
+    keeper = KeeperState(0.0)
+    keeper.beat(1, 0.0)
+    keeper.hello(1, 0, 4711, 1)
+    assert keeper.beat(2, 1.0) == [keeper_state.Kill(4711)]
+    assert keeper.committed(1, 1, 100, "", 1.0) == []
+    assert keeper.hello(2, 0, 4712, 1) == [keeper_state.Kill(4712)]
+
+
+def test_a_rank_that_starts_after_the_news_hears_that_it_is_to_leave() -> None:
+    keeper = KeeperState(0.0)
+    keeper.beat(1, 0.0)
+    keeper.leave(1, "a host comes")
+    told = [action.message["kind"] for action in keeper.hello(1, 0, 4711, 1) if action.to == 1]
+    assert told == ["welcome", "leave"]
+
+
+def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> None:
+    world = World(Limits(max_np=2), {"a0": SimulatedHost("a0"), "b": SimulatedHost("b")}, 1, 0)
+    world.listed = {"a0"}
+    world.note_sizes()
+    world.advance()
+    world.advance()
+    fault(world, "list a host")
+    world.listed = {"a0", "b"}
+    world.hosts["a0"].link = False
+    for _ in range(int(30 / STEP_S)):
+        if world.done is None:
+            world.advance()
+    generations = [generation for _, generation in world.commits]
+    assert generations == sorted(generations) and set(generations) == {1, 2}
