@@ -69,6 +69,11 @@ class Losses:
             self.lose(())  # Another rank knows which, and recovers.
         return failed
 
+    @property
+    def lost(self) -> tuple[LostRank, ...]:
+        """The ranks that are known to be lost."""
+        return () if self.interruption.error is None else self.interruption.error.lost
+
     def watch_hosts(self, heartbeat_s: float, limit_s: float) -> None:
         """Notice that another host does not answer for `limit_s`. Collective.
 

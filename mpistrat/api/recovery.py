@@ -54,9 +54,9 @@ def recover(limit_s: float = 5.0) -> None:
     began = time.monotonic()
     if former.losses.interruption.error is None:
         former.lose(())
-    lost = former.losses.interruption.error
-    for rank in [] if lost is None else [each.rank for each in lost.lost if each.rank in former.losses.irreplaceable]:
-        raise RecoveryError(f"rank {rank} is lost. {former.losses.irreplaceable[rank]}")
+    for rank, why in former.losses.irreplaceable.items():
+        if any(each.rank == rank for each in former.losses.lost):
+            raise RecoveryError(f"rank {rank} is lost. {why}")
     attempt = _Attempt(former, began + limit_s)
     thread = threading.Thread(target=attempt.run, name="mpistrat-recovery", daemon=True)
     thread.start()
@@ -97,14 +97,12 @@ class _Attempt:
         from ..transport.mpi import ulfm
         base = self._former.comm
         assert base is not None  # The job is tolerant.
-        error = self._former.losses.interruption.error
-        assert error is not None
         # Often several end together. Open MPI 5.0.11 has crashed in MPIX_Comm_shrink when a rank ended meanwhile.
         known = -1
-        while known < len(error.lost) and time.monotonic() < self._deadline:
-            known = len(error.lost)
+        while known < len(self._former.losses.lost) and time.monotonic() < self._deadline:
+            known = len(self._former.losses.lost)
             time.sleep(_QUIET_S)
-        ulfm.report_failed(base, [each.rank for each in error.lost], to_all=False)
+        ulfm.report_failed(base, [each.rank for each in self._former.losses.lost], to_all=False)
         ulfm.discard(self._former.surrender(self._deadline - time.monotonic()), _DISCARD_S)
         comm = base
         while True:
