@@ -68,13 +68,13 @@ def test_ranks_that_are_lost_later_are_added_to_the_error() -> None:
 
 
 def test_ranks_do_not_recover_from_the_loss_of_one_that_had_the_only_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abort, "_leaves", False)  # This process is no rank.
     losses = Losses(Topology(1, ("here",) * 2))
     losses.is_tolerant = True
     losses.irreplaceable[0] = "Only it had the slots."
     losses.lose([LostRank(0, "here", "process 4711 has ended")])
-    monkeypatch.setattr(abort, "_leaves", False)  # This process is no rank.
     monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(losses=losses))
-    with pytest.raises(RecoveryError, match="rank 0 is lost. Only it had the slots."):
+    with pytest.raises(RecoveryError, match=r"rank 0 is lost\. Only it had the slots\."):
         recover()
     losses.stop()
 
