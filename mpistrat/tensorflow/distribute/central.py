@@ -46,6 +46,9 @@ class Slots:
         self.are_central = central and topology.size > 1
         self.are_here = not self.are_central or topology.rank == 0
         self._creates_slots = False
+        if self.are_central:
+            runtime.current().losses.irreplaceable[0] = ('Only it had the optimizers\' slots: MPIStrategy(variables='
+                                                         '"central").')
 
     @contextmanager
     def created(self) -> Iterator[None]:
