@@ -100,8 +100,8 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
     after = range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
     reduced = reduce_dense([*compressed.tensors, *exact.values()], name, scaled,
-                           [*(labels[i] for i in dense), *exact] if labels else (), may_wait, compressed.wire_dtype,
-                           process_set, [*(places[i] for i in dense), *after], bucket_bytes, observer)
+                           [*map(labels.__getitem__, dense), *exact] if labels else (), may_wait, compressed.wire_dtype,
+                           process_set, [*map(places.__getitem__, dense), *after], bucket_bytes, observer)
     for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
     return [*results, *reduced[len(dense):]]
