@@ -1,9 +1,10 @@
 """Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -43,6 +44,10 @@ class GradientGroups:
                                       f"0. Received: groups={groups!r}, num_groups={num_groups!r}")
         self._count = groups if isinstance(groups, int) else num_groups
         self._sets = [] if groups is None or isinstance(groups, int) else [IdentitySet(group) for group in groups]
+
+    @property
+    def has_lists(self) -> bool:
+        return bool(self._sets)
 
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
@@ -161,11 +166,9 @@ class GradientReducer:
 
     @property
     def has_local(self) -> bool:
-        """Whether any variable was excluded."""
         return len(self._local) > 0
 
     def is_local(self, variable: Variable) -> bool:
-        """Whether this variable was excluded."""
         return variable in self._local
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
@@ -199,7 +202,6 @@ class GradientReducer:
         return results
 
     def require_no_strategy(self) -> None:
-        """Raise InvalidRequestError in a replica of MPIStrategy, which reduces gradients too."""
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
                                       "average gradients twice. Take the optimizer or the tape that it was made from.")
@@ -245,6 +247,34 @@ def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
         observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
+
+
+class Layer(Protocol):
+    """The attributes of a Keras layer that are used here."""
+
+    built: bool
+    weights: list[Any]
+
+
+def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
+    """Call `register` with each weight of the layers that Horovod's Partial wrappers get. Local.
+
+    Running statistics are weights too.
+
+    Raises:
+        InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
+    """
+    listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
+    for layer in listed:
+        if not hasattr(layer, "weights"):
+            raise InvalidRequestError("local_layers is a Keras layer or a list of layers. Received: "
+                                      f"{layer!r}")
+        if not layer.built:
+            raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
+                                      "model first: give it an Input layer, or call it once.")
+        for weight in layer.weights:
+            register(weight)
+            register(weight.value)  # The tf.Variable of a Keras variable; a tape may have either as a source.
 
 
 def label_of(variable: Variable) -> str:

@@ -98,13 +98,19 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         else:
             dense.append(i)
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
-    after = range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
-    reduced = reduce_dense([*compressed.tensors, *exact.values()], name, scaled,
-                           [*map(labels.__getitem__, dense), *exact] if labels else (), may_wait, compressed.wire_dtype,
-                           process_set, [*map(places.__getitem__, dense), *after], bucket_bytes, observer)
+    sent, sent_labels = compressed.tensors, list(map(labels.__getitem__, dense)) if labels else []
+    sent_places, apart = list(map(places.__getitem__, dense)), list[tf.Tensor]()
+    if compressed.wire_dtype:  # It is for all tensors of a collective.
+        apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
+                             process_set=process_set)
+    else:
+        sent, sent_labels = [*sent, *exact.values()], [*sent_labels, *exact] if labels else []
+        sent_places += range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
+    reduced = reduce_dense(sent, name, scaled, sent_labels, may_wait, compressed.wire_dtype, process_set, sent_places,
+                           bucket_bytes, observer)
     for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
-    return [*results, *reduced[len(dense):]]
+    return [*results, *reduced[len(dense):], *apart]
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
@@ -122,8 +128,6 @@ def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labe
 
 @dataclass(frozen=True)
 class ReduceGradient(Gradient):
-    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
-
     name: str
     scaled: ScaledOp  # a list after JSON
     labels: Sequence[str]
