@@ -90,7 +90,7 @@ class Keeper:
             return state.closed(number)
         if kind == "hello":
             self._lines[number] = line
-            return state.hello(number, message["rank"], message["pid"], message["generation"])
+            return state.hello(number, message["rank"], message["pid"], message["generation"], message["launcher"])
         if kind == "where":
             index = state.free_index()
             line.send(kind="there", path=f"/proc/{os.getpid()}/fd/{self._memory[index]}")

@@ -45,7 +45,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Kill:
-    """End this process of a rank."""
+    """End this process: a rank's, or one that has launched ranks."""
 
     pid: int
 
@@ -65,6 +65,7 @@ class _Rank:
     rank: int
     pid: int
     generation: int
+    launcher: int
     has_ended: bool = False
 
 
@@ -94,12 +95,12 @@ class KeeperState:
 
     # -- messages of ranks ---------------------------------------------------------------------------------------------
 
-    def hello(self, line: int, rank: int, pid: int, generation: int) -> list[Action]:
-        """A rank of this host has connected as number `line`."""
+    def hello(self, line: int, rank: int, pid: int, generation: int, launcher: int = 0) -> list[Action]:
+        """A rank of this host has connected as number `line`. `launcher` is the process that launched it, if known."""
         if self._is_ending or generation < self.generation:
             return [Kill(pid)]
         actions = self._newer(generation)
-        self._ranks[line] = _Rank(rank, pid, generation)
+        self._ranks[line] = _Rank(rank, pid, generation, launcher)
         actions.append(Tell(line, self.welcome()))
         actions.append(Tell(None, {"kind": "hello", "rank": rank, "pid": pid, "generation": generation}))
         if self._leave is not None:
@@ -170,7 +171,9 @@ class KeeperState:
         if self._is_ending:
             return []
         self._is_ending = True
-        return [*(Kill(rank.pid) for rank in self._ranks.values()), End(why)]
+        # The daemon of an mpirun that this host cannot reach would wait for it for minutes.
+        launchers = sorted({rank.launcher for rank in self._ranks.values() if rank.launcher})
+        return [*(Kill(rank.pid) for rank in self._ranks.values()), *map(Kill, launchers), End(why)]
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed. Called at least every `BEAT_S`."""

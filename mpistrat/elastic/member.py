@@ -26,6 +26,7 @@ from ..core import signal_handlers
 from ..core.errors import ElasticError
 from ..process import exit_code
 from ..process.launch_env import launched_rank
+from ..process.launcher_watch import launcher_here
 from . import commits
 from .commits import CommitId, DamagedCommitError, Packed
 from .job import ElasticJob, job_of
@@ -81,7 +82,9 @@ class Member:
         self._has_said_end, self._leaves = False, ""
         self._line = _line_to_keeper(job)
         self._line.read(self._take)
-        self._welcome = self._ask(kind="hello", rank=rank, pid=os.getpid(), generation=job.generation)
+        launcher = launcher_here(os.environ)
+        self._welcome = self._ask(kind="hello", rank=rank, pid=os.getpid(), generation=job.generation,
+                                  launcher=0 if launcher is None else launcher.pid)
         exit_code.note()
         atexit.register(self._say_end)
         self._watch_for_preemption()

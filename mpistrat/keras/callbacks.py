@@ -16,13 +16,12 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
-from ..tensorflow.names import eager
-from ..tensorflow.ops import broadcast_variables
+from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
 from .fit.elastic_fit import Elastic
-from .fit.fit_optimizers import optimizers_of
+from .fit.fit_optimizers import name_in_fit, optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
 from .fit.row_counts import RowsOfEpoch
@@ -116,7 +115,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
     """Broadcast variables of a model and of its optimizers. Collective; the arguments are those of broadcast_variables.
     """
-    broadcast_variables(variables, root_rank, process_set)
+    broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
@@ -180,7 +179,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._process_set.has_others():
-            self._means.replace(eager("metrics", self._process_set.process_set_id or 0), {} if logs is None else logs,
+            self._means.replace(name_in_fit(self.model, "metric_average", self._process_set),
+                                {} if logs is None else logs,
                                 None if self._rows is None else self._rows.weights())
 
 

@@ -52,12 +52,14 @@ class GradientGroups:
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
         places = range(len(variables))
+        if not self._sets and self._count <= 1:
+            return [list(places)] if places else []
         if self._sets:
             numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
                        for variable in variables]
             divided = [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
         else:
-            count = max(min(self._count, len(variables)), 1)
+            count = min(self._count, len(variables))
             divided = [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
         return [group for group in divided if group]
 
@@ -148,7 +150,7 @@ class GradientReducer:
         self._scale_local = scale_local_gradients
         self._local: IdentitySet[Variable] = IdentitySet()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the optimizer, or the purpose of a tape's collective."""
         return "tape" if self.optimizer is None else self.optimizer()
@@ -180,9 +182,7 @@ class GradientReducer:
         results = list(gradients)
         if not self.process_set.has_others():
             return results
-        purpose = self.name
-        self.process_set.group(purpose)  # For its error.
-        number = self.process_set.process_set_id or 0
+        purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -192,11 +192,11 @@ class GradientReducer:
                 continue
             shared.append(i)
         trained = [variables[i] for i in shared]
-        observer = self._observer(purpose, number, trained)
+        labels = list(map(label_of, trained))
+        observer = self._observer(purpose, number, trained, labels)
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
         reduced = reduce_gradients([results[i] for i in shared], name, self._scaled, self._options, variables=trained,
-                                   labels=[label_of(v) for v in trained], places=shared, process_set=number,
-                                   observer=observer)
+                                   labels=labels, places=shared, process_set=number, observer=observer)
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
@@ -213,7 +213,8 @@ class GradientReducer:
         number = number_of(self.process_set, self.name)
         return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
 
-    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
+    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
+                  labels: Sequence[str]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""
         if self.checks is not None and self.checks.is_done:
             return None
@@ -228,7 +229,8 @@ class GradientReducer:
                                                                        and not self.changes_early))
         if may_read and not tf.executing_eagerly():
             variables = first_steps.read_alone(variables, purpose)
-        return checks.observer(variables, [label_of(v) for v in variables], may_read)
+        label_by_id = dict(zip(map(id, sources), labels, strict=True))
+        return checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
 
     def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:

@@ -43,7 +43,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 def topology_of(process_set: int) -> Topology:
     """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
     try:
-        return runtime.current().group_of("The process set of a collective", process_set).topology
+        return runtime.group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
         raise as_tf_error(error) from error
 
@@ -119,11 +119,9 @@ def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labe
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
-
-    def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, scaled, labels, may_wait, bucket_bytes, wire_dtype, process_set, places,
-                           observer)
-
+    reduced = partial(reduce_list, name=name, scaled=scaled, labels=labels, may_wait=may_wait,
+                      bucket_bytes=bucket_bytes, wire_dtype=wire_dtype, process_set=process_set, places=places,
+                      observer=observer)
     return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
                          tensors)
 
@@ -177,7 +175,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
 def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int,
            observer: Observer | None = None) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
-    return with_gradient(lambda *values: gather_list(values, name, process_set, observer),
+    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer),
                          GatherGradient(name, process_set), tensors)
 
 

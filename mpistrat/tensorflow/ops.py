@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -138,7 +139,7 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
     tensor = as_tensor(tensor)
     name = name_of("broadcast", name, number, ignore_name_scope)
 
-    return with_gradient(lambda value: broadcast_list([value], root_rank, name, process_set=number),
+    return with_gradient(partial(broadcast_list, root_rank=root_rank, name=name, process_set=number),
                          BroadcastGradient(name, root_rank, number), [tensor])[0]
 
 

@@ -19,10 +19,10 @@ COLUMNS, BATCH, STEPS = 4, 8, 3
 Callbacks = keras.callbacks
 
 
-def new_model(seed: int = 1) -> Any:
+def new_model(seed: int = 1, **arguments: Any) -> Any:
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1, **arguments))
     model.compile(optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
     return model
 
@@ -50,13 +50,14 @@ class Counted:
 
 def test_the_chief_writes_what_all_ranks_name_and_all_read_it_at_once(rank: int, size: int, shared_dir: str) -> None:
     pytest.importorskip("tensorboard")
-    model, loaded = new_model(), []
+    model, loaded = new_model(use_ema=True), []
     saves, own_saves = Counted(model, "save"), Counted(model, "save_weights")
     best = Callbacks.ModelCheckpoint(f"{shared_dir}/deep/{{epoch}}.keras", "loss", save_best_only=True,
                                      initial_value_threshold=1e9)
     load = Callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: loaded.append(
         bytes_of(keras.models.load_model(f"{shared_dir}/deep/{epoch + 1}.keras")) == bytes_of(model)))
-    fit(model, rank, hvd.callbacks.BroadcastGlobalVariablesCallback(0), best, load,
+    averages = Callbacks.SwapEMAWeights(swap_on_epoch=True)
+    fit(model, rank, hvd.callbacks.BroadcastGlobalVariablesCallback(0), averages, best, load,
         Callbacks.ModelCheckpoint(f"{shared_dir}/{rank}.weights.h5", save_weights_only=True),
         Callbacks.CSVLogger(f"{shared_dir}/log.csv"), Callbacks.TensorBoard(f"{shared_dir}/events"))
     assert loaded == [True, True]

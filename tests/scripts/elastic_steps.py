@@ -3,13 +3,15 @@
 usage: mpistrat run --elastic -np 3 python tests/scripts/elastic_steps.py [--kill GENERATION:RANK:STEP:WHEN ...]
            [--epochs N] [--pause S] [--log FILE]
 
-WHEN is where in the step the rank kills itself: "before" the reduction, "after" it, or "while" it commits. The ranks of
-the last generation print how often the rows were trained, and the steps.
+WHEN is where in the step the rank kills itself: "before" the reduction, "after" it, or "while" it commits. "host" kills
+all processes of the rank's network namespace, and "cut" takes down its link, before the reduction. The ranks of the
+last generation print how often the rows were trained, and the steps.
 """
 
 import argparse
 import os
 import signal
+import subprocess
 import threading
 import time
 from typing import Any
@@ -42,6 +44,18 @@ def log(text: str) -> None:
             file.write(f"{time.time():.3f} {hvd.rank()} {hvd.size()} {generation} {text}\n")
 
 
+def lose_host() -> None:
+    """Kill all processes of this host, this one last."""
+    here = os.readlink("/proc/self/ns/net")
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())]:
+        try:
+            if os.readlink(f"/proc/{pid}/ns/net") == here:
+                os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass  # It has ended.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def perhaps_die(when: str, delay_s: float = 0.0) -> None:
     """End this rank if that is its lot."""
     if (generation, hvd.rank(), steps_here, when) in kills:
@@ -61,6 +75,10 @@ def train(state: Any) -> None:
         for start in range(0, len(rows), BATCH):
             steps_here += 1
             perhaps_die("before")
+            if (generation, hvd.rank(), steps_here, "host") in kills:
+                lose_host()
+            if (generation, hvd.rank(), steps_here, "cut") in kills:
+                subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
             mine = np.zeros(ROWS)
             np.add.at(mine, rows[start:start + BATCH], 1)
             state.counts += hvd.allreduce(mine, op=hvd.Sum, name="rows")

@@ -9,9 +9,11 @@ from typing import Any
 import keras
 from keras.optimizers import Optimizer
 
+from ...api.process_sets import ProcessSet
 from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity import IdentitySet
+from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import trained_by
 from ..optimizer_parts import distributed_in, optimizers_in, parts_of
@@ -95,6 +97,18 @@ def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
     found = _by_place(distributed_in(compiled)) | _by_place(of_all)
     wholes = attributes if compiled is None else [compiled, *attributes]
     return FitOptimizers(list(found.values()), wholes) if found else None
+
+
+def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
+    """The name of a callback's collective: that of the optimizers of fit, if their ranks take part, else the thread's.
+
+    Raises:
+        InvalidRequestError: As names.eager.
+    """
+    optimizers, number = fit_optimizers_of(model), process_set.process_set_id
+    if optimizers is not None and optimizers.process_set.process_set_id == number:
+        return f"{optimizers.name}/{operation}"
+    return eager(operation, number or 0)
 
 
 def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:

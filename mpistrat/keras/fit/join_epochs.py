@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from ...api import ops as array_ops
-from ...tensorflow.ops import broadcast_variables
+from ...tensorflow.ops import broadcast_
 from ..callbacks import LearningRateScheduleCallback
 from .fit_optimizers import FitOptimizers
 
@@ -50,7 +50,7 @@ class JoinEpochs(keras.callbacks.Callback):
         ranks = process_set.ranks
         assert ranks is not None  # The set has been registered: it has joined.
         most = ranks[int(np.argmax(calls))]  # Of ranks with as many batches the first; a root is a rank of the job.
-        broadcast_variables(self._optimizers.shared(variables), most, process_set)
+        broadcast_(self._optimizers.shared(variables), most, f"{self._optimizers.name}/joined", process_set)
 
 
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:

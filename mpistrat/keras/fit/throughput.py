@@ -14,7 +14,7 @@ from keras.callbacks import Callback
 
 from ...api import ops as array_ops
 from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...tensorflow.names import eager
+from .fit_optimizers import name_in_fit
 from .row_counts import UNKNOWN, RowCount
 
 Logs = dict[str, Any] | None
@@ -140,7 +140,7 @@ class Throughput(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._meter is None:
             return
-        name = eager("throughput", self._process_set.process_set_id or 0)
+        name = name_in_fit(self.model, "epoch_throughput", self._process_set)
         speed = speed_of(array_ops.allgather_object(self._meter.end_epoch(), name, self._process_set))
         if logs is not None:
             logs[f"{speed.unit}_per_second"] = speed.per_second

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...core.errors import DataServiceError
 from ...core.tuning import DATA_SERVICE_END_POLL_S
+from ...process.silent_hosts import local_addresses
 from ..cluster.liveness import keep_alive
-from ..cluster.ports import local_addresses
 from . import wire
 
 _REQUEST_LIMIT_S = 10.0  # for a connection to send its request
