@@ -79,7 +79,7 @@ class ObjectState:
         before = self._saved
         self.save()
         try:
-            said = ops.allgather_object((self._number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
+            said = ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
         except CollectiveError:
             self._saved = before  # Other ranks may not have this step.
             raise
