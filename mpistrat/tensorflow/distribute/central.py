@@ -19,7 +19,7 @@ from .variables import CLASSES, RankMirroredVariable, create, create_alone
 class RemoteSlotVariable(RankMirroredVariable):
     """A slot on a rank other than the chief: it has no elements, and ignores what is assigned to it."""
 
-    def _update(self, update_fn: Callable, value: object, **kwargs: Any) -> "RemoteSlotVariable":
+    def _update(self, update_fn: Callable, value: object, **kwargs: object) -> "RemoteSlotVariable":
         return self
 
 
