@@ -70,7 +70,7 @@ class FitOptimizers:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state of the optimizers."""
+        """The state of the optimizers, with the sums of gradients that wait for an update."""
         return [variable for optimizer in self._optimizers for variable in optimizer.variables]
 
     @property
