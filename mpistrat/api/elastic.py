@@ -80,7 +80,7 @@ class ObjectState:
         before = self._saved
         self.save()
         try:
-            said = ops.allgather_object((self._number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
+            said = ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
             number = max(number for number, _, _ in said) + 1
             if self._compare(number):
                 self.save()

@@ -44,7 +44,7 @@ def tensors_of(values: Sequence[TensorLike]) -> list[Tensor]:
         MissingDependencyError: A value is on a GPU, and cupy is not installed.
     """
     if set(map(type, values)) == {np.ndarray}:  # The usual case, in which a small collective is mostly these calls.
-        return [_native(NUMPY, cast("np.ndarray", value)) for value in values]
+        return list(map(_native, cast("Sequence[np.ndarray]", values)))
     libraries = [library_of(value) for value in values]
     # All tensors are imported before the first event is recorded, so that one event serves all of a stream.
     imported = [_imported(library, value) for library, value in zip(libraries, values, strict=True)]
@@ -80,10 +80,10 @@ def _on_gpu(library: AnyLibrary, on_gpu: "tuple[Device, Imported]", events: "dic
 
 
 def _on_host(library: AnyLibrary, value: TensorLike) -> Tensor:
-    return _native(library, _convert(value, lambda: library.to_numpy(value)))
+    return _native(_convert(value, lambda: library.to_numpy(value)), library)
 
 
-def _native(library: AnyLibrary, array: np.ndarray) -> Tensor:
+def _native(array: np.ndarray, library: AnyLibrary = NUMPY) -> Tensor:
     """The array in C order and the byte order of this machine."""
     array = np.asarray(array, order="C")
     return Tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")), library.from_numpy)

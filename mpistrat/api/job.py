@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InvalidRequestError, LostRank, RanksLostError, RecoveryError, ShutdownError, StallError
+from ..core.errors import LostRank, RanksLostError, RecoveryError, ShutdownError, StallError
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
@@ -63,18 +63,6 @@ class Runtime:
     def engine(self) -> Engine:
         """The engine of all ranks."""
         return self.world.engine
-
-    def group_of(self, operation: str, process_set: int) -> Group:
-        """The group of the process set with this id.
-
-        Raises:
-            InvalidRequestError: The process set has been removed; names `operation`.
-        """
-        try:
-            return self.registry.groups[process_set]
-        except KeyError:
-            raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been "
-                                      "registered.") from None
 
     def close(self) -> None:
         """Wait until all ranks have called this, stop the engines and free all resources. Collective.

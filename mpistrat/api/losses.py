@@ -16,6 +16,7 @@ from ..process import abort
 from ..process.error_text import ErrorText
 from ..process.neighbours import Neighbours
 from ..process.procfs import Process
+from ..process.silent_hosts import Invitation, SilentHosts, local_addresses
 from ..transport.mpi import library
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Losses:
         self.interruption = Interruption(self.is_tolerant)
         self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
+        self._hosts: SilentHosts | None = None
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
@@ -65,22 +67,64 @@ class Losses:
             self.lose(())  # Another rank knows which, and recovers.
         return failed
 
+    def watch_hosts(self, heartbeat_s: float, limit_s: float) -> None:
+        """Notice that another host does not answer for `limit_s`. Collective.
+
+        The first rank of each host connects to rank 0. If it cannot, that is only logged.
+        """
+        topology, invitation = self._topology, None
+        firsts = {topology.ranks_on(host)[0]: host for host in topology.hosts}
+        if self._comm is None or len(firsts) == 1 or not limit_s:
+            return
+        if topology.rank in firsts:
+            self._hosts = SilentHosts(topology.rank, heartbeat_s, limit_s, lambda rank: self._is_silent(rank, limit_s))
+        if topology.rank == 0 and self._hosts is not None:
+            try:
+                invitation = self._hosts.listen([rank for rank in firsts if rank], local_addresses())
+            except OSError as error:
+                logger.warning("rank 0: there is no port to watch the other hosts: %s", error)
+        invitation = self._comm.bcast(invitation)
+        if topology.rank and self._hosts is not None and invitation is not None:
+            # An address that both hosts have (usually of a container bridge) leads back to this host.
+            own = local_addresses()
+            there = [address for address in invitation.addresses if address not in own]
+            self._hosts.connect(Invitation([*there, topology.hosts[0]], invitation.port, invitation.secret), 0)
+
+    def _is_silent(self, first: int, limit_s: float) -> None:
+        """The host of rank `first` does not answer."""
+        host = self._topology.host_of[first]
+        lost = [LostRank(rank, host, f"its host has not answered for {limit_s:g} s")
+                for rank in self._topology.ranks_on(host)]
+        if self.is_tolerant and first:
+            self.lose(lost)
+            self._report_failed([each.rank for each in lost])
+        elif self.is_tolerant:
+            # Both sides of a cut link would go on otherwise, each as a job of its own.
+            rank = library.load_mpi().COMM_WORLD.Get_rank()
+            abort.end_alone(rank, self._topology.host, ErrorText("", _text(lost)), 1)
+        elif not self._stopped.is_set():
+            self._end_now(lost)
+
     def stop(self) -> None:
         """Watch no more: the other ranks may end. May be called twice."""
         self._stopped.set()
         self.when_lost = lambda _: None
-        if self._neighbours is not None:
-            self._neighbours.stop()
+        for watch in (self._neighbours, self._hosts):
+            if watch is not None:
+                watch.stop()
 
     def _have_ended(self, ranks: Sequence[int]) -> None:
         lost = [LostRank(rank, self._topology.host_of[rank], self._how(rank)) for rank in ranks]
         if self.is_tolerant:
-            from ..transport.mpi import ulfm
-            assert self._comm is not None
             self.lose(lost)
-            ulfm.report_failed(self._comm, [rank for rank in ranks if rank in self._processes], to_all=True)
+            self._report_failed([rank for rank in ranks if rank in self._processes])
         else:
             threading.Thread(target=self._end_job, args=(lost,), name="mpistrat-loss", daemon=True).start()
+
+    def _report_failed(self, ranks: Sequence[int]) -> None:
+        from ..transport.mpi import ulfm
+        assert self._comm is not None
+        ulfm.report_failed(self._comm, ranks, to_all=True)
 
     def _how(self, rank: int) -> str:
         process = self._processes.get(rank)
@@ -94,6 +138,12 @@ class Losses:
 
     def _end_job(self, lost: Sequence[LostRank]) -> None:
         if not self._stopped.wait(_LAUNCHER_S):
-            mpi = library.load_mpi()
-            abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), self._topology.host, ErrorText(
-                "", f"{'; '.join(map(str, lost))}: the job cannot go on, and its launcher has not ended it"))
+            self._end_now(lost)
+
+    def _end_now(self, lost: Sequence[LostRank]) -> None:
+        mpi = library.load_mpi()
+        abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), self._topology.host, ErrorText("", _text(lost)))
+
+
+def _text(lost: Sequence[LostRank]) -> str:
+    return f"lost {'; '.join(map(str, lost))}, without which this rank cannot go on"

@@ -11,6 +11,8 @@ the set. The counters restart after a join().
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,7 +25,6 @@ from ..core.request import (
     ReduceOp,
     Request,
     ScaledOp,
-    TensorSpec,
     allgather_request,
     allreduce_request,
     alltoall_request,
@@ -44,12 +45,15 @@ from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
 
+_ARRAY: Callable[[Tensor], np.ndarray | GpuInput] = attrgetter("array")
+_FIRST: Callable[[list[Any]], Any] = itemgetter(0)
+
 
 class AsyncResult(Generic[T]):
     """The pending result of an asynchronous collective. Any thread may use it."""
 
-    def __init__(self, handle: Handle, finish: Callable[[list[Any]], T]):
-        self._handle, self._finish = handle, finish
+    def __init__(self, handle: Handle, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T]):
+        self._handle, self._tensors, self._finish = handle, tensors, finish
 
     @property
     def name(self) -> str:
@@ -58,7 +62,7 @@ class AsyncResult(Generic[T]):
 
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""
-        return self._handle.done()
+        return self._handle.is_done
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the collective is complete and return its result.
@@ -68,7 +72,8 @@ class AsyncResult(Generic[T]):
             EngineError: The engine has ended (StallError, ShutdownError).
             TimeoutError: The collective is not complete after `timeout_s`. It goes on; `wait` may be called again.
         """
-        return self._finish(self._handle.wait(timeout_s))
+        results = self._handle.wait(timeout_s)
+        return self._finish([tensor.restore(result) for tensor, result in zip(self._tensors, results, strict=True)])
 
 
 def allreduce_async(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -76,7 +81,7 @@ def allreduce_async(array: TensorLike, average: bool | None = None, name: str | 
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allreduce, but returns at once. `array` must not change until the collective is complete."""
     return _allreduce([array], _auto_name(name, "allreduce", process_set),
-                      scaled_op(op, prescale_factor, postscale_factor, average), process_set, _first)
+                      scaled_op(op, prescale_factor, postscale_factor, average), process_set, _FIRST)
 
 
 def allreduce(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -107,7 +112,7 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         NotInitializedError: Before init() or after shutdown().
     """
     return _allreduce([array], _name(name, "allreduce"), scaled_op(op, prescale_factor, postscale_factor, average),
-                      process_set, _first, blocking=True).wait()
+                      process_set, _FIRST, blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
@@ -166,7 +171,7 @@ def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp
                         process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
     return _reducescatter([array], _auto_name(name, "reducescatter", process_set),
-                          scaled_op(op, prescale_factor, postscale_factor), process_set, _first)
+                          scaled_op(op, prescale_factor, postscale_factor), process_set, _FIRST)
 
 
 def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -185,7 +190,7 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
         process_set: The ranks that take part.
     """
     return _reducescatter([array], _name(name, "reducescatter"), scaled_op(op, prescale_factor, postscale_factor),
-                          process_set, _first, blocking=True).wait()
+                          process_set, _FIRST, blocking=True).wait()
 
 
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
@@ -293,18 +298,17 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 def _allreduce(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
                finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
     return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking,
-                   lambda specs, device: allreduce_request(name, specs, scaled, device=device))
+                   partial(allreduce_request, scaled=scaled))
 
 
 def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: bool = False) -> AsyncResult[Any]:
-    return _submit(resolved(process_set).group(name), name, tensors_of([array]), _first, blocking,
-                   lambda specs, device: allgather_request(name, specs, device))
+    return _submit(resolved(process_set).group(name), name, tensors_of([array]), _FIRST, blocking, allgather_request)
 
 
 def _reducescatter(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
                    finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
     return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking,
-                   lambda specs, device: reducescatter_request(name, specs, scaled, device))
+                   partial(reducescatter_request, scaled=scaled))
 
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
@@ -313,39 +317,41 @@ def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name
     size, shape, device = group.topology.size, tensors[0].array.shape, _device_of(name, [tensors[0].array])
     counts = even_splits(name, shape[0] if shape else 0, size) if splits is None else splits
     tensors += tensors_of([int32_splits(name, counts)])
-    return _submit(group, name, tensors, _first if splits is None else tuple, blocking,
-                   lambda specs, device: alltoall_request(name, specs, size, device), device)
+    return _submit(group, name, tensors, _FIRST if splits is None else tuple, blocking,
+                   partial(alltoall_request, size=size), device)
 
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
                blocking: bool = False) -> AsyncResult[Any]:
     group = resolved(process_set).group(name)
-    return _submit(group, name, tensors_of([array]), _first, blocking, lambda specs, device: broadcast_request(
-        name, specs, root_rank, group.topology.job_ranks, device=device))
+    return _submit(group, name, tensors_of([array]), _FIRST, blocking,
+                   partial(broadcast_request, root_rank=root_rank, ranks=group.topology.job_ranks))
 
 
 def _submit(group: Group, name: str, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T], blocking: bool,
-            make_request: Callable[[tuple[TensorSpec, ...], str], Request],
-            device: str = "") -> AsyncResult[T]:
-    """Submit a collective. `device` is that of the tensors if it is not the device of each of them."""
-    arrays = [tensor.array for tensor in tensors]
-    request = make_request(specs_of(arrays), device or _device_of(name, arrays))
+            make_request: Callable[..., Request], device: str = "") -> AsyncResult[T]:
+    """Submit a collective.
+
+    Args:
+        make_request: Takes the name, the specs of the tensors, and `device=`.
+        device: That of the tensors, if it is not the device of each of them.
+    """
+    arrays = list(map(_ARRAY, tensors))
+    if not device:
+        device = _device_of(name, arrays) if GpuInput in map(type, arrays) else DEVICE_CPU
+    request = make_request(name, specs_of(arrays), device=device)
     handle = (group.engine.run if blocking else group.engine.submit)(request, arrays)
-    return AsyncResult(handle, lambda results: finish([t.restore(r) for t, r in zip(tensors, results, strict=True)]))
+    return AsyncResult(handle, tensors, finish)
 
 
 def _device_of(name: str, arrays: Sequence[np.ndarray | GpuInput]) -> str:
-    on_gpu = [isinstance(array, GpuInput) for array in arrays]
-    if not any(on_gpu):
+    kinds = set(map(type, arrays))
+    if GpuInput not in kinds:
         return DEVICE_CPU
-    if not all(on_gpu):
-        raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. "
-                                  f"Received: {[DEVICE_GPU if each else DEVICE_CPU for each in on_gpu]}")
+    if len(kinds) > 1:
+        on_gpu = [DEVICE_GPU if isinstance(array, GpuInput) else DEVICE_CPU for array in arrays]
+        raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. Received: {on_gpu}")
     return DEVICE_GPU
-
-
-def _first(arrays: list[Any]) -> Any:
-    return arrays[0]
 
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:

@@ -80,7 +80,9 @@ class ProcessSet:
         Raises:
             InvalidRequestError: The set is not registered.
         """
-        return self.included() is not False and self.group("process_set").topology.size > 1
+        if self._group is None and self.included() is False:
+            return False
+        return self.group("process_set").topology.size > 1
 
     def group(self, operation: str) -> Group:
         """Return the group that executes collectives of the set. Local.

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
         while True:
             order = service.next_order(1.0)
             if isinstance(order, Start):
-                control.why_stop = ""
+                control.subject, control.why_stop = f"generation {order.generation}", ""
                 if order.generation > 1:
                     _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
                          f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")

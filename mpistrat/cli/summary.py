@@ -26,7 +26,7 @@ _SIGNAL_HINTS = {
 
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
               died_of: int | None = None, dialect: str = "", can_show_more: bool = True,
-              without_init: int = 0, why_not_started: str = "") -> tuple[bytes, list[str]]:
+              without_init: int = 0, why_not_started: str = "", subject: str = "the job") -> tuple[bytes, list[str]]:
     """Return what to print after the job: words of mpirun as they are, and lines.
 
     Args:
@@ -39,13 +39,14 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         can_show_more: Whether --traceback would show more.
         without_init: How many ranks have ended without init().
         why_not_started: Why some ranks have not started, or "".
+        subject: Of the sentence on the exit code: the job, or a generation of it.
     """
     if code == 0:
         # The reports are those of another job, which a rank has started, and whose failure it has handled.
         alone = [_WITHOUT_INIT.format(without_init)] if without_init > 1 else []
         return b"".join(each.text for each in words), [*_lines_of(_groups(reports)), *alone]
     groups = _groups(_causes(reports))
-    end = f"the job has ended with exit code {code}"
+    end = f"{subject} has ended with exit code {code}"
     if groups:
         first, text = groups[0][0], groups[0][1].text
         if len(groups) == 1 and not text.frames and "\n" not in text.message:

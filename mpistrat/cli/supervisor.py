@@ -103,11 +103,13 @@ class Interference:
     """What a supervisor of several mpiruns has to say while `launch` runs one. This base class says nothing.
 
     Attributes:
+        subject: What mpirun runs, for people.
         ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
         why_stop: Why mpirun ends now, once this process has got the signal ABORTED; "" while it goes on.
         has_started: Whether all ranks have started; `launch` sets it at the end.
     """
 
+    subject = "the job"
     ends_all = False
     why_stop = ""
     has_started = True
@@ -286,7 +288,8 @@ class _Run:
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
                                 died_of=died_of, dialect=self._dialect, can_show_more=self._can_show_more,
-                                without_init=self._output.without_init, why_not_started=why)
+                                without_init=self._output.without_init, why_not_started=why,
+                                subject=self._interference.subject)
         # A terminal has printed ^C, and no end of the line.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
         said = "".join(f"{self._speaker}: {line}\n" for line in lines)

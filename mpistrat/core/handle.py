@@ -45,27 +45,24 @@ class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it.
 
     It has no lock: a signal handler may interrupt any statement, and wait for another handle while the lock is held.
-    Operations on lists are atomic, and what waits is added before `_is_done` is read, which is set before what waits is
+    Operations on lists are atomic, and what waits is added before `is_done` is read, which is set before what waits is
     read.
 
     Attributes:
         name: The name of the collective.
+        is_done: Whether the collective has a result or an error.
     """
 
-    __slots__ = ("_arrays", "_callbacks", "_error", "_is_done", "_waiters", "name")
+    __slots__ = ("_arrays", "_callbacks", "_error", "_waiters", "is_done", "name")
 
     def __init__(self, name: str):
         self.name = name
-        self._is_done = False
+        self.is_done = False
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []
         self._error: Exception | None = None
         self._callbacks: list[_Call] = []
-
-    def done(self) -> bool:
-        """Whether the collective has a result or an error. Never blocks."""
-        return self._is_done
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """Block until the collective is complete and return its numpy arrays, or GpuArrays (see gpu.arrays).
@@ -76,7 +73,7 @@ class Handle:
             NotInitializedError: In a process that was forked from this rank before the collective was complete.
             TimeoutError: Not complete after `timeout_s`. The collective goes on, and `wait` may be called again.
         """
-        if not self._is_done and not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
+        if not self.is_done and not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
         if self._error is not None:
             raise self._error
@@ -84,7 +81,7 @@ class Handle:
 
     def await_done(self, timeout_s: float) -> bool:
         """Block until the collective is complete, for at most `timeout_s` (-1: no limit). Returns whether it is."""
-        if self.done():
+        if self.is_done:
             return True
         forked.require_rank()  # No handle is ever completed in a forked process.
         require_no_driver(self.name)
@@ -92,7 +89,7 @@ class Handle:
         waiter.acquire()
         self._waiters.append(waiter)
         until = math.inf if timeout_s < 0 else time.monotonic() + timeout_s
-        while not self.done():
+        while not self.is_done:
             rest_s = until - time.monotonic()
             if rest_s < 0:
                 break
@@ -100,7 +97,7 @@ class Handle:
             limit_s = min(rest_s, _SIGNALS_S) if signal_handlers.may_interrupt() else rest_s
             waiter.acquire(timeout=-1 if limit_s == math.inf else limit_s)
         self._waiters.remove(waiter)
-        return self.done()
+        return self.is_done
 
     def when_done(self, callback: _Callback, argument: object = None) -> None:
         """Call `callback([argument])` on completion in the engine's thread, or at once if the handle is complete.
@@ -109,7 +106,7 @@ class Handle:
         them. The callback must not block.
         """
         self._callbacks.append((callback, argument))
-        if self._is_done:
+        if self.is_done:
             _call(self._take_callbacks())
 
     def complete(self, arrays: list[_A]) -> None:
@@ -125,7 +122,7 @@ class Handle:
         _call(self._finish())
 
     def _finish(self) -> list[_Call]:
-        self._is_done = True
+        self.is_done = True
         for waiter in tuple(self._waiters):
             waiter.release()
         return self._take_callbacks() if self._callbacks else []

@@ -235,8 +235,6 @@ class Outcome(IntEnum):
 class AgreementRound(Protocol):
     """Agreement among all ranks in rounds, like MPIX_Comm_agree: each rank votes for a number in each round."""
 
-    has_voted: bool  # whether this rank has voted in this round
-
     def vote(self, number: int, is_ready: bool = False) -> None:
         """Vote for `number` (61 bits), or against (0). Once in a round. Wakes ranks that sleep."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from .topology import rank_list
 from .tuning import KEPT_REQUESTS
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class ReduceOp(IntEnum):
@@ -161,7 +163,8 @@ class ScaledOp(NamedTuple):
 def scaled_op(op: ReduceOp | int | None, prescale: float = 1.0, postscale: float = 1.0,
               average: bool | None = None) -> ScaledOp:
     """The operation for the arguments that a user has passed. `op` and `average` are as in resolve_op."""
-    return ScaledOp(resolve_op(op, average), float(prescale), float(postscale))
+    known = Average if op is average is None else resolve_op(op, average)
+    return ScaledOp(known, float(prescale), float(postscale))
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -275,7 +278,7 @@ def join_request(process_set: int = 0) -> Request:
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
     """The dtype and shape of each array."""
-    return tuple([TensorSpec(name_of(array.dtype), array.shape) for array in arrays])
+    return tuple(map(TensorSpec, map(name_of, map(_DTYPE, arrays)), map(_SHAPE, arrays)))
 
 
 def _check_bytes(name: str, dtype: str) -> None:

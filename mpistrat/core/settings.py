@@ -54,6 +54,12 @@ class Settings:
         "DEADLOCK_S", 10.0, "Seconds after which ranks that all wait for each other get an error: every rank has a "
         "collective outstanding, none is complete, and no rank has called another one. Raise it if a rank may call its "
         "next one later, in another thread or after long work. 0: never.", low=0, high=1e7)
+    heartbeat_s: float = _setting(
+        "HEARTBEAT_S", 1.0, "Seconds between two probes of each other host, which its kernel answers; whole seconds.",
+        low=1, high=1e4)
+    lost_after_s: float = _setting(
+        "LOST_AFTER_S", 5.0, "Seconds without an answer after which a host is lost, because it is down or the link to "
+        "it is cut. 0: hosts are not probed.", low=0, high=1e5)
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")

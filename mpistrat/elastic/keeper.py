@@ -6,6 +6,7 @@ silent for too long. The commits are in anonymous memory (memfd), which ranks of
 kernel frees it with the keeper.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,6 +24,7 @@ from .line import Line, Listening, Message, connect
 
 logger = logging.getLogger(__name__)
 _CONNECT_LIMIT_S = 10.0
+_SEGMENTS = "/dev/shm/sm_segment."
 _Event = tuple[Line, Message | None]
 
 
@@ -45,6 +48,7 @@ class Keeper:
         self._lines: dict[int, Line] = {}
         self._numbers: dict[Line, int] = {}
         self._is_ending = False
+        self._segments: dict[int, set[str]] = {}  # of MPI's shared memory, by the process that has mapped them
         self._listening = Listening(listener, job.key, self._greet)
         self._supervisor = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._supervisor.send(kind="keeper", host=socket.gethostname(), pid=os.getpid())
@@ -102,6 +106,7 @@ class Keeper:
             line.send(**state.welcome())
             return []
         if kind == "committed":
+            self._note_segments(message["pid"])
             return state.committed(number, message["number"], message["nbytes"], message["step"], now)
         if kind == "renamed":
             return state.renamed(number, message["rank"], message["size"])
@@ -125,6 +130,22 @@ class Keeper:
             logger.info("the keeper ends: %s", action.why)
             self._is_ending = True
             self._listening.close()
+            self._remove_segments()
+
+    def _note_segments(self, pid: int) -> None:
+        """Note the files of shared memory that Open MPI has made. It leaves those of ranks that were killed."""
+        if pid in self._segments:
+            return
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return  # It has just ended.
+        self._segments[pid] = {path for line in lines if (path := line.rpartition(" ")[2]).startswith(_SEGMENTS)}
+
+    def _remove_segments(self) -> None:
+        for path in set().union(*self._segments.values()):
+            with contextlib.suppress(OSError):  # Open MPI has removed it.
+                os.unlink(path)
 
 
 def main() -> int:

@@ -114,7 +114,8 @@ class Controller:
     @property
     def may_propose(self) -> bool:
         """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be announced."""
-        return self._fast_path.may_vote and not self.queue.outstanding and not self.life.is_end_requested
+        votes = self._fast_path
+        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment.
@@ -124,7 +125,7 @@ class Controller:
         """
         now = self._busy_at = self.clock()
         self.queue.outstanding += 1  # Not counted when it was put: Ctrl-C may come between the two.
-        self._fast_path.propose(entry, self.executor.prepare(entry), now)
+        self._fast_path.vote(entry, self.executor.prepare(entry), now)
         if not self._settle(now):
             self.executor.prepare_more()
             if not self._settle(now):
@@ -159,8 +160,9 @@ class Controller:
         messages = self.control.poll()
         entries = self.queue.take_new()
         is_sole = len(entries) == 1 and self.queue.outstanding == 1 and entries[0].is_awaited
-        if is_sole and self._fast_path.may_vote and not self.life.is_end_requested:
-            self._fast_path.propose(entries[0], self.executor.prepare(entries[0]), now)
+        votes = self._fast_path
+        if is_sole and votes.is_open and not votes.has_voted and not self.life.is_end_requested:
+            votes.vote(entries[0], self.executor.prepare(entries[0]), now)
         elif entries:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)

@@ -89,11 +89,13 @@ class Engine:
         Raises:
             InvalidRequestError: This thread drives already, see handle.require_no_driver.
         """
-        handles.require_no_driver(request.name)
+        thread = threading.get_ident()
+        if thread in handles.drivers:
+            handles.require_no_driver(request.name)  # Raises the error. Not always called: a call takes longer.
         handle = Handle(request.name)
         entry = Entry(request, arrays, handle, is_awaited=True, origin=origin)
         drives: list[bool] = []
-        thread, may_drive = threading.get_ident(), self._thread is None or not signal_handlers.may_interrupt()
+        may_drive = self._thread is None or not signal_handlers.may_interrupt()
         try:
             if may_drive:
                 handles.drivers.add(thread)
@@ -101,8 +103,11 @@ class Engine:
             # and between `acquire` and an assignment it would leave the lock locked for ever.
             drives.extend(map(self._driving.acquire, [False] if may_drive else []))
             if drives == [True]:
-                is_taken = self._put_now(entry, is_driver=self.controller.may_propose)
+                is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
                 self._drive(handle, self._clock() + limit_s, entry if is_taken else None)
+        except DuplicateNameError as error:
+            self._end_graph_of(entry, error)
+            raise
         finally:
             try:
                 if drives == [True]:
@@ -114,7 +119,7 @@ class Engine:
         if drives != [True]:
             self._put(entry)
             handle.await_done(-1 if limit_s == math.inf else limit_s)
-        if not request.in_graph and handle.done():
+        if self._queue.failures and not request.in_graph and handle.is_done:
             self._queue.forget_failures()
         return handle
 
@@ -122,16 +127,16 @@ class Engine:
         if self._thread is not None and signal_handlers.may_interrupt():
             self._queue.put_later(entry)
         else:
-            self._put_now(entry)
+            try:
+                self._queue.put(entry)
+            except DuplicateNameError as error:
+                self._end_graph_of(entry, error)
+                raise
         self._call_background()
 
-    def _put_now(self, entry: Entry, is_driver: bool = False) -> bool:
-        """TensorQueue.put. If the collective of a graph cannot be submitted, the engine ends."""
-        try:
-            return self._queue.put(entry, is_driver)
-        except DuplicateNameError as error:
-            if not entry.request.in_graph:
-                raise
+    def _end_graph_of(self, entry: Entry, error: DuplicateNameError) -> None:
+        """If the entry is of a graph, which cannot go on without it, end the engine, and raise its error."""
+        if entry.request.in_graph:
             raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
 
     @property
@@ -266,13 +271,13 @@ class Engine:
         try:
             if proposal is not None:
                 controller.propose(proposal)
-                if proposal.handle.done():
+                if proposal.handle.is_done:
                     return
             while not life.ended.is_set():
                 busy = controller.run_cycle()
                 # Checked even if nothing happened: an earlier driver may have completed this handle.
                 if handle is not None:
-                    if handle.done():
+                    if handle.is_done:
                         return
                 elif not controller.needs_driver:
                     return  # At once: the caller that waited for this may drive its next operation.

@@ -5,6 +5,7 @@ Called by the controller, in the thread that drives.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .absent import neutral_arrays
 from .adasum import adasum
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -120,8 +123,9 @@ class Executor:
         buckets = self._plans.plan([entry], self._fusion_bytes)
         if not buckets or buckets[0].whole is None:
             return False
-        job, = self._begin([entry], buckets)
-        prepared = self._data.prepare(job.sources, job.targets, job.bucket.reduction)
+        sources = cast("Sequence[np.ndarray]", entry.arrays)
+        targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+        prepared = self._data.prepare(sources, targets, buckets[0].reduction)
         self._prepared = entry, prepared
         return prepared.is_packed
 
@@ -136,7 +140,8 @@ class Executor:
         for bucket in buckets:
             sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
                            [entries[place].arrays[i] for place, i in bucket.members])
-            jobs.append(_Job(bucket, sources, [self._pool.take(source.shape, source.dtype) for source in sources]))
+            targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+            jobs.append(_Job(bucket, sources, targets))
         return jobs
 
     def _run(self, job: _Job) -> None:

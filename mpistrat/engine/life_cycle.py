@@ -169,7 +169,7 @@ class LifeCycle:
             # Other ranks may execute what this rank has voted for.
             self._executor.abandon_collectives(isinstance(error, StallError))
         for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
-            if not entry.handle.done():
+            if not entry.handle.is_done:
                 entry.handle.fail(refusal)
         self.ended.set()
         logger.debug("rank %d: the engine has ended: %s", self._rank, refusal)

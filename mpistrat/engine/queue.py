@@ -29,6 +29,7 @@ class TensorQueue:
     one rank does not meet an entry of a later execution on another rank, which has failed before it came to that name.
 
     Attributes:
+        failures: How often executions that submit a name have failed, by name; names with none are not in it.
         outstanding: How many entries the driver has taken and not finished. For the thread that drives.
         completed: How many entries the driver has finished. For the thread that drives.
     """
@@ -41,7 +42,7 @@ class TensorQueue:
         # Entries of graphs that wait until the earlier ones of their names are complete.
         self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
         self._executing: list[Entry] = []
-        self._failures: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self._failed_in: dict[str, object] = {}  # the thread that has called the graph
         self._closed_by: Exception | None = None
         self.outstanding = self.completed = 0
@@ -78,36 +79,33 @@ class TensorQueue:
                         f"{_places(first.origin, entry.origin)}")
                 self._behind[name].append(entry)
                 return False
-            self._begin(entry)
+            if name in self.failures:
+                self._note_failures(entry)
+            self._in_flight[name] = entry
             if is_driver and not self._new:
                 return True
             self._new.append(entry)
             return False
 
-    def _begin(self, entry: Entry) -> None:
-        name = entry.request.name
-        failures = self._failures.get(name)
-        if failures:
-            entry.request = replace(entry.request, failures=failures)
-        self._in_flight[name] = entry
+    def _note_failures(self, entry: Entry) -> None:
+        entry.request = replace(entry.request, failures=self.failures[entry.request.name])
 
     def count_failure(self, names: Iterable[str]) -> None:
         """An execution that submits `names`, and of which nothing is in flight any more, has ended in an error."""
         with self._lock:
-            self._failures.update(names)
+            self.failures.update(names)
             self._failed_in.update(dict.fromkeys(names, _here.thread))
 
     def forget_failures(self, of_all_threads: bool = False) -> None:
         """All ranks are past the executions that have failed, in this thread or in all threads."""
-        if self._failures:
-            with self._lock:
-                for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
-                    self._forget(name, self._failures[name])
+        with self._lock:
+            for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
+                self._forget(name, self.failures[name])
 
     def _forget(self, name: str, failures: int) -> None:
-        self._failures[name] -= failures
-        if self._failures[name] <= 0:  # Less: a join has come between the two.
-            del self._failures[name], self._failed_in[name]
+        self.failures[name] -= failures
+        if self.failures[name] <= 0:  # Less: a join has come between the two.
+            del self.failures[name], self._failed_in[name]
 
     def put_later(self, entry: Entry) -> None:
         """As `put`, but the driver does it. The handle gets the errors of `put`, if this does not raise the last one.
@@ -170,7 +168,9 @@ class TensorQueue:
                 self._forget(name, entry.request.failures)  # The number is the same on all ranks.
             if name in self._behind:
                 following = self._behind[name].popleft()
-                self._begin(following)
+                if name in self.failures:
+                    self._note_failures(following)
+                self._in_flight[name] = following
                 self._new.append(following)
                 if not self._behind[name]:
                     del self._behind[name]

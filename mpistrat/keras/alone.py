@@ -20,12 +20,7 @@ _TEXT = "mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a %s: %
 
 
 class Alone:
-    """Watches one fit.
-
-    Args:
-        callback: The class of the callback that communicates.
-        process_set: Its ranks.
-    """
+    """Watches one fit with a callback of this class that communicates among these ranks."""
 
     def __init__(self, callback: str, process_set: ProcessSet):
         self._callback, self._process_set = callback, process_set

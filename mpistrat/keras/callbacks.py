@@ -8,24 +8,25 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from ..api import absent, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.first_steps import FirstSteps
 from ..tensorflow.identity import IdentitySet
-from ..tensorflow.names import eager
-from ..tensorflow.ops import broadcast_variables
+from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
 from .fit.elastic_fit import Elastic
-from .fit.fit_optimizers import optimizers_of
+from .fit.fit_optimizers import name_in_fit, optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
 from .fit.row_counts import RowsOfEpoch
 from .fit.throughput import Throughput
-from .momentum import MomentumCorrection
+from .optimizer_parts import parts_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
@@ -114,7 +115,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
     """Broadcast variables of a model and of its optimizers. Collective; the arguments are those of broadcast_variables.
     """
-    broadcast_variables(variables, root_rank, process_set)
+    broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
@@ -178,8 +179,53 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._process_set.has_others():
-            self._means.replace(eager("metrics", self._process_set.process_set_id or 0), {} if logs is None else logs,
+            self._means.replace(name_in_fit(self.model, "metric_average", self._process_set),
+                                {} if logs is None else logs,
                                 None if self._rows is None else self._rows.weights())
+
+
+class MomentumCorrection:
+    """Scales the velocities of an optimizer when a callback changes the learning rate. Local.
+
+    Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1: an optimizer whose velocity v = m v - rate g
+    includes the learning rate multiplies the momentum m by new / old rate in the step of the change. The momentum of a
+    Keras optimizer is a number, hence a constant of the compiled step. So v is multiplied instead, once, which is the
+    same step.
+
+    Args:
+        optimizer: Without momentum nothing is changed. Its velocities are variables whose names end in "momentum".
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._scale: Callable[[tf.Tensor], None] | None = None
+
+    def rate_changed(self, ratio: float) -> None:
+        if ratio == 1.0:
+            return
+        if self._scale is None:
+            velocities = _velocities_of(self._optimizer)
+            if not velocities:
+                return  # It has none, or they are created in the first step, as zeros.
+            self._scale = _scaler(velocities)
+        self._scale(tf.constant(ratio, tf.float64))
+
+
+def _velocities_of(optimizer: Optimizer) -> list[keras.Variable]:
+    """The variables in which SGD and RMSprop accumulate their steps, if they have a momentum."""
+    return [variable for part in parts_of(optimizer) if getattr(part, "momentum", 0.0)
+            for variable in part.variables if variable.name.endswith("momentum")]
+
+
+def _scaler(variables: list[keras.Variable]) -> Callable[[tf.Tensor], None]:
+    @tf.function(autograph=False)
+    def scale(ratio: tf.Tensor) -> None:
+        for variable in variables:
+            value = tf.convert_to_tensor(variable)
+            if value.shape.num_elements() != 0:  # Under MPIStrategy(variables="central") rank 0 alone has it.
+                variable.assign(value * tf.cast(ratio, value.dtype))
+
+    return scale
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

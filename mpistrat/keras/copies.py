@@ -7,23 +7,25 @@ over as they are, and the optimizers in an optimizer are copied here.
 Keras itself copies by configurations and files, which have the original class, so that they can be loaded without
 mpistrat. A copy that Keras makes in this process is distributed again:
 
-- The name in a configuration is marked. What is made of the configuration is distributed as the mark says
-  (`from_config`, `deserialize`, `compile_from_config`).
+- The name in a configuration is marked. An optimizer that is made from the configuration is distributed as the mark
+  says (`from_config`, `deserialize`, `compile_from_config`).
 - pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import keras
+import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ..api import runtime
 from . import xla
-from ._private import config_without, decay_exclusions_of, objects_given_to
 from .optimizer_parts import distributed_in, parts_of, passes_on
 from .patches import PATCHES, Function, replaces
 
+# The constructor's arguments that may be schedules, functions or optimizers, and the attributes that have them.
+_OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
 # Distributes a copy of an optimizer as the original.
 Again = Callable[[Optimizer], Optimizer]
 
@@ -44,17 +46,30 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     cls, copies = cls or original, {} if copies is None else copies
     if id(optimizer) in copies:
         return copies[id(optimizer)]
-    given = objects_given_to(optimizer)
-    config = config_without(optimizer, given) | {
+    given = {name: value for name, attribute in _OBJECTS.items()
+             if callable(value := getattr(optimizer, attribute, None)) or isinstance(value, Optimizer)}
+    config = _config_without(optimizer, given) | {
         name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
     if again_of(config) is not None:
         config["name"] = str(config["name"])
     # Keras' own from_config reads optimizers from plain values only. A class of the user may have its own from_config.
     copied = cls(**config) if set(given) - {"learning_rate"} else original.from_config.__func__(cls, config)
-    for name, value in decay_exclusions_of(optimizer).items():
-        setattr(copied, name, value)
+    for name, value in vars(optimizer).items():
+        # What exclude_from_weight_decay has set is no part of the configuration.
+        if name.startswith("_exclude_from_weight_decay") and not name.endswith("_cache"):
+            setattr(copied, name, value)
     copies[id(optimizer)] = copied
     return copied
+
+
+def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
+    """The configuration of an optimizer without these arguments, objects that Keras may not be able to save."""
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    # get_config of an older Keras fails without a learning rate.
+    vars(stand_in).update({_OBJECTS[name]: tf.constant(0.0) if name == "learning_rate" else None for name in arguments})
+    config: dict[str, Any] = stand_in.get_config()
+    return {name: value for name, value in config.items() if name not in arguments}
 
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:
@@ -99,7 +114,6 @@ def marked(config: dict[str, Any], again: Again) -> dict[str, Any]:
 
 
 def again_of(config: Mapping[str, Any]) -> Again | None:
-    """What the mark of a configuration says."""
     name = config.get("name")
     return name.again if isinstance(name, _MarkedName) else None
 
@@ -114,7 +128,6 @@ def keep_marks(cls: type[Optimizer]) -> None:
 
 def from_config(original: Function, cls: type[Optimizer], config: dict[str, Any], *args: object,
                 **kwargs: object) -> Optimizer:
-    """Replaces the from_config of a class of optimizers."""
     again = again_of(config)
     if again is None:
         return original(cls, config, *args, **kwargs)
@@ -130,11 +143,9 @@ def reduce_ex(original: Function, self: keras.Model, protocol: SupportsIndex) ->
 
 
 def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What pickle and copy do to copy an optimizer, or the model that has it. The copy is distributed too.
+    """As `how`, a function that loads a file in memory and its arguments, for pickle and copy; distributes the copy.
 
-    Args:
-        optimizer: It is distributed, or one in it is.
-        how: What they do without mpistrat: a function that loads a file in memory, and its arguments.
+    `optimizer` is the one that is copied, or that of the model; it or one in it is distributed.
     """
     load, arguments = how[:2]
     owner = getattr(load, "__self__", None)

@@ -7,6 +7,7 @@ mpistrat.keras.
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -47,7 +48,8 @@ def reducescatter(value: ops.Reducible, name: str | None = None, op: ReduceOp = 
 
 def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
                custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
-               legacy_opts: bool = False, average_aggregated_gradients: bool | None = None) -> keras.Model:
+               legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,
+               **arguments: Any) -> keras.Model:
     """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer; XLA is turned off. Local.
 
     Args:
@@ -59,6 +61,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         average_aggregated_gradients: If the optimizer accumulates gradients, whether an update takes their mean, as in
             Keras, or their sum, as in a DistributedOptimizer with backward_passes_per_step. The file does not say which
             of them it was. None: their mean, with a warning.
+        arguments: Others of DistributedOptimizer, such as `uneven` or `process_set`. The file does not have them.
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     with keras.saving.custom_object_scope(objects):
@@ -66,7 +69,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         optimizer = getattr(model, "optimizer", None)
         if optimizer is None or distributed_in(optimizer):
             return model
-        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression, **arguments)
     steps = optimizer.gradient_accumulation_steps
     if steps and average_aggregated_gradients is None:
         logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "

@@ -17,14 +17,20 @@ from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, ReduceOp, Sum
 from ..tensorflow import names
 from ..tensorflow.compression import Compression, Compressor
-from ..tensorflow.gradients import GradientGroups, GradientOptions, GradientReducer, Groups
+from ..tensorflow.gradients import (
+    GradientGroups,
+    GradientOptions,
+    GradientReducer,
+    Groups,
+    Layer,
+    register_local_layers,
+)
 from ..tensorflow.identity import IdentitySet
 from ..tensorflow.types import OptionalGradient, Variable
 from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
-from ._private import accumulators_of, calls_of, is_older_than, serialise_as, trained_by
+from ._private import serialise_as, trained_by
 from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
-from .old_optimizers import advice
 from .optimizer_parts import distributed_in, parts_of, passes_on
 from .patches import Function, replaces
 
@@ -46,12 +52,9 @@ class Arguments:
 
     name: names.OptimizerName
     factor: float
-    compression: type[Compressor]
-    sparse_as_dense: bool
-    gradient_predivide_factor: float
+    options: GradientOptions
     op: ReduceOp
-    num_groups: int
-    groups: Groups
+    gradient_predivide_factor: float
     process_set: ProcessSet | None
     scale_local_gradients: bool
     average_statistics: bool
@@ -61,7 +64,7 @@ class Arguments:
 
 @dataclass
 class Distribution:
-    """What a distributed optimizer has in its attribute `_mpistrat`.
+    """The attribute `_mpistrat` of a distributed optimizer.
 
     Attributes:
         class_name: The class of the optimizer.
@@ -150,7 +153,7 @@ class _Distributed:
         return distributed_when_loaded(self, how)
 
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
-        """What distributes a copy of this optimizer as this one is.
+        """A function that distributes a copy of this optimizer as this one is.
 
         Args:
             is_in_process: The copy stays in this process; pickle cannot copy a process set.
@@ -158,7 +161,7 @@ class _Distributed:
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
-            and not self._mpistrat.reducer.has_local and not isinstance(its.groups, list | tuple)
+            and not self._mpistrat.reducer.has_local and not its.options.groups.has_lists
         return functools.partial(_distribute_copy, its if is_known else None)
 
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
@@ -171,7 +174,7 @@ class _Distributed:
         expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
                                       for gradient, v in zip(grads, variables, strict=False)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if tf.executing_eagerly() and (int(calls_of(self)) + 1) % steps:
+        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
         if not expected <= self._mpistrat.called:
@@ -277,26 +280,53 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         require_hooks(type(optimizer))
     factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     own_name = names.OptimizerName(process_set.process_set_id or 0)
-    its = Arguments(own_name, factor, compression, sparse_as_dense, gradient_predivide_factor, op,
-                    num_groups, groups, None if process_set is global_process_set else process_set,
-                    scale_local_gradients, average_statistics, uneven, check_weights)
+    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
+                    None if process_set is global_process_set else process_set, scale_local_gradients,
+                    average_statistics, uneven, check_weights)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
+
+
+def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
+                                device_dense: str = "", device_sparse: str = "",
+                                compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                                gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
+                                backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+                                groups: Groups = None, process_set: ProcessSet = global_process_set,
+                                local_layers: Layer | Sequence[Layer] | None = None,
+                                scale_local_gradients: bool = True, uneven: str = "error",
+                                average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
+    """As DistributedOptimizer, but some layers are each rank's own: fit averages neither gradients nor statistics.
+
+    Pass the weights of these layers to BroadcastGlobalVariablesCallback(local_variables=...) too, if each rank is to
+    start with its own.
+
+    Args:
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
+        groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: Likewise.
+        local_layers: A Keras layer or a list of layers, which have their weights.
+
+    Raises:
+        ValueError: As DistributedOptimizer, or `local_layers` is something else, or has no weights yet.
+    """
+    distributed = DistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+        backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
+        scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven,
+        check_weights=check_weights)
+    register_local_layers(local_layers, distributed.register_local_var)
+    return distributed
 
 
 def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName, changes: Mapping[str, object],
                 passes: int) -> Optimizer:
-    """A distributed optimizer with the configuration and the state of `optimizer`.
+    """A distributed optimizer with the configuration of `optimizer`, with `changes` in it, and its state.
 
-    Args:
-        optimizer: The original.
-        its: Valid arguments.
-        name: Begins the names of collectives.
-        changes: Values of the configuration that are others.
-        passes: How many times as many passes as in the original are accumulated.
+    `its` are valid arguments, and `passes` is how many times as many passes as in the original are accumulated.
     """
     process_set = resolved(its.process_set)
-    options = GradientOptions(its.compression, its.sparse_as_dense, GradientGroups(its.groups, its.num_groups))
-    reducer = GradientReducer(name, options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+    reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
                               process_set)
     distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
     reducer.checks_weights = its.check_weights
@@ -330,18 +360,18 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
     new.build(trained_by(old))
-    accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
+    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
     if passes > 1:
-        calls_of(new).assign(calls_of(old) * passes)  # With accumulation Keras counts the passes.
+        new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice(optimizer)}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
     if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
@@ -358,6 +388,19 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "optimizer.")
 
 
+def _advice(optimizer: object) -> str:
+    """The end of a sentence: what to write in place of an optimizer of Keras 2 or TensorFlow 1; "" for others."""
+    tape = "or average its gradients with mpistrat.tensorflow.DistributedGradientTape."
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    # By the module's name, because tf_keras need not be installed.
+    if any(base.__module__.partition(".")[0] == "tf_keras" for base in cls.__mro__):
+        return (", which is an optimizer of Keras 2: unset TF_USE_LEGACY_KERAS and take the optimizer and the model "
+                f"from `import keras`, {tape}")
+    if issubclass(cls, tf.compat.v1.train.Optimizer):
+        return f", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, {tape}"
+    return ""
+
+
 def require_hooks(cls: type) -> None:
     """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
     # _Distributed defines the hooks in any case.
@@ -365,7 +408,7 @@ def require_hooks(cls: type) -> None:
                if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
-    if is_older_than(3, 5):
+    if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
         raise _unknown(_CLIPS_BEFORE)
 
 

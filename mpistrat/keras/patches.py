@@ -71,7 +71,7 @@ def apply(for_strategy: bool = False) -> None:
 
 def _bound(replacement: Function, original: Function) -> Function:
     @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: object, **kwargs: object) -> Any:
         return replacement(original, *args, **kwargs)
     return replaced
 

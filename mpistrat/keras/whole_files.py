@@ -11,7 +11,7 @@ import shutil
 from keras.callbacks import BackupAndRestore
 
 from ..process.launch_env import launched_rank
-from ._private import epoch_of_backup_in, legacy_h5_format, paths_of_backup, saves_epochs, saving_lib
+from ._private import legacy_h5_format, saving_lib
 from .patches import Function, replaces
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
@@ -43,17 +43,17 @@ def save(original: Function, model: object, filepath: object, *args: object, **k
 
 @replaces(BackupAndRestore, "_save_model", "likewise, the file with the epoch", "json.dumps(training_metadata)")
 def save_backup(original: Function, self: BackupAndRestore) -> None:
-    if not saves_epochs(self) or "://" in str(self.backup_dir):
+    path = getattr(self, "_training_metadata_path", None)  # Keras 3.0 saves the weights alone.
+    if path is None or "://" in str(self.backup_dir):
         return original(self)
-    path = paths_of_backup(self)[1]
-    part = f"{path}.saving"
+    part = self._training_metadata_path = f"{path}.saving"
     if os.path.exists(path):
         shutil.copyfile(path, part)  # With double_checkpoint Keras keeps a copy of the file before it writes.
     try:
-        with epoch_of_backup_in(self, part):
-            original(self)
+        original(self)
         os.replace(part, path)
     finally:
+        self._training_metadata_path = path
         if os.path.exists(part):
             os.remove(part)
     return None

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import inspect
 import logging
-from typing import Any
 
 import keras
 
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Keras compares the `compile` of a model's class with that of its own base class, so it is replaced there.
 @replaces(trainer.base_trainer.Trainer, "compile", "XLA cannot compile collectives", "self._resolve_auto_jit_compile()")
-def compile(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> None:
+def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
     """Take jit_compile="auto" as False for a distributed optimizer.
 
     By default Keras compiles the training step on a machine with a GPU. An explicit True is left as it is; then the

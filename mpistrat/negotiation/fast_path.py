@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 class _NoAgreement:
     """An AgreementRound of ranks that cannot vote: no round begins."""
 
-    has_voted = False
-
     def vote(self, number: int, is_ready: bool = False) -> None:
         raise AssertionError("a rank that cannot vote has voted")
 
@@ -65,6 +63,7 @@ class FastPath:
 
     Attributes:
         is_open: A vote has been opened, and has not ended.
+        has_voted: This rank has voted, for or against, and the round is not complete.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
@@ -72,7 +71,7 @@ class FastPath:
         self._is_possible, self._agreement = agreement is not None, agreement or _NoAgreement()
         self._topology, self._warning_s, self.abort_s = topology, warning_s, abort_s
         self._job_rank = topology.job_ranks[topology.rank]
-        self.is_open = False
+        self.is_open = self.has_voted = False
         self._entry: Entry | None = None
         self._since = 0.0
         self._was_late = False
@@ -98,36 +97,23 @@ class FastPath:
         """Whether this rank has voted for an operation, and the round is not complete."""
         return self._entry is not None
 
-    @property
-    def may_vote(self) -> bool:
-        """Whether a vote is open, and this rank has not voted in this round."""
-        return self.is_open and not self._agreement.has_voted
-
-    @property
-    def has_voted(self) -> bool:
-        """Whether this rank has voted, for or against, and the round is not complete."""
-        return self._agreement.has_voted
-
-    def propose(self, entry: Entry, is_ready: bool, now: float) -> None:
-        """Vote for the operation of `entry`. This rank `may_vote`."""
-        self._entry = entry
-        self._vote(entry.request.fingerprint, is_ready, now)
+    def vote(self, entry: Entry | None, is_ready: bool, now: float) -> None:
+        """Vote for the operation of `entry`, or against all (None). A vote is open, and this rank has not voted."""
+        self._entry, self.has_voted = entry, True
+        self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
+        self._agreement.vote(0 if entry is None else entry.request.fingerprint, is_ready)
 
     def decline(self, now: float) -> None:
         """Vote against all, if a vote is open and this rank has not voted."""
-        if self.is_open and not self._agreement.has_voted:
-            self._vote(0, False, now)
-
-    def _vote(self, number: int, is_ready: bool, now: float) -> None:
-        self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
-        self._agreement.vote(number, is_ready)
+        if self.is_open and not self.has_voted:
+            self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
         """The entry that this rank voted for, if any, and the outcome of the round; None until all ranks have voted."""
         outcome = self._agreement.outcome()
         if outcome is None:
             return None, None
-        entry, self._entry = self._entry, None
+        entry, self._entry, self.has_voted = self._entry, None, False
         if outcome is not Outcome.REFUSED:
             self._agreements += 1
         else:
@@ -139,7 +125,7 @@ class FastPath:
 
     def is_late(self, now: float) -> bool:
         """Whether this rank has waited so long that rank 0 should end the vote. True once in a round."""
-        if not self._agreement.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
+        if not self.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
             return False
         self._was_late = True
         logger.debug("rank %d: no outcome after %.2f s; rank 0 is asked to end the vote", self._job_rank,
@@ -148,7 +134,7 @@ class FastPath:
 
     def next_check_s(self) -> float:
         """Seconds after which `is_late` and `check` must be called again."""
-        if not self._agreement.has_voted:
+        if not self.has_voted:
             return LONGEST_CYCLE_S
         return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
@@ -158,7 +144,7 @@ class FastPath:
         Raises:
             StallError: After `abort_s`.
         """
-        if not self._agreement.has_voted:
+        if not self.has_voted:
             return
         waited_s = now - self._since
         is_too_long = self.abort_s is not None and waited_s >= self.abort_s

@@ -25,9 +25,9 @@ from .compression import Compression
 from .distribute import MPIStrategy
 from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from .objects import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_object_fn
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
 from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
-from .objects import broadcast_object_fn
 from .ops import (
     allgather,
     allreduce,
@@ -43,7 +43,6 @@ from .pin_gpu import init as init  # as the two of objects, in place of that of 
 from .pin_gpu import pin_gpu
 from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
-from .sessions import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405

@@ -87,6 +87,8 @@ class Compressed:
         self._compression = compression
         self.tensors, self.wire_dtype = list(tensors), ""
         self._contexts: list[Any] | None = None
+        if compression is Compression.none:
+            return
         is_cast = compression in (Compression.fp16, Compression.bf16)
         if is_cast and (gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
             self.wire_dtype = compression.dtype.name  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ class _Exchange:
 
 
 class FirstSteps:
-    """What is known of the first reductions of an optimizer, or of all tapes.
+    """The digests of the first reductions of an optimizer, or of all tapes.
 
     Args:
         name: The same on all ranks.
@@ -102,14 +102,10 @@ class FirstSteps:
         _all.add(self)
 
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
-        """What to call with this rank's gradients before they are reduced; None if there is nothing to check.
+        """The function to call with this rank's gradients before they are reduced; None if there is nothing to check.
 
-        It raises MismatchError, on every rank, when the ranks train different weights.
-
-        Args:
-            variables: Those whose gradients are reduced.
-            labels: What users call them.
-            may_read: Whether no variable changes before its gradient is reduced. Otherwise weights are not compared.
+        It raises MismatchError, on every rank, when the ranks train different weights. `may_read`: no variable changes
+        before its gradient is reduced. Otherwise weights are not compared.
         """
         if self.is_done or runtime.current().settings.consistency_check_disable:
             return None
@@ -185,7 +181,6 @@ class FirstSteps:
 
     @property
     def _has_joined(self) -> bool:
-        """Whether the ranks have joined since the first step."""
         return self._joins is not None and self._group.joins != self._joins
 
     def _require_equal_weights(self) -> None:
@@ -252,10 +247,7 @@ def differing(digests: Sequence[Digests]) -> list[int]:
 def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
     """Whether the gradients were the same on all ranks in at least two reductions, and never different.
 
-    Reductions of different weights do not count.
-
-    Args:
-        received: The digests of all ranks in each reduction; [] where they are not known.
+    Reductions of different weights do not count. `received` has [] for reductions whose digests are not known.
     """
     gradients = _gradients(received)
     return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
@@ -277,10 +269,7 @@ def _gradients(received: Sequence[Sequence[Digests]]) -> list[set[bytes]]:
 def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
     """Which variables differ, and among which ranks. At least one does.
 
-    Args:
-        labels: What users call the variables.
-        digests: Of each rank.
-        ranks_of: The rank of each in the job; (): in order.
+    `ranks_of` has the rank of each in the job; () means in order.
     """
     different = differing(digests)
     groups: dict[bytes, list[int]] = {}
@@ -347,12 +336,7 @@ _of_tapes: "weakref.WeakKeyDictionary[Group, dict[str, FirstSteps]]" = weakref.W
 
 
 def of_tapes(name: str, process_set: ProcessSet) -> FirstSteps:
-    """The FirstSteps of all tapes of a process set. Eager code makes a tape for each step.
-
-    Args:
-        name: The purpose of the collective.
-        process_set: The ranks that reduce.
-    """
+    """The FirstSteps of all tapes of a process set. Eager code makes a tape for each step. `name` is the purpose."""
     known = _of_tapes.setdefault(process_set.group(name), {})
     if name not in known:
         known[name] = FirstSteps(name, process_set, is_of_tapes=True)
@@ -367,13 +351,9 @@ def _forget(key: int, _: object) -> None:
 
 
 def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
-    """Those of the variables that no other reducer reads in a graph. Local.
+    """Those of the variables that no other reducer than `reader` reads in a graph. Local.
 
     Nothing orders a callback that reads a variable for one optimizer and what another one does to it in the same step.
-
-    Args:
-        variables: What the reducer trains.
-        reader: The name of the reducer.
     """
     for variable in variables:
         key = id(variable)

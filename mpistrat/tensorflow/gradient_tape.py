@@ -10,8 +10,7 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.request import Average, ReduceOp
 from .compression import Compression, Compressor
-from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups
-from .local_layers import Layer, register_local_layers
+from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups, Layer, register_local_layers
 from .ops import without_autograph
 from .types import Structure, Variable
 

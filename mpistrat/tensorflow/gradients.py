@@ -1,9 +1,10 @@
 """Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -44,15 +45,21 @@ class GradientGroups:
         self._count = groups if isinstance(groups, int) else num_groups
         self._sets = [] if groups is None or isinstance(groups, int) else [IdentitySet(group) for group in groups]
 
+    @property
+    def has_lists(self) -> bool:
+        return bool(self._sets)
+
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
         places = range(len(variables))
+        if not self._sets and self._count <= 1:
+            return [list(places)] if places else []
         if self._sets:
             numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
                        for variable in variables]
             divided = [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
         else:
-            count = max(min(self._count, len(variables)), 1)
+            count = min(self._count, len(variables))
             divided = [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
         return [group for group in divided if group]
 
@@ -146,7 +153,7 @@ class GradientReducer:
         self._scale_local = scale_local_gradients
         self._local: IdentitySet[Variable] = IdentitySet()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the optimizer, or the purpose of a tape's collective."""
         return "tape" if self.optimizer is None else self.optimizer()
@@ -163,11 +170,9 @@ class GradientReducer:
 
     @property
     def has_local(self) -> bool:
-        """Whether any variable was excluded."""
         return len(self._local) > 0
 
     def is_local(self, variable: Variable) -> bool:
-        """Whether this variable was excluded."""
         return variable in self._local
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
@@ -181,9 +186,7 @@ class GradientReducer:
         results = list(gradients)
         if not self.process_set.has_others():
             return results
-        purpose = self.name
-        self.process_set.group(purpose)  # For its error.
-        number = self.process_set.process_set_id or 0
+        purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -193,17 +196,16 @@ class GradientReducer:
                 continue
             shared.append(i)
         trained = [variables[i] for i in shared]
-        observer = self._observer(purpose, number, trained)
+        labels = list(map(label_of, trained))
+        observer = self._observer(purpose, number, trained, labels)
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
         reduced = reduce_gradients([results[i] for i in shared], name, self._scaled, self._options, variables=trained,
-                                   labels=[label_of(v) for v in trained], places=shared, process_set=number,
-                                   observer=observer)
+                                   labels=labels, places=shared, process_set=number, observer=observer)
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
 
     def require_no_strategy(self) -> None:
-        """Raise InvalidRequestError in a replica of MPIStrategy, which reduces gradients too."""
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
                                       "average gradients twice. Take the optimizer or the tape that it was made from.")
@@ -215,7 +217,8 @@ class GradientReducer:
         number = number_of(self.process_set, self.name)
         return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
 
-    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable]) -> Observer | None:
+    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
+                  labels: Sequence[str]) -> Observer | None:
         """What checks the reduction of the gradients of these sources, as long as there is something to check."""
         if self.checks is not None and self.checks.is_done:
             return None
@@ -230,7 +233,8 @@ class GradientReducer:
                                                                        and not self.changes_early))
         if may_read and not tf.executing_eagerly():
             variables = first_steps.read_alone(variables, purpose)
-        return checks.observer(variables, [label_of(v) for v in variables], may_read)
+        label_by_id = dict(zip(map(id, sources), labels, strict=True))
+        return checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
 
     def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:
@@ -253,6 +257,34 @@ def is_local_of_any(variable: Variable) -> bool:
     """Whether any optimizer or tape leaves this variable to each rank. Local."""
     # Not by hasattr, which may run a collective for a variable of a strategy.
     return any(_IS_LOCAL in getattr(each, "__dict__", ()) for each in (variable, getattr(variable, "value", None)))
+
+
+class Layer(Protocol):
+    """The attributes of a Keras layer that are used here."""
+
+    built: bool
+    weights: list[Any]
+
+
+def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
+    """Call `register` with each weight of the layers that Horovod's Partial wrappers get. Local.
+
+    Running statistics are weights too.
+
+    Raises:
+        InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
+    """
+    listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
+    for layer in listed:
+        if not hasattr(layer, "weights"):
+            raise InvalidRequestError("local_layers is a Keras layer or a list of layers. Received: "
+                                      f"{layer!r}")
+        if not layer.built:
+            raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
+                                      "model first: give it an Input layer, or call it once.")
+        for weight in layer.weights:
+            register(weight)
+            register(weight.value)  # The tf.Variable of a Keras variable; a tape may have either as a source.
 
 
 def label_of(variable: Variable) -> str:

@@ -16,7 +16,6 @@ class IdentitySet(Generic[T]):
         self._members = {id(member): member for member in members}
 
     def add(self, member: T) -> None:
-        """Add `member`."""
         self._members[id(member)] = member
 
     def __len__(self) -> int:

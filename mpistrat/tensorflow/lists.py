@@ -43,7 +43,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 def topology_of(process_set: int) -> Topology:
     """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
     try:
-        return runtime.current().group_of("The process set of a collective", process_set).topology
+        return runtime.group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
         raise as_tf_error(error) from error
 
@@ -98,13 +98,19 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         else:
             dense.append(i)
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
-    after = range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
-    reduced = reduce_dense([*compressed.tensors, *exact.values()], name, scaled,
-                           [*(labels[i] for i in dense), *exact] if labels else (), may_wait, compressed.wire_dtype,
-                           process_set, [*(places[i] for i in dense), *after], bucket_bytes, observer)
+    sent, sent_labels = compressed.tensors, [labels[i] for i in dense] if labels else []
+    sent_places, apart = [places[i] for i in dense], list[tf.Tensor]()
+    if compressed.wire_dtype:  # It is for all tensors of a collective.
+        apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
+                             process_set=process_set)
+    else:
+        sent, sent_labels = [*sent, *exact.values()], [*sent_labels, *exact] if labels else []
+        sent_places += range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
+    reduced = reduce_dense(sent, name, scaled, sent_labels, may_wait, compressed.wire_dtype, process_set, sent_places,
+                           bucket_bytes, observer)
     for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
-    return [*results, *reduced[len(dense):]]
+    return [*results, *reduced[len(dense):], *apart]
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
@@ -113,19 +119,15 @@ def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labe
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
-
-    def reduced(*values: tf.Tensor) -> list[tf.Tensor]:
-        return reduce_list(values, name, scaled, labels, may_wait, bucket_bytes, wire_dtype, process_set, places,
-                           observer)
-
+    reduced = partial(reduce_list, name=name, scaled=scaled, labels=labels, may_wait=may_wait,
+                      bucket_bytes=bucket_bytes, wire_dtype=wire_dtype, process_set=process_set, places=places,
+                      observer=observer)
     return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
                          tensors)
 
 
 @dataclass(frozen=True)
 class ReduceGradient(Gradient):
-    """The gradient of reduce_dense: the same reduction. The fields are its arguments."""
-
     name: str
     scaled: ScaledOp  # a list after JSON
     labels: Sequence[str]
@@ -173,7 +175,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
 def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int,
            observer: Observer | None = None) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
-    return with_gradient(lambda *values: gather_list(values, name, process_set, observer),
+    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer),
                          GatherGradient(name, process_set), tensors)
 
 

@@ -28,7 +28,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -106,7 +106,7 @@ def is_in_order(name: str) -> bool:
 
     Those of the gradient of a function are not. Their names differ by the number of the execution.
     """
-    return is_made(name) and not name.startswith(_GRADIENT_OF)
+    return "()/" in name and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:
@@ -167,7 +167,7 @@ class OptimizerName:
         if self._thread == _kind_of_this_thread():
             prefix(self._process_set != 0)  # For its error.
         with _naming:
-            if sum(other() is not None for other in _unnamed[group]) > 1:
+            if len([other for other in _unnamed[group] if other() is not None]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
             for other in _unnamed.pop(group):
                 found = other()
@@ -215,7 +215,7 @@ def prefix(is_exclusive: bool = False) -> str:
         is_exclusive: Whether the names are for a process set of this thread's own.
 
     Raises:
-        InvalidRequestError: As `made`.
+        InvalidRequestError: As `eager`. The engine of the job has ended then.
     """
     if _state.space is not None:
         return _state.space
@@ -226,13 +226,22 @@ def prefix(is_exclusive: bool = False) -> str:
         return kind
     for other in threading.enumerate():
         if other is not thread and f"{kind_of(other.name)}/" == kind:
-            raise InvalidRequestError(
-                f"the threads {thread.name!r} and {other.name!r} are both alive, and {thread.name!r} uses a collective "
-                "without a name (a tape has none, and reading a metric of MPIStrategy is such a collective). The ranks "
-                "cannot tell the two apart, and would mix up what they reduce. Give each a name of its own that is the "
-                "same on all ranks: threading.Thread(..., name='evaluation'). Or give each a DistributedOptimizer or a "
-                "process set of its own.")
+            _refuse(thread, other)
     return kind
+
+
+def _refuse(thread: threading.Thread, other: threading.Thread) -> NoReturn:
+    where = f" on rank {runtime.current().topology.rank}" if runtime.is_initialized() else ""
+    problem = (
+        f"the threads {thread.name!r} and {other.name!r} are both alive{where}, and {thread.name!r} uses a collective "
+        "without a name (a tape has none, and reading a metric of MPIStrategy is such a collective). The ranks cannot "
+        "tell the two apart, and would mix up what they reduce. Give each a name of its own that is the same on all "
+        "ranks: threading.Thread(..., name='evaluation'). Or give each a DistributedOptimizer or a process set of its "
+        "own.")
+    if runtime.is_initialized():
+        # On all ranks: on another one the two may not meet, and one of them would wait for this rank.
+        runtime.current().engine.break_off(problem)
+    raise InvalidRequestError(problem)
 
 
 def _kind_of_this_thread() -> str:

@@ -4,8 +4,12 @@ The calls of different ranks are matched by name. An unnamed eager call has the 
 graph that of the function and its number in it, see names.py.
 """
 
+import logging
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -16,9 +20,10 @@ from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
-from . import many_calls
+from ..core.tuning import JOINED_TENSOR_BYTES
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
+from .bridge.program_order import current_function
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
@@ -26,6 +31,12 @@ from .names import given, made, of_gradient
 from .types import Tensor, TensorLike, Variable
 
 Reducible: TypeAlias = TensorLike | tf.IndexedSlices
+
+logger = logging.getLogger(__name__)
+
+MANY = 32  # 400 calls take 25 ms, so fewer than 32 should take less than 2 ms.
+_counts: "weakref.WeakKeyDictionary[tf.Graph, Counter[int]]" = weakref.WeakKeyDictionary()
+_hints: list[str] = []  # The functions with a hint; one is enough.
 
 # There is nothing to convert here, and AutoGraph needs four seconds at the first trace to find that out.
 without_autograph = tf.autograph.experimental.do_not_convert
@@ -63,7 +74,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     number = number_of(process_set, "Allreduce")
     scaled = _op_for([tensor], op, average, prescale_factor, postscale_factor)
     tensor = as_tensor(tensor)
-    many_calls.count(tensor, number)
+    _count_call(tensor, number)
     name = name_of("allreduce", name, number, ignore_name_scope)
     return reduce_tensors([tensor], name, scaled, compression=compression, process_set=number, may_wait=False)[0]
 
@@ -128,7 +139,7 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
     tensor = as_tensor(tensor)
     name = name_of("broadcast", name, number, ignore_name_scope)
 
-    return with_gradient(lambda value: broadcast_list([value], root_rank, name, process_set=number),
+    return with_gradient(partial(broadcast_list, root_rank=root_rank, name=name, process_set=number),
                          BroadcastGradient(name, root_rank, number), [tensor])[0]
 
 
@@ -206,6 +217,28 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels, number)
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+def _count_call(tensor: object, process_set: int) -> None:
+    """Count a call of allreduce with a small dense tensor. For the last of MANY in one function rank 0 logs a hint.
+
+    One call for all tensors is much faster. The calls do not share their nodes by themselves: the first one returns
+    before the second is traced, so its tensor would have to wait for the last. A program that waits for the first
+    result in between, in a way that the graph does not show, would never end. A list that the user passes says that
+    nothing does.
+    """
+    if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor):
+        return
+    elements = tensor.shape.num_elements()
+    if elements is None or elements * tensor.dtype.size >= JOINED_TENSOR_BYTES:
+        return  # grouped_allreduce would not pack it together with others.
+    function, topology = current_function(), topology_of(process_set)
+    counts = _counts.setdefault(function, Counter())
+    counts[process_set] += 1
+    if counts[process_set] == MANY and topology.rank == 0 and topology.size > 1 and not _hints:
+        _hints.append(function.name)
+        logger.warning("mpistrat: %s() calls allreduce for each of %d small tensors or more. That takes much longer "
+                       "than one call for all of them: results = hvd.grouped_allreduce([...]).", function.name, MANY)
 
 
 def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None, prescale: float,

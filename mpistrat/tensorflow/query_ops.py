@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
-from ..api.process_sets import ProcessSet
 from ..core.errors import InvalidRequestError, MpistratError
 from .bridge import cpu
 from .bridge.python_op import host_call
@@ -47,21 +46,21 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return rank() as an int32 scalar. Local; raises as size_op."""
-    return _scalar(_rank, name)
+    return _scalar(lambda: runtime.current().topology.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return local_rank() as an int32 scalar. Local; raises as size_op."""
-    return _scalar(_local_rank, name)
+    return _scalar(lambda: runtime.current().topology.local_rank, name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return local_size() as an int32 scalar. Local; raises as size_op."""
-    return _scalar(_local_size, name)
+    return _scalar(lambda: runtime.current().topology.local_size, name)
 
 
 def _size(process_set_id: int) -> int:
-    found = _set_of(process_set_id)
+    found = runtime.current().registry.find(process_set_id)
     size = None if found is None else found.size()
     if size is None:
         raise InvalidRequestError(f"size_op: no process set with the number {process_set_id} is registered. "
@@ -72,24 +71,8 @@ def _size(process_set_id: int) -> int:
 def _included(process_set_id: int) -> int:
     if not runtime.is_initialized():
         return _NOT_INITIALIZED
-    found = _set_of(process_set_id)
+    found = runtime.current().registry.find(process_set_id)
     return _UNKNOWN_SET if found is None else int(bool(found.included()))
-
-
-def _set_of(process_set_id: int) -> ProcessSet | None:
-    return runtime.current().registry.find(process_set_id)
-
-
-def _rank() -> int:
-    return runtime.current().topology.rank
-
-
-def _local_rank() -> int:
-    return runtime.current().topology.local_rank
-
-
-def _local_size() -> int:
-    return runtime.current().topology.local_size
 
 
 def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:

@@ -80,7 +80,7 @@ def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
 def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], scaled: ScaledOp, name: str,
                    process_set: int) -> list[tf.Tensor]:
     compressed = Compressed(list(tensors), compression)
-    scattered = with_gradient(lambda *values: _scatter_list(values, scaled, name, process_set),
+    scattered = with_gradient(lambda values: _scatter_list(values, scaled, name, process_set),
                               ReduceScatterGradient(name, scaled, process_set), compressed.tensors)
     return compressed.restored(scattered)
 
@@ -164,7 +164,8 @@ def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
     """As _exchange, with the gradient of the rows."""
     received: list[tf.Tensor] = []
 
-    def exchange(rows: tf.Tensor, counts: tf.Tensor) -> list[tf.Tensor]:
+    def exchange(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rows, counts = values
         data, of_ranks = _exchange(rows, counts, name, process_set)
         received.append(of_ranks)
         return [data]

@@ -42,6 +42,7 @@ def assert_whole(job: Finished, ranks: int, generation: int, most_twice: int) ->
     assert job.left == (), job.output
 
 
+@pytest.mark.horovod("elastic-jobs")
 @pytest.mark.parametrize("when", ["before", "after", "while"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_ranks_that_are_left_go_on_in_their_processes(rank: int, when: str) -> None:
@@ -108,6 +109,7 @@ def test_sigterm_ends_the_job_at_a_commit_and_the_next_job_goes_on_from_its_file
     assert re.search(rf"begins at step {done}\b", log.read_text()), log.read_text()
 
 
+@pytest.mark.horovod("elastic-jobs")
 def test_ranks_come_when_the_program_that_looks_for_hosts_finds_room(tmp_path: Path) -> None:
     hosts, log, find = tmp_path / "hosts", tmp_path / "log", tmp_path / "find.sh"
     hosts.write_text("localhost:1\n")
@@ -122,3 +124,22 @@ def test_ranks_come_when_the_program_that_looks_for_hosts_finds_room(tmp_path: P
                   script=["--pause", "0.3", "--log", str(log)], watch=add)
     assert_whole(job, ranks=2, generation=2, most_twice=2)
     assert "there is room for 2 ranks instead of 1" in job.output
+
+
+@pytest.mark.parametrize(("example", "late_enough"), [("elastic_fit", "Epoch 2/"), ("elastic_loop", "epoch 1:")])
+def test_an_example_goes_on_when_a_rank_is_killed(example: str, late_enough: str) -> None:
+    printed, killed = [], []
+
+    def kill(more: str) -> None:
+        printed.append(more)
+        found = re.search(r"rank 1 of 3 is process (\d+)", "".join(printed))
+        if found and late_enough in "".join(printed) and not killed:
+            killed.append(found[1])
+            psutil.Process(int(found[1])).kill()
+
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
+                       f"examples/{example}.py", "--epochs", "12"], limit_s=180, watch=kill)
+    assert job.code == 0 and killed, job.output
+    accuracy, ranks = re.findall(r"test accuracy (\d\.\d+), (\d) ranks at the end", job.output)[0]
+    assert float(accuracy) > 0.8 and ranks == "2", job.output
+    assert "goes on with 2 ranks" in job.output and job.left == (), job.output

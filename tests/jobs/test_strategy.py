@@ -115,7 +115,7 @@ def test_a_rank_that_leaves_the_loop_is_named() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("what", ["metric", "variable", "checkpoint", "save"])
+@pytest.mark.parametrize("what", ["metric", "variable", "checkpoint", "save", "evaluate"])
 def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", what, str(tmp_path)],
                   env={"MPISTRAT_DEADLOCK_S": "0"})  # It would come before the limit.

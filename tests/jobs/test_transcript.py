@@ -52,6 +52,14 @@ def test_the_page_has_the_scene_and_its_script(scene: Scene) -> None:
 
 
 @pytest.mark.quick
+def test_no_frame_of_a_framework_is_on_the_page() -> None:
+    page = PAGE.read_text()
+    assert 'File "/home/me/no_file.py"' in page
+    assert ".pyx" not in page
+    assert "site-packages" not in page
+
+
+@pytest.mark.quick
 def test_the_quick_start_is_the_first_script_of_the_readme() -> None:
     assert script_block(SCENES[1]) == f"```python\n{(SCRIPTS / 'quick_start.py').read_text()}```"
     assert script_block(SCENES[1]) in (ROOT / "README.md").read_text()

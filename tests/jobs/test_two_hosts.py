@@ -164,9 +164,28 @@ def test_ranks_that_catch_the_error_for_a_link_that_is_cut_end_nevertheless(host
     assert f"on {hosts.names[0]} ends the job: shutdown: rank " in job.output, job.output
 
 
+def test_a_host_that_does_not_answer_ends_every_rank(hosts: Hosts, tmp_path: Path) -> None:
+    command = ["python", "tests/scripts/over_a_link.py", "allreduce", "4000", "between", "0", str(tmp_path)]
+    with hosts.mended_after():
+        job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env={"MPISTRAT_LOST_AFTER_S": "2"})
+    first, second = hosts.names
+    assert f"rank 0 on {first} ends the job: lost rank 2 on {second} (its host has not answered for 2 s); rank 3 on " \
+           in job.output, job.output
+    # What is beyond the limit is for the far host, whose ranks do not hear of an end of the job.
+    assert job.ended_at - float((tmp_path / "cut").read_text()) < 30, job.output
+
+
+def test_ranks_recover_over_two_hosts(hosts: Hosts) -> None:
+    job = hosts.run([2, 2], ["python", "tests/scripts/ranks_lost.py", "eager", "0", "0.2"],
+                    mpirun_args=["--with-ft", "ulfm", "--mca", "coll", "^han"])
+    assert job.output.count("went on as rank") == 3, job.output
+    assert (job.code, job.left) == (0, ()), job.output
+
+
 def stalls_after(seconds: float) -> dict[str, str]:
-    """The settings."""
-    return {"MPISTRAT_STALL_CHECK_TIME_SECONDS": "1", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": str(seconds)}
+    """The settings with which this is the only limit."""
+    return {"MPISTRAT_LOST_AFTER_S": "0", "MPISTRAT_STALL_CHECK_TIME_SECONDS": "1",
+            "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": str(seconds)}
 
 
 def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended) -> None:
@@ -188,7 +207,7 @@ def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended) -> None
 def test_a_link_that_is_down_for_some_seconds_is_survived(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.mended_after():
         job = hosts.run([2, 2], ["python", "tests/scripts/over_a_link.py", "allreduce,broadcast,allgather", "4000000",
-                                 "within", "8", str(tmp_path)])
+                                 "within", "8", str(tmp_path)], env={"MPISTRAT_LOST_AFTER_S": "20"})
     assert job.code == 0, job.output
     assert [len(job.of_rank(rank)) for rank in range(4)] == [1] * 4, job.output
     assert job.ended_at - float((tmp_path / "cut").read_text()) > 8, job.output

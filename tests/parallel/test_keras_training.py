@@ -424,6 +424,20 @@ def test_a_loaded_model_goes_on_where_it_was_saved(rank: int, size: int, shared_
     assert_equal_on_all_ranks(loaded.get_weights())
 
 
+def test_a_loaded_model_has_the_arguments_that_load_model_gets(rank: int, size: int, shared_dir: str) -> None:
+    model = new_model("input", seed=4)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    path = os.path.join(shared_dir, "model.keras")
+    if rank == 0:
+        model.save(path)
+    mpistrat.barrier()
+    loaded = hvd.load_model(path, uneven="join")
+    x, y = (shard(array, rank, size)[:BATCH * (1 + (rank == 0))] for array in global_data(size))
+    loaded.fit(x, y, batch_size=BATCH, verbose=0)
+    assert int(loaded.optimizer.iterations.numpy()) == 2
+    assert_equal_on_all_ranks(loaded.get_weights())
+
+
 class MyAdam(keras.optimizers.Adam):
     """Keras does not know this one."""
 

@@ -156,7 +156,7 @@ def test_a_step_sends_gradients_once_and_values_once(central: MPIStrategy, name:
     for number in range(4):
         with collectives_counted() as names:
             loop.step(tf.constant(float(number)))
-        counts.append(len(names))
+        counts.append(len([each for each in names if not each.startswith("check/")]))  # Checks are in the first steps.
     assert counts == expected
 
 

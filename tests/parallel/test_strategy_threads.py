@@ -141,12 +141,14 @@ def test_all_collectives_of_a_thread_are_its_own(strategy: MPIStrategy, kind: st
     assert got == [[expected(100.0 * i) for i in range(20)], [expected(100.0 * i + 50) for i in range(20)]]
 
 
-def test_two_threads_that_the_ranks_cannot_tell_apart_are_refused(strategy: MPIStrategy, rank: int, size: int) -> None:
+def test_two_threads_that_the_ranks_cannot_tell_apart_are_refused(strategy: MPIStrategy, rank: int, size: int,
+                                                                  restart: Callable[[], None]) -> None:
     ones, hundreds = counter(strategy, 1.0), counter(strategy, 100.0)
     got = outcomes(rank, {"Thread a": ones.numpy, "Thread b": hundreds.numpy})
     assert [type(error) for error in got] == [InvalidRequestError] * 2
     for error in got:
         assert re.match(r"the threads 'Thread-\d+ \(read\)' and 'Thread-\d+ \(read\)' .*name=", str(error))
+    restart()
     assert outcomes(rank, {"Thread": ones.numpy}) == [1.0 * size]
 
 

@@ -15,7 +15,7 @@ hvd = pytest.importorskip("mpistrat.tensorflow")
 from mpistrat.core.handle import Entry, Handle  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
-from mpistrat.tensorflow import many_calls  # noqa: E402
+from mpistrat.tensorflow import ops as tensor_ops  # noqa: E402
 
 from .helpers import both_ways, eagerly, in_graph  # noqa: E402
 
@@ -919,7 +919,7 @@ def test_a_result_that_is_kept_does_not_change(rank: int) -> None:
 def test_many_single_calls_in_one_function_are_a_hint_once_on_rank_0(rank: int, size: int,
                                                                      monkeypatch: pytest.MonkeyPatch,
                                                                      caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(many_calls, "_hints", [])
+    monkeypatch.setattr(tensor_ops, "_hints", [])
 
     @tf.function
     def slow_step(values: Any) -> Any:
@@ -929,7 +929,7 @@ def test_many_single_calls_in_one_function_are_a_hint_once_on_rank_0(rank: int, 
     def other(values: Any) -> Any:
         return [hvd.allreduce(value, op=hvd.Sum) for value in tf.unstack(values)]
 
-    values = tf.reshape(tf.range(2.0 * many_calls.MANY), (many_calls.MANY, 2))
+    values = tf.reshape(tf.range(2.0 * tensor_ops.MANY), (tensor_ops.MANY, 2))
     for step in (slow_step, other):
         np.testing.assert_array_equal(step(values), size * values)
     hints = [record.getMessage() for record in caplog.records if "grouped_allreduce" in record.getMessage()]
@@ -943,6 +943,6 @@ def test_many_single_calls_in_one_function_are_a_hint_once_on_rank_0(rank: int, 
     lambda values: hvd.grouped_allreduce(values)], ids=["few", "large", "grouped"])
 def test_few_calls_large_tensors_and_one_list_are_no_hint(reduce: Callable, monkeypatch: pytest.MonkeyPatch,
                                                           caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(many_calls, "_hints", [])
-    in_graph(lambda values: reduce(tf.unstack(values)))(tf.ones((many_calls.MANY, 2)))
-    assert not [record for record in caplog.records if record.name == many_calls.logger.name]
+    monkeypatch.setattr(tensor_ops, "_hints", [])
+    in_graph(lambda values: reduce(tf.unstack(values)))(tf.ones((tensor_ops.MANY, 2)))
+    assert not [record for record in caplog.records if record.name == tensor_ops.logger.name]

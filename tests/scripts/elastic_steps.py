@@ -65,6 +65,9 @@ def perhaps_die(when: str, delay_s: float = 0.0) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+log(f"pid {os.getpid()} of rank {hvd.rank()}")
+
+
 @run
 def train(state: Any) -> None:
     """Train the epochs that are left."""
@@ -76,8 +79,10 @@ def train(state: Any) -> None:
             steps_here += 1
             perhaps_die("before")
             if (generation, hvd.rank(), steps_here, "host") in kills:
+                log("loses its host")
                 lose_host()
             if (generation, hvd.rank(), steps_here, "cut") in kills:
+                log("loses the link")
                 subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
             mine = np.zeros(ROWS)
             np.add.at(mine, rows[start:start + BATCH], 1)

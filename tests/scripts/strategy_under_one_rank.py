@@ -1,9 +1,10 @@
 """Rank 0 alone does what all ranks have to do, and the others go on; timeout_seconds ends that.
 
-usage: strategy_under_one_rank.py metric|variable|checkpoint|save|save-at-the-end DIRECTORY
+usage: strategy_under_one_rank.py metric|variable|checkpoint|save|evaluate|save-at-the-end DIRECTORY
 """
 
 import sys
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -32,10 +33,23 @@ def make_variable() -> str:
         return tf.Variable(1.0, name="one_more").name
 
 
+def fit(**callbacks: Any) -> str:
+    x = tf.ones([4, 2])
+    model.fit(x, x[:, :1], verbose=0, callbacks=[keras.callbacks.LambdaCallback(**callbacks)])
+    return "trained"
+
+
+def evaluate(epoch: int, logs: dict) -> None:
+    model.evaluate(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0)
+
+
 actions = {"variable": make_variable, "metric": lambda: float(metric.result()), "save": save, "save-at-the-end": save,
-           "checkpoint": lambda: tf.train.Checkpoint(seen=seen).save(f"{directory}/ckpt")}
+           "checkpoint": lambda: tf.train.Checkpoint(seen=seen).save(f"{directory}/ckpt"),
+           "evaluate": lambda: fit(on_epoch_end=evaluate)}
 if launched_rank() == 0:
     attempt(actions[what])
+elif what == "evaluate":
+    attempt(fit)
 elif what != "save-at-the-end":
     attempt(lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))))
 say("ends")

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from mpistrat.core.interfaces import AgreementRound, ControlPlane, DataPlane, DeviceExecutor
+from mpistrat.core.interruption import Interruption
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.controller import Controller
@@ -14,8 +15,8 @@ from mpistrat.engine.executor import Executor
 def make_engine(rank: int, size: int, control: ControlPlane, data: DataPlane, settings: Settings | None = None,
                 clock: Callable[[], float] = time.monotonic,
                 agreement: AgreementRound | None = None, device: DeviceExecutor | None = None,
-                members: tuple[int, ...] = ()) -> Engine:
+                members: tuple[int, ...] = (), interruption: Interruption | None = None) -> Engine:
     """The engine of one of `size` ranks that are all on one host. `members` are their ranks in the job."""
     settings, topology = settings or Settings(), Topology(rank, ("",) * size, members)
     executor = Executor(data, topology, settings.fusion_bytes, device or DeviceExecutor())
-    return Engine(Controller(topology, control, executor, settings, agreement, clock))
+    return Engine(Controller(topology, control, executor, settings, agreement, clock, interruption))

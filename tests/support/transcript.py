@@ -44,7 +44,7 @@ class Scene:
         code: The exit code.
         decisive: Texts that the screen has, apart from white space.
         act: Something that happens in the third epoch, called with the terminal and what was printed until then.
-        ssh: What `ssh` answers, by a stand-in; "": there is none.
+        ssh: What `ssh` answers, by a stand-in; "": the machine's own ssh. None: there is no ssh.
     """
 
     title: str
@@ -54,7 +54,7 @@ class Scene:
     code: int
     decisive: tuple[str, ...]
     act: Callable[["pexpect.spawn[str]", str], None] | None = None
-    ssh: str = ""
+    ssh: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,20 @@ SCENES = (
           "when memory runs out:\n`kill -9` with the process id that the rank has printed.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 137,
           ("Epoch 3/100000", f"{_ENDED} 137: rank 1 on node1 was killed, signal 9 (SIGKILL)"), _kill_rank_1),
-    Scene("A host name that does not exist", "The name in `-H` is wrong. Here and in the next three recordings a "
-          "stand-in for `ssh` gives the answer.",
+    Scene("A file that cannot be read", "The frames of h5py below the user's line are not shown.",
+          "no_file.py", "mpistrat run -np 2 python no_file.py", 1,
+          ("mpistrat run: ranks 0-1 on node1 failed:", 'with h5py.File("digits.h5") as file:',
+           "FileNotFoundError: [Errno 2] Unable to synchronously open file", f"{_ENDED} 1")),
+    Scene("Different versions of mpistrat", "As if one host had an older version: the script makes rank 1 say so.",
+          "two_versions.py", "mpistrat run -np 2 python two_versions.py", 1,
+          ("mpistrat run: ranks 0-1 on node1 failed:", "The ranks have different versions of mpistrat",
+           "0.0.9 on ranks [1]. Install the same version on all hosts.", f"{_ENDED} 1")),
+    Scene("No ssh", "A container often has none.",
+          "", "mpistrat run -np 2 -H node9:2 python train.py", 250,
+          ("there is no ssh on this host, with which mpirun starts ranks on node9", "apt-get install openssh-client"),
+          ssh=None),
+    Scene("A host name that does not exist", "The name in `-H` is wrong. From here on a stand-in for `ssh` gives the "
+          "answer.",
           "", "mpistrat run -np 2 -H nod9:2 python train.py", 255,
           (f"{_ENDED} 255: nod9 cannot be reached by ssh", "Correct the name in -H or in the hostfile"),
           ssh="ssh: Could not resolve hostname nod9: Name or service not known"),
@@ -131,6 +143,10 @@ SCENES = (
     Scene("A host that is off", "Without the option, `mpistrat run` waits for 30 seconds.",
           "", "mpistrat run -np 2 -H node9:2 --start-timeout 2 python train.py", 1,
           ("has not started all ranks within 2 s (--start-timeout)", f"{_ENDED} 1: node9 cannot be reached by ssh",
+           "Is it on, and does a firewall let ssh through?"), ssh=f"ssh: {_OFF}"),
+    Scene("A check of a host that is off", "`mpistrat check` says it, too, and no process of it is left.",
+          "", "mpistrat check -np 2 -H node9:2", 1,
+          ("All-reduce over 2 ranks", "failed: node9 cannot be reached by ssh",
            "Is it on, and does a firewall let ssh through?"), ssh=f"ssh: {_OFF}"),
     Scene("SIGTERM while a host does not answer", "A batch system, or `timeout`, ends the job before it has started.",
           "", "timeout --preserve-status 2 mpistrat run -np 2 -H node9:2 python train.py", 143,
@@ -146,7 +162,8 @@ def record(scene: Scene) -> Recording:
     """
     job = uuid.uuid4().hex
     environ = {name: value for name, value in job_environment(job, {}).items() if name not in _FOR_TESTS}
-    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "TERM": "xterm"}
+    programs = str(Path(sys.executable).parent)
+    environ |= {"PATH": programs if scene.ssh is None else f"{programs}:{environ['PATH']}", "TERM": "xterm"}
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as directory:
         shutil.copytree(SCRIPTS, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -174,7 +191,9 @@ def record(scene: Scene) -> Recording:
 
 def _anonymous(printed: str, directory: str) -> str:
     """The same, in a home directory and on a host of other names."""
-    for name, other in ((directory, "/home/me"), (sys.prefix, "/home/me/.venv")):
+    # In a checkout whose environment is a link, programs find the directory that it leads to.
+    for name, other in ((directory, "/home/me"), (sys.prefix, "/home/me/.venv"),
+                        (os.path.realpath(sys.prefix), "/home/me/.venv")):
         printed = printed.replace(name, other)
     return re.sub(rf"(\b(?:on|node|Local host:) +|\[){re.escape(socket.gethostname())}\b", r"\1node1", printed)
 

@@ -120,9 +120,9 @@ def test_the_settings_say_after_how_long(settings: Settings, is_found: bool) -> 
     handles = [submit_barrier(engine, f"of rank {rank}") for rank, engine in enumerate(job.engines)]
     for now in (0.0, 4.0, 4.9):
         job.settle(now)
-        assert not any(handle.done() for handle in handles)
+        assert not any(handle.is_done for handle in handles)
     job.settle(5.0)
-    assert [handle.done() for handle in handles] == [is_found] * 2
+    assert [handle.is_done for handle in handles] == [is_found] * 2
 
 
 def test_what_any_rank_submits_begins_the_time_anew() -> None:
@@ -134,9 +134,9 @@ def test_what_any_rank_submits_begins_the_time_anew() -> None:
     submit_barrier(job.engines[0], "one more")
     job.settle(4.5)
     job.settle(9.4)
-    assert not any(handle.done() for handle in handles)
+    assert not any(handle.is_done for handle in handles)
     job.settle(9.5)
-    assert all(handle.done() for handle in handles)
+    assert all(handle.is_done for handle in handles)
 
 
 def test_what_a_rank_executes_begins_the_time_anew() -> None:
@@ -152,11 +152,11 @@ def test_what_a_rank_executes_begins_the_time_anew() -> None:
     executor.execute = slow  # type: ignore[method-assign]
     handles = [submit_barrier(engine, "for both") for engine in job.engines]
     job.settle(0.0)
-    assert all(handle.done() for handle in handles)
+    assert all(handle.is_done for handle in handles)
     job.settle(job.now + 4.9)
-    assert not any(handle.done() for handle in waiting)
+    assert not any(handle.is_done for handle in waiting)
     job.settle(job.now + 0.1)
-    assert all(handle.done() for handle in waiting)
+    assert all(handle.is_done for handle in waiting)
 
 
 def test_work_of_a_gpu_begins_the_time_anew_when_it_is_done() -> None:
@@ -175,6 +175,6 @@ def test_work_of_a_gpu_begins_the_time_anew_when_it_is_done() -> None:
     waiting = [submit_barrier(engine, f"of rank {rank}") for rank, engine in enumerate(job.engines)]
     for now in (0.0, 19.0, 20.0, 24.9):
         job.settle(now)
-        assert not any(handle.done() for handle in waiting)
+        assert not any(handle.is_done for handle in waiting)
     job.settle(25.0)
-    assert all(handle.done() for handle in waiting)
+    assert all(handle.is_done for handle in waiting)

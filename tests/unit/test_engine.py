@@ -102,7 +102,7 @@ def test_a_step_says_whether_anything_happened() -> None:
 def test_a_lone_rank_is_done_after_one_step() -> None:
     engine, = ByHand(1).engines
     handle = submit(engine, "a", np.arange(3.0))
-    assert not handle.done()
+    assert not handle.is_done
     engine.controller.run_cycle()
     np.testing.assert_array_equal(handle.wait(0)[0], [0, 1, 2])
 
@@ -112,7 +112,7 @@ def test_work_is_done_when_the_last_rank_has_submitted_it(size: int) -> None:
     job = ByHand(size)
     handles = [submit_barrier(engine, "a") for engine in job.engines[:-1]]
     job.settle()
-    assert not any(handle.done() for handle in handles)
+    assert not any(handle.is_done for handle in handles)
     handles.append(submit_barrier(job.engines[-1], "a"))
     job.settle()
     assert [handle.wait(0) for handle in handles] == [[]] * size
@@ -124,7 +124,7 @@ def test_the_same_names_are_used_again_step_after_step(size: int) -> None:
     for _ in range(4):
         handles = [submit_barrier(engine, name) for engine in job.engines for name in "ab"]
         job.settle()
-        assert all(handle.done() for handle in handles)
+        assert all(handle.is_done for handle in handles)
 
 
 def test_decisions_that_come_together_go_down_the_tree_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_stall_fails_every_handle_on_every_rank(size: int) -> None:
     other = submit_barrier(job.engines[-1], "b")
     for now in (0.0, 31.0, 62.0, 600.0):
         job.settle(now)
-        assert not any(handle.done() for handle in [*waiting, other])
+        assert not any(handle.is_done for handle in [*waiting, other])
     job.settle(632.0)
     for handle in [*waiting, other]:
         with pytest.raises(StallError, match=rf"a: ranks \[.*\] have waited 632 s for ranks \[{size - 1}\], which wait "
@@ -194,11 +194,11 @@ def test_without_a_limit_a_stall_lasts(settings: Settings, caplog: pytest.LogCap
     handle = submit_barrier(job.engines[0], "a")
     for now in (0.0, 1e5):
         job.settle(now)
-    assert not handle.done()
+    assert not handle.is_done
     assert bool(caplog.messages) != settings.stall_check_disable
     submit_barrier(job.engines[1], "a")
     job.settle()
-    assert handle.done()
+    assert handle.is_done
 
 
 def test_a_mismatch_fails_the_handle_on_every_rank_and_nothing_else() -> None:
@@ -213,7 +213,7 @@ def test_a_mismatch_fails_the_handle_on_every_rank_and_nothing_else() -> None:
     assert all(handle.wait(0) == [] for handle in fine)
     again = [submit_barrier(engine, "a") for engine in job.engines]
     job.settle()
-    assert all(handle.done() for handle in again)
+    assert all(handle.is_done for handle in again)
 
 
 @pytest.mark.parametrize("size", [1, 2, 18])
@@ -278,7 +278,7 @@ def test_a_rank_that_has_ended_still_takes_part_in_what_it_submitted() -> None:
     job.settle()
     late = submit_barrier(job.engines[0], "a")
     job.settle()
-    assert early.done() and late.done()
+    assert early.is_done and late.is_done
 
 
 def test_a_name_in_flight_is_refused_and_free_when_done() -> None:
@@ -287,7 +287,7 @@ def test_a_name_in_flight_is_refused_and_free_when_done() -> None:
     with pytest.raises(DuplicateNameError):
         submit_barrier(engine, "a")
     engine.controller.run_cycle()
-    assert first.done()
+    assert first.is_done
     submit_barrier(engine, "a")
 
 
@@ -297,7 +297,7 @@ def test_a_callback_may_submit_the_same_name_again() -> None:
     submit_barrier(engine, "a").when_done(lambda _: later.append(submit_barrier(engine, "a")))
     engine.controller.run_cycle()
     engine.controller.run_cycle()
-    assert later[0].done()
+    assert later[0].is_done
 
 
 # -- with threads as ranks --------------------------------------------------------------------------------------------
@@ -440,17 +440,17 @@ def test_a_caller_that_waits_needs_no_thread() -> None:
 def test_a_caller_that_waits_takes_what_was_submitted_before_along() -> None:
     engine, = ByHand(1).engines
     earlier = submit(engine, "a", np.ones(1))
-    assert run(engine, "b", np.ones(1)).done()
-    assert earlier.done()
+    assert run(engine, "b", np.ones(1)).is_done
+    assert earlier.is_done
 
 
 def test_a_caller_stops_waiting_at_its_limit() -> None:
     job = ByHand(2)
     handle = run(job.engines[0], "a", np.ones(1), limit_s=0.0)
-    assert not handle.done()
+    assert not handle.is_done
     mismatch = submit_barrier(job.engines[1], "a")
     job.settle()
-    assert handle.done() and mismatch.done()
+    assert handle.is_done and mismatch.is_done
 
 
 class NoWait(ThreadControl):
@@ -477,7 +477,7 @@ def test_a_caller_whose_work_another_driver_has_done_does_not_wait() -> None:
     group = ThreadGroup(1)
     engine = make_engine(0, 1, NoWait(group, 0), group.data(0), Settings())
     engine._driving = LateLock(engine.controller.run_cycle)  # type: ignore[assignment]
-    assert run(engine, "a", np.ones(1)).done()
+    assert run(engine, "a", np.ones(1)).is_done
     assert engine.controller.life.error is None
 
 
@@ -489,7 +489,7 @@ def test_an_abandoned_engine_waits_for_nobody() -> None:
     engine.abandon("ranks [1] have died")
     engine.abandon("ranks [1] have died")
     engine.end()
-    assert pending.done()
+    assert pending.is_done
 
 
 def test_the_end_waits_for_the_thread_also_when_the_engine_has_ended_before() -> None:

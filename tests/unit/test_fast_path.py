@@ -139,10 +139,10 @@ def test_what_all_propose_is_agreed_on_and_the_vote_goes_on() -> None:
     first, second = voters()
     for name in "ab":
         ours, theirs = entry(name), entry(name)
-        first.propose(ours, False, 0.0)
+        first.vote(ours, False, 0.0)
         assert first.settle() == (None, None)
         assert first.is_waiting and first.has_voted
-        second.propose(theirs, False, 0.0)
+        second.vote(theirs, False, 0.0)
         assert second.settle() == (theirs, Outcome.AGREED)
         assert first.settle() == (ours, Outcome.AGREED)
         assert not first.is_waiting and not first.has_voted
@@ -152,8 +152,8 @@ def test_what_all_propose_is_agreed_on_and_the_vote_goes_on() -> None:
 def test_different_proposals_come_back_and_end_the_vote() -> None:
     first, second = voters()
     ours, theirs = entry("a"), entry("b")
-    first.propose(ours, False, 0.0)
-    second.propose(theirs, False, 0.0)
+    first.vote(ours, False, 0.0)
+    second.vote(theirs, False, 0.0)
     assert first.settle() == (ours, Outcome.REFUSED)
     assert second.settle() == (theirs, Outcome.REFUSED)
     assert not first.is_open and not second.is_open
@@ -166,9 +166,9 @@ def test_the_log_has_the_begin_and_the_end_of_votes_with_the_rank(caplog: pytest
         for voting in (first, second):
             voting.open()
         for name in ("a", "b"):
-            first.propose(entry("a"), False, 0.0)
+            first.vote(entry("a"), False, 0.0)
             assert first.is_late(1.0)
-            second.propose(entry(name), False, 0.0)
+            second.vote(entry(name), False, 0.0)
             first.settle()
             second.settle()
     late = "rank 3: no outcome after 1.00 s; rank 0 is asked to end the vote"
@@ -188,7 +188,7 @@ def test_the_log_has_the_place_of_a_rank_in_the_tree(caplog: pytest.LogCaptureFi
 def test_a_rank_that_votes_against_ends_the_vote() -> None:
     first, second = voters()
     ours = entry("a")
-    first.propose(ours, False, 0.0)
+    first.vote(ours, False, 0.0)
     second.decline(0.0)
     second.decline(0.0)
     assert second.settle() == (None, Outcome.REFUSED)
@@ -204,13 +204,13 @@ def test_nobody_votes_against_before_a_vote_is_called() -> None:
 def test_a_vote_that_is_not_answered_is_to_be_ended_once() -> None:
     first, second = voters()
     assert not first.is_late(1e6)
-    first.propose(entry("a"), False, 0.0)
+    first.vote(entry("a"), False, 0.0)
     second.decline(0.0)
     assert [first.is_late(now) for now in (0.03, 0.05, 0.06)] == [False, True, False]
     assert second.is_late(0.05)
     first.settle()
     first.open()
-    first.propose(entry("a"), False, 1.0)
+    first.vote(entry("a"), False, 1.0)
     assert first.is_late(1.05)
 
 
@@ -221,8 +221,8 @@ def test_votes_that_end_in_the_first_round_are_called_ever_more_rarely() -> None
         for voting in (first, second):
             voting.open()
         for name in what:
-            first.propose(entry("a"), False, 0.0)
-            second.propose(entry(name), False, 0.0)
+            first.vote(entry("a"), False, 0.0)
+            second.vote(entry(name), False, 0.0)
             first.settle()
             second.settle()
     skipped = []
@@ -237,7 +237,7 @@ def test_votes_that_end_in_the_first_round_are_called_ever_more_rarely() -> None
 def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
     first, _ = voters(warning_s=60.0, abort_s=600.0)
     first.check(1e6)
-    first.propose(entry("a"), False, 0.0)
+    first.vote(entry("a"), False, 0.0)
     first.check(59.0)
     assert not caplog.messages
     first.check(61.0)
@@ -253,7 +253,7 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
 def test_a_vote_that_another_host_does_not_answer_may_be_for_the_network() -> None:
     first = FastPath(agreements(2)[0], Topology(0, ("here", "there")), None, 5.0)
     first.open()
-    first.propose(entry("a"), False, 0.0)
+    first.vote(entry("a"), False, 0.0)
     with pytest.raises(StallError, match=r"^a: rank 0 on here has waited 5 s for ranks \[1\] on there\. Either the "
                                          "network between the hosts here and there is down"):
         first.check(5.0)
@@ -270,7 +270,7 @@ def test_a_rank_whose_engine_does_not_run_ends_the_wait_in_time(warning_s: float
 
 def test_without_stall_checks_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     first, _ = voters()
-    first.propose(entry("a"), False, 0.0)
+    first.vote(entry("a"), False, 0.0)
     first.check(1e6)
     assert not caplog.messages
 
@@ -534,7 +534,7 @@ def test_the_first_rank_calls_a_vote_only_after_what_it_has_awaited(is_awaited: 
     ranks = Steps(2)
     handles = [ranks.put(0, "a", is_awaited), ranks.put(1, "a", not is_awaited)]
     ranks.step()
-    assert all(handle.done() for handle in handles)
+    assert all(handle.is_done for handle in handles)
     assert ranks.is_open() == [is_awaited] * 2
 
 
@@ -550,10 +550,10 @@ def test_nobody_calls_a_vote_after_one_of_two_operations() -> None:
 def test_a_rank_with_something_else_to_do_votes_against() -> None:
     ranks = Steps(2)
     ours = ranks.vote_of_the_first()
-    assert not ours.done()
+    assert not ours.is_done
     theirs = ranks.put(1, "a", is_awaited=False)
     ranks.step()
-    assert ours.done() and theirs.done()
+    assert ours.is_done and theirs.is_done
 
 
 def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_against() -> None:
@@ -564,11 +564,11 @@ def test_a_rank_that_still_has_something_to_do_when_a_vote_is_called_votes_again
     ranks.step()
     ours = ranks.put(0, "a", is_awaited=True)
     ranks.step()
-    assert not ours.done()
+    assert not ours.is_done
     assert ranks.is_open() == [False, False]
     handles = [ranks.put(0, "b", is_awaited=True), ranks.put(1, "a", is_awaited=True)]
     ranks.step()
-    assert ours.done() and all(handle.done() for handle in handles)
+    assert ours.is_done and all(handle.is_done for handle in handles)
 
 
 def test_a_decision_waits_until_the_vote_has_ended() -> None:
@@ -581,10 +581,10 @@ def test_a_decision_waits_until_the_vote_has_ended() -> None:
     ranks.step(2)
     ranks.step()
     assert ranks.is_open() == [False] * 3
-    assert not ours.done()
+    assert not ours.is_done
     handles = [ranks.put(rank, "a", is_awaited=True) for rank in (1, 2)]
     ranks.step()
-    assert ours.done() and all(handle.done() for handle in handles)
+    assert ours.is_done and all(handle.is_done for handle in handles)
 
 
 def test_a_decision_is_sent_on_only_when_those_before_it_have_been_executed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,9 +616,9 @@ def test_what_all_vote_for_while_a_decision_waits_is_executed_before_it() -> Non
     controller = ranks.controllers[1]
     assert controller.may_propose
     entry, = controller.queue.take_new()
-    controller._fast_path.propose(entry, controller.executor.prepare(entry), 0.0)
+    controller._fast_path.vote(entry, controller.executor.prepare(entry), 0.0)
     ranks.step()
-    assert ours.done() and theirs.done()
+    assert ours.is_done and theirs.is_done
     assert ranks.is_open() == [False, False]
 
 
@@ -657,11 +657,11 @@ def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits
     with monkeypatch.context() as patch:
         patch.setattr(ranks.controllers[1]._fast_path._agreement, "outcome", lambda: None)
         second = put("a")
-        assert [handle.done() for handle in second] == [rank != 1 for rank in range(18)]
+        assert [handle.is_done for handle in second] == [rank != 1 for rank in range(18)]
         third = [ranks.put(rank, "a", is_awaited=False) for rank in range(2, 18)]
         ranks.step()
     third += [ranks.put(0, "a", is_awaited=False)]
     ranks.step()
     third += [ranks.put(1, "a", is_awaited=False)]
     ranks.step()
-    assert all(handle.done() for handle in second + third)
+    assert all(handle.is_done for handle in second + third)

@@ -109,7 +109,7 @@ def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
     job = Job()
     handle = job.submit("a", np.arange(3.0), np.ones(2))
     job.engine.controller.run_cycle()
-    assert not handle.done()
+    assert not handle.is_done
     job.settle()
     assert values_of(handle) == [[0, 1, 2], [1, 1]]
 
@@ -308,7 +308,7 @@ def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> Non
     stuck.settle()
     stuck.now = 9.0
     stuck.settle()
-    assert not handle.done()
+    assert not handle.is_done
     stuck.now = 11.0
     stuck.engine.start()
     with pytest.raises(EngineError, match=r"the GPU of rank 0 has not done a/b in 11 s; another rank may have died"):
@@ -325,7 +325,7 @@ def test_without_a_limit_a_gpu_is_waited_for_and_no_watchdog_is_made(no_limit: d
     handle = job.submit("a/b", np.ones(3))
     for job.now in (1.0, 10 * Settings().stall_abort_s):
         job.settle()
-        assert not handle.done()
+        assert not handle.is_done
     assert watchdogs() <= before
     assert ("abort",) not in job.device.log
 

@@ -40,7 +40,6 @@ ELSEWHERE = {"tensorflow.keras": "keras"}
 # mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with
 # the launcher. Each is allowed inside of its function only, which runs after the import of the modules.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
-           ("tensorflow.distribute.strategy", "_keras_integration", "keras"),
            ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.

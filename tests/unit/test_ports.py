@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from mpistrat.tensorflow.cluster.ports import ReservedPort, local_addresses
+from mpistrat.process.silent_hosts import local_addresses
+from mpistrat.tensorflow.cluster.ports import ReservedPort
 
 
 @pytest.fixture

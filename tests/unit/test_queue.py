@@ -65,13 +65,13 @@ def test_an_entry_that_waits_behind_another_has_the_failures_that_are_left() -> 
 
 
 def test_a_new_handle_is_not_done() -> None:
-    assert not Handle("a").done()
+    assert not Handle("a").is_done
 
 
 def test_a_complete_handle_has_its_arrays() -> None:
     handle, arrays = Handle("a"), [np.arange(3)]
     handle.complete(arrays)
-    assert handle.done()
+    assert handle.is_done
     assert handle.wait() is arrays
     assert handle.wait(0) is arrays
 
@@ -79,7 +79,7 @@ def test_a_complete_handle_has_its_arrays() -> None:
 def test_a_failed_handle_raises_its_error_each_time() -> None:
     handle, error = Handle("a"), EngineError("why")
     handle.fail(error)
-    assert handle.done()
+    assert handle.is_done
     for _ in range(2):
         with pytest.raises(EngineError) as caught:
             handle.wait()
@@ -129,7 +129,7 @@ def test_callbacks_are_called_once_in_order_when_the_result_is_there(finish) -> 
     handle = Handle("a")
     calls: list[tuple[int, bool]] = []
     for number in range(3):
-        handle.when_done(lambda _, number=number: calls.append((number, handle.done())))  # type: ignore[misc]
+        handle.when_done(lambda _, number=number: calls.append((number, handle.is_done)))  # type: ignore[misc]
     assert calls == []
     finish(handle)
     assert calls == [(0, True), (1, True), (2, True)]
@@ -156,14 +156,14 @@ def test_handles_completed_together_share_a_call_when_all_are_done() -> None:
     calls: list[list[Any]] = []
 
     def note(arguments: list[Any]) -> None:
-        calls.append([*arguments, all(handle.done() for handle in handles[:3])])
+        calls.append([*arguments, all(handle.is_done for handle in handles[:3])])
 
     for handle in handles:
         handle.when_done(note, handle.name)
     handles[1].when_done(lambda _: calls.append(["another"]))
     complete_all([(handle, [handle.name]) for handle in handles[:3]])
     assert calls == [["a", "b", "c", True], ["another"]]
-    assert handles[2].wait(0) == ["c"] and not handles[3].done()
+    assert handles[2].wait(0) == ["c"] and not handles[3].is_done
 
 
 def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +176,7 @@ def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCapt
     handle.when_done(fail)
     handle.when_done(lambda _: calls.append(1))
     handle.complete([])
-    assert calls == [1] and handle.done()
+    assert calls == [1] and handle.is_done
     assert "on purpose" in caplog.text
 
 

@@ -2,11 +2,9 @@
 
 import importlib
 import inspect
-import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +17,10 @@ from ..support.jobs import job_environment
 
 tf = pytest.importorskip("tensorflow")
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
 
 def test_tensorflow_has_the_private_names() -> None:
-    private = importlib.import_module("mpistrat.tensorflow._private")
+    private = importlib.import_module("mpistrat.tensorflow.bridge._private")
     assert all(hasattr(private, name) for name in private.__all__)
-    assert importlib.import_module("mpistrat.tensorflow.bridge._private").missing == {}
 
 
 def keras_integration() -> ModuleType:
@@ -94,7 +89,7 @@ def test_a_version_of_keras_that_is_too_old_is_refused(monkeypatch: pytest.Monke
         integration.apply()
 
 
-# -- names that have moved --------------------------------------------------------------------------------------------
+# -- versions that were not run ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("package", "version", "is_refused"), [
     ("tensorflow", "2.16.0", True), ("tensorflow", "2.16.1", False), ("tensorflow", "2.21.3", False),
@@ -126,30 +121,6 @@ def test_a_strategy_with_a_keras_that_was_not_run_is_refused() -> None:
     finished = subprocess.run([sys.executable, "-c", TOO_NEW], env=job_environment("", {}), text=True,
                               capture_output=True, timeout=250, check=False)
     assert finished.stdout.startswith("MissingDependencyError mpistrat.keras needs keras>=3"), finished.stderr
-
-
-def test_where_a_private_name_of_the_bridge_has_moved_collectives_work_or_say_what_to_install() -> None:
-    pytest.importorskip("keras")
-    finished = subprocess.run([sys.executable, SCRIPTS / "without_private_names.py"], env=job_environment("", {}),
-                              text=True, capture_output=True, timeout=250, check=False)
-    assert finished.returncode == 0, finished.stderr
-    reports = dict(line.split(": ", 1) for line in finished.stdout.splitlines())
-    assert len(reports) == 13
-    for name, report in reports.items():
-        is_python_op, is_executor = name in ("EagerFunc", "insert"), name.startswith("TFE_") or name in (
-            "ensure_initialized", "_handle")
-        missing, on_gpu, asynchronous, xla = json.loads(report)
-        assert missing == [name]
-        assert xla == ("InvalidArgumentError" if name == "GraphOrParentsInXlaContext" else "InvalidRequestError")
-        for text, is_refused, user in ((on_gpu, is_python_op, "with GPU tensors in a tf.function,"),
-                                       (asynchronous, is_executor, "with asynchronous execution,")):
-            if not is_refused:
-                assert text == "works"
-                continue
-            assert text.startswith(f"MissingDependencyError: mpistrat.tensorflow, {user} does not support TensorFlow "
-                                   f"{tf.__version__}: ")
-            assert f"no attribute '{name}'. It was run with TensorFlow 2.16.1 to 2.21." in text
-            assert "or install such a version (pip install 'tensorflow>=" in text
 
 
 # -- Keras' private attributes ----------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def test_nobody_waits_where_all_have_packed_before() -> None:
 def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
     full = np.ones(SharedMemoryData.slots * CHUNK // 8)
     blocked = planes(2)[0]
-    blocked._free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
+    blocked.free_at = list(range(1, SharedMemoryData.slots + 1))  # as if rank 1 had not consumed the chunks before
     before = blocked._bytes.copy()
     blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)).pack_ahead()
     assert not blocked.prepare([full[:1]], [full[:1]], Reduction(ReduceOp.SUM)).is_packed

@@ -123,17 +123,6 @@ def test_compile_is_replaced_once() -> None:
     assert keras.Model.compile is replaced
 
 
-def test_a_keras_without_the_argument_is_left_alone(monkeypatch: pytest.MonkeyPatch,
-                                                    caplog: pytest.LogCaptureFixture) -> None:
-    def of_the_future(self: Any, optimizer: Any = None, use_xla: str = "auto") -> None: ...
-
-    owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
-    monkeypatch.setattr(owner, "compile", of_the_future)
-    sgd()
-    assert keras.Model.compile is of_the_future
-    assert "has no argument jit_compile of compile()" in caplog.text
-
-
 def test_it_needs_no_init() -> None:
     mpistrat.shutdown()  # An earlier test may have left it initialised.
     assert not compiled(sgd(), "mse")

@@ -8,9 +8,20 @@ MPIStrategy imports this package when the first strategy is created, then calls 
 MissingDependencyError where Keras is too old.
 """
 
-from .._private import require_for_strategy
+import keras
 
-require_for_strategy()
+from ...core.errors import MissingDependencyError
+from ...core.install import pip
+
+
+def _require_keras() -> None:
+    # With Keras 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
+    if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
+        raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
+                                     f"({pip('keras>=3.10')}).")
+
+
+_require_keras()
 
 from .. import patches  # noqa: E402
 from ..patches import PATCHES, undo  # noqa: E402
@@ -21,5 +32,5 @@ __all__ = ["PATCHES", "apply", "undo"]
 
 def apply() -> None:
     """Replace the functions, once. Raises MissingDependencyError where Keras is too old."""
-    require_for_strategy()
+    _require_keras()
     patches.apply(for_strategy=True)

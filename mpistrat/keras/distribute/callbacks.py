@@ -34,15 +34,14 @@ from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
 from ...tensorflow.identity import IdentitySet
-from .._private import epoch_after_backup, path_of_checkpoint, paths_of_backup, set_epoch_after_backup, trained_by
+from .._private import trained_by
 from ..fit.checks_within_epochs import ChecksWithinEpochs
 from ..fit.fit_optimizers import accumulators_in, optimizers_of
 from ..fit.throughput import Throughput
 from ..optimizer_parts import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
-from .checks import require_same_training
-from .optimizer import conclude_checks, slots_of
+from .optimizer import conclude_checks, require_same_training, slots_of
 from .saving import writes_together
 from .step_state import strategy_of
 from .trainer import average_statistics
@@ -187,7 +186,7 @@ def save_checkpoint(original: Function, self: ModelCheckpoint, epoch: int, batch
             return original(self, epoch, batch, logs)
     if batch is not None:  # At the end of an epoch they have been averaged.
         average_statistics(self.model)
-    path = path_of_checkpoint(self, epoch, batch, logs)
+    path = self._get_file_path(epoch, batch, logs)
     with with_values_of(self.model):
         self.best = files.write_once(path, lambda: original(self, epoch, batch, logs), lambda: self.best)
     return None
@@ -201,7 +200,7 @@ def save_backup(original: Function, self: BackupAndRestore) -> None:
     if self.save_freq != "epoch":
         average_statistics(self.model)
     with with_values_of(self.model):
-        return files.write_once(paths_of_backup(self)[1], lambda: original(self))
+        return files.write_once(self._training_metadata_path, lambda: original(self))
 
 
 @replaces(BackupAndRestore, "on_train_end", "two ranks would delete one directory at the same time",
@@ -221,17 +220,16 @@ def restore_backup(original: Function, self: BackupAndRestore, logs: Logs = None
     optimizer = model.optimizer
 
     def exists() -> bool:
-        return tf.io.gfile.exists(paths_of_backup(self)[0])
+        return tf.io.gfile.exists(self._weights_path)
 
     if files.on_chief(exists) and optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)  # Creating variables is collective.
 
     def read() -> tuple[bool, int | None]:
         original(self, logs)
-        return exists(), epoch_after_backup(model)
+        return exists(), model._initial_epoch
 
-    found, epoch = files.on_chief(read)
-    set_epoch_after_backup(model, epoch)
+    found, model._initial_epoch = files.on_chief(read)
     if found:
         variables = [v for v in (*model.variables, *(optimizer.variables if optimizer is not None else ()))
                      if not is_central(v.value)]
@@ -275,17 +273,8 @@ def _write_deferred(callbacks: CallbackList) -> None:
 
 @replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages",
           "optimizer._model_variables_moving_average")
-def finalize_averages(original: Function, self: SwapEMAWeights,
-                      optimizer: Optimizer) -> None:
-    slots = slots_of(optimizer)
-    if slots is None or slots.are_here:
-        original(self, optimizer)
-
-
-@replaces(SwapEMAWeights, "_tf_swap_variables", "only the chief has averages",
-          "optimizer._model_variables_moving_average")
-def swap_averages(original: Function, self: SwapEMAWeights,
-                  optimizer: Optimizer) -> None:
+@replaces(SwapEMAWeights, "_tf_swap_variables", "likewise", "optimizer._model_variables_moving_average")
+def swap_averages(original: Function, self: SwapEMAWeights, optimizer: Optimizer) -> None:
     slots = slots_of(optimizer)
     if slots is None or slots.are_here:
         original(self, optimizer)

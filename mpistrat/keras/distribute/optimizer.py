@@ -22,20 +22,23 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
+from ...api import ops as array_ops
+from ...api import runtime
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
+from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
-from ...tensorflow.names import OptimizerName
+from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.types import OptionalGradient, Tensor
-from .._private import calls_of, set_strategy_of_optimizer, strategy_of_optimizer, trained_by
+from .._private import trained_by
 from ..fit.fit_optimizers import optimizers_of
+from ..fit.rates import different_rate, rates_of
 from ..optimizer_parts import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from . import step_state
-from .checks import require_same_training
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
@@ -43,14 +46,17 @@ _HALVES = (tf.float16, tf.bfloat16)
 _OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
              "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
 
+_CAUSES = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights on "
+           "all ranks), and a callback or a learning rate on some ranks only.")
+
 
 @dataclass
 class OptimizerState:
-    """What an optimizer under a strategy has in its attribute `_mpistrat`.
+    """The attribute `_mpistrat` of an optimizer under a strategy.
 
     Attributes:
-        checks: Of its first reductions.
-        clipped: The gradients of this step that have been reduced, since they are clipped after that.
+        checks: Those of its first reductions.
+        clipped: The gradients of this step that are reduced and clipped already, and are not reduced again.
         is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
     """
 
@@ -70,7 +76,7 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
 
 def conclude_checks(model: keras.Model) -> None:
     """Let the checks decide, if an epoch ends after two or three steps. Outside of a replica."""
-    for optimizer in (model.optimizer, *optimizers_of(model)):
+    for optimizer in (getattr(model, "optimizer", None), *optimizers_of(model)):
         for part in parts_of(optimizer):
             if isinstance(vars(part).get("_mpistrat"), OptimizerState):
                 state_of(part).checks.conclude()
@@ -85,8 +91,8 @@ def _belongs_to(optimizer: Optimizer, strategy: MPIStrategy) -> None:
     Keras passes the strategy in whose scope an optimizer was made to the functions that update variables. TensorFlow's
     MirroredStrategy ignores that, and passes itself.
     """
-    if not isinstance(strategy_of_optimizer(optimizer), MPIStrategy):
-        set_strategy_of_optimizer(optimizer, strategy)
+    if not isinstance(optimizer._distribution_strategy, MPIStrategy):
+        optimizer._distribution_strategy = strategy
 
 
 @replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots",
@@ -115,7 +121,7 @@ def all_reduce_sum_gradients(original: Function, self: Optimizer,
     if strategy is None:
         return original(self, grads_and_vars)
     pairs = list(grads_and_vars)
-    strategy.extended.assigned_in_lockstep(calls_of(self).value)
+    strategy.extended.assigned_in_lockstep(self._iterations.value)
     present = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     own = state_of(self)
     if [id(pairs[i][0]) for i in present] != [id(gradient) for gradient in own.clipped]:
@@ -152,10 +158,7 @@ def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tenso
 def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
     """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
 
-    Args:
-        optimizer: The optimizer that applies them.
-        gradients: Tensors or tf.IndexedSlices; no None.
-        labels: What users call their variables, for error messages.
+    `gradients` has no None; `labels` are users' names of the variables, for error messages.
     """
     if not gradients:
         return []
@@ -164,9 +167,8 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
         return strategy.extended.reduce_gradients(gradients, labels, checks, {})
     weighted = tf.cond(weight == 1, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
-    # As an integer, since the wire dtype of compression is for floating-point numbers.
-    *summed, rows = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": step_state.state.rows})
-    total = step_state.state.total = tf.cast(rows, tf.float32) / tf.cast(step_state.flag("usual_rows"), tf.float32)
+    *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
+    step_state.state.total = total
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
     return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
 
@@ -181,6 +183,22 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     wide = tf.cast(gradient, tf.float32) if gradient.dtype in _HALVES else gradient
     # The gradient of a rank without rows may be anything, also NaN, and must not spoil the sum.
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
+
+
+def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer | None],
+                          place: str, action: str = "abort") -> None:
+    """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
+
+    `place` is for messages: "at the end of epoch 3". `action` is what different weights are, see require_equal_weights.
+    """
+    if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
+        return
+    own = rates_of(part for optimizer in optimizers for part in parts_of(optimizer))
+    different = different_rate(array_ops.allgather_object(own, eager("strategy/rates")))
+    if different:
+        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
+                            "callbacks.")
+    require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES, action=action)
 
 
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
@@ -201,13 +219,13 @@ def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) 
 
 def slots_of(optimizer: Optimizer) -> Slots | None:
     """The slots of an optimizer, or None if they are not central."""
-    strategy = strategy_of_optimizer(optimizer)
+    strategy = optimizer._distribution_strategy
     return strategy.extended.slots if isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_central \
         else None
 
 
 @replaces(Optimizer, "add_variable", "central slots would be on every rank", "variable = backend.Variable(")
-def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> keras.Variable:
+def add_variable(original: Function, self: Optimizer, *args: object, **kwargs: object) -> keras.Variable:
     slots = slots_of(self)
     # Every rank scales its own loss and accumulates its own gradients.
     if slots is None or isinstance(self, LossScaleOptimizer) \
@@ -224,7 +242,7 @@ def add_variable(original: Function, self: Optimizer, *args: Any, **kwargs: Any)
           "self._model_variables_moving_average")
 @replaces(Optimizer, "save_own_variables",
           "a file of another rank would have slots without elements, and could not be loaded", "variable.numpy()")
-def only_where_slots_are(original: Function, self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def only_where_slots_are(original: Function, self: Optimizer, *args: object, **kwargs: object) -> Any:
     slots = slots_of(self)
     return original(self, *args, **kwargs) if slots is None or slots.are_here else None
 
@@ -261,7 +279,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
         slots.share(updated)
         return tf.constant(0)
 
-    complete = calls_of(self) % self.gradient_accumulation_steps == 0
+    complete = self._iterations % self.gradient_accumulation_steps == 0
     tf.cond(complete, share, lambda: tf.constant(0))
     return result
 

@@ -5,7 +5,7 @@ Keras in place of its own functions.
 """
 
 import os
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import keras
 
@@ -28,8 +28,8 @@ def writes_together(model: keras.Model) -> bool:
 @replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
 @replaces(legacy_h5_format, "save_model_to_hdf5", "likewise", 'h5py.File(filepath, mode="w")')
 @replaces(keras.Model, "export", "likewise", "export_saved_model")
-def save(original: Function, model: keras.Model, filepath: str | os.PathLike | BinaryIO, *args: Any,
-         **kwargs: Any) -> object:
+def save(original: Function, model: keras.Model, filepath: str | os.PathLike | BinaryIO, *args: object,
+         **kwargs: object) -> object:
     if not isinstance(model, keras.Model) or not writes_together(model) or hasattr(filepath, "write"):
         return original(model, filepath, *args, **kwargs)
     try:

@@ -6,7 +6,6 @@ call fit, each for a model.
 """
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import tensorflow as tf
 from ...tensorflow.bridge.differentiable import loss_weighted
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.distribute import MPIStrategy, collectives
-from ..fit.row_counts import rows_of
+from ..fit.row_counts import LocalScalar, rows_of
 
 T = TypeVar("T")
 
@@ -30,31 +29,20 @@ class Flags:
     of each batch.
     """
 
-    _numbers = itertools.count()
-
     def __init__(self) -> None:
-        self._handles: dict[str, tf.Tensor] = {}
+        self._scalars = {"usual_rows": LocalScalar(tf.int64, 1), "logs_wanted": LocalScalar(tf.bool, 1)}
         self._assigned: dict[str, int | bool] = {}
-        number = next(self._numbers)
-        # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
-        with tf.init_scope(), tf.device("CPU:0"):
-            for name, dtype in _DTYPES.items():
-                self._handles[name] = tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], container="",
-                                                             shared_name=f"mpistrat_{name}_{number}")
-                self.assign(name, 1)
 
     def assign(self, name: str, value: int | bool) -> None:
         """Assign a flag. Assigning takes longer than comparing, so an equal value is not assigned again."""
         if self._assigned.get(name) != value:
-            tf.raw_ops.AssignVariableOp(resource=self._handles[name], value=tf.cast(value, _DTYPES[name]))
+            self._scalars[name].assign(value)
             self._assigned[name] = value
 
     def read(self, name: str) -> tf.Tensor:
-        """The value of a flag, in a graph the one at the time of execution."""
-        return tf.reshape(tf.raw_ops.ReadVariableOp(resource=self._handles[name], dtype=_DTYPES[name]), [])
+        return self._scalars[name].read()
 
 
-_DTYPES = {"usual_rows": tf.int64, "logs_wanted": tf.bool}
 _flags: "weakref.WeakKeyDictionary[keras.Model, Flags]" = weakref.WeakKeyDictionary()
 
 

@@ -11,31 +11,24 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import ops as array_ops
 from ...api import runtime
-from ...core.request import Max, ScaledOp
+from ...core.request import Max
 from ...tensorflow import names
-from ...tensorflow._private import spec_of_replica
-from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.input import takes_from_generator
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.variables import RankMirroredVariable
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
-from .._private import (
-    GeneratorDataAdapter,
-    TFDatasetAdapter,
-    all_layers,
-    create_anew,
-    distributed_dataset,
-    set_number_of_batches,
-)
+from .._private import all_layers
 from .._private import trainer as keras_trainer
 from ..fit.fit_optimizers import accumulators_in, optimizers_of
 from ..fit.row_counts import rows_of
-from ..fit.running_statistics import average, counters, running_statistics
+from ..fit.running_statistics import average_state, running_statistics
 from ..optimizer_parts import distributed_in, parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
@@ -64,7 +57,7 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
     with strategy.scope():
         for variable in (variable for metric in model.metrics for variable in metric.variables):
             if not strategy.extended.variable_created_in_scope(variable.value):
-                create_anew(variable)
+                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -76,8 +69,10 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
 def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
     strategy = strategy_of(self)
     if strategy is None:
-        if step_function == self.train_step:
-            _warn_of_model_outside(self)
+        if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
+                and not distributed_in(self.optimizer):
+            warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
+                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=2)
         return original(self, step_function)
     if self.jit_compile:
         warnings.warn("jit_compile=True is switched off: collectives cannot be compiled by XLA.", stacklevel=2)
@@ -106,7 +101,6 @@ def make_function(original: Function, self: keras.Model, step_function: Function
 
 
 def _has_keras_own_steps(model: keras.Model) -> bool:
-    """Whether a step's logs are the model's metrics, which Keras aggregates at the end of an epoch in any case."""
     names = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
     return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
@@ -122,12 +116,6 @@ def _weighted(log: object) -> object:
     if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
         return log
     return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
-
-
-def _warn_of_model_outside(model: keras.Model) -> None:
-    if runtime.is_initialized() and runtime.current().topology.size > 1 and not distributed_in(model.optimizer):
-        warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its own. "
-                      "Build and compile it under `with strategy.scope():`.", stacklevel=2)
 
 
 @replaces(keras_trainer, "reduce_per_replica",
@@ -214,8 +202,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
             for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
                 data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
                 break
-        rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-                        for leaf in _without_none(data_batch)])
+        leaves = [leaf for leaf in keras.tree.flatten(data_batch) if leaf is not None]
+        rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf) for leaf in leaves
+                        if not isinstance(leaf, tf.experimental.Optional)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
     with step_state.flags_of(self):
         step_state.set_flag("usual_rows", max(1, int(usual)))
@@ -226,14 +215,20 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
-    return tf.nest.map_structure(spec_of_replica, distributed_dataset(iterator).element_spec)
+    return tf.nest.map_structure(_spec_of_replica, iterator._distributed_dataset.element_spec)
+
+
+def _spec_of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
+    is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
+    return spec if is_local else spec._value_specs[0]
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
     """Whether the input is a generator, or a dataset that reads one and says what its elements are."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
-    return takes_from_generator(distributed_dataset(iterator)) and all(
+    return takes_from_generator(iterator._distributed_dataset) and all(
         isinstance(spec, tf.OptionalSpec) or (spec.shape.rank and None not in spec.shape[1:])
         for spec in tf.nest.flatten(_specs(iterator)))
 
@@ -244,15 +239,10 @@ def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
     return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
-def _without_none(data: object) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None
-            and not isinstance(leaf, tf.experimental.Optional)]
-
-
 @replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
           "experimental_distribute_dataset(")
 def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
-                   distribute_strategy: tf.distribute.Strategy | None = None, *args: Any, **kwargs: Any) -> None:
+                   distribute_strategy: tf.distribute.Strategy | None = None, *args: object, **kwargs: object) -> None:
     is_shared = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
     with state_of_first_rank() if is_shared else contextlib.nullcontext():
         original(self, distribute_strategy, *args, **kwargs)
@@ -267,9 +257,9 @@ def reset_epoch(original: Function, self: keras_trainer.TFEpochIterator) -> None
 
 
 def _set_steps(iterator: keras_trainer.TFEpochIterator) -> None:
-    dataset = distributed_dataset(iterator)
+    dataset = iterator._distributed_dataset
     if hasattr(dataset, "mpistrat_steps"):
-        set_number_of_batches(iterator, dataset.mpistrat_steps)
+        iterator._num_batches = dataset.mpistrat_steps
 
 
 @replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units", "self.state.assign(")
@@ -288,26 +278,20 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 @replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
           "self.make_test_function()")
 @replaces(Trainer, "predict", "likewise", "self.make_predict_function()")
-def with_averaged_statistics(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> object:
+def with_averaged_statistics(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
     average_statistics(self)
     return original(self, *args, **kwargs)
 
 
 def average_statistics(model: keras.Model) -> None:
-    """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest.
-
-    Collective; outside of a replica.
-    """
+    """As average_state, for a model of a strategy. Collective; outside of a replica."""
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
     own = getattr(model, "optimizer", None)  # A model that is not compiled has none.
-    accumulators = accumulators_in(IdentitySet(part for optimizer in (own, *optimizers_of(model))
-                                               for part in parts_of(optimizer)))
-    average(running_statistics(model) + accumulators, lambda variables, labels: collectives.all_reduce(
-        [strategy.extended.local(v.value) for v in variables], tf.distribute.ReduceOp.MEAN, "statistics", labels))
-    average(counters(model), lambda variables, labels: reduce_list(
-        [strategy.extended.local(v.value) for v in variables], names.eager("strategy/counters"), ScaledOp(Max), labels))
+    parts = IdentitySet(part for optimizer in (own, *optimizers_of(model)) for part in parts_of(optimizer))
+    average_state(model, accumulators_in(parts), lambda op, variables, labels: collectives.all_reduce(
+        [strategy.extended.local(v.value) for v in variables], op, "statistics", labels))
 
 
 @replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both",
@@ -321,8 +305,9 @@ def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> o
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
     """Run a step. On a rank without rows the running statistics of its rows keep their values."""
-    of_all_ranks = IdentitySet(variable for layer in all_layers(model) if _is_synchronized(layer)
-                               for variable in layer.variables)
+    of_all_ranks = IdentitySet(
+        variable for layer in all_layers(model) for variable in layer.variables
+        if getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization))
     variables = [v for v in running_statistics(model) if v not in of_all_ranks] if state.rows is not None else []
     if not variables:
         return step()
@@ -336,8 +321,3 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
     tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
     return outputs
-
-
-def _is_synchronized(layer: keras.layers.Layer) -> bool:
-    """Whether a layer's statistics are those of all ranks' rows."""
-    return getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...core.topology import describe_by_rank
-from .._private import all_layers, functions_of
+from .._private import all_layers
 from .rates import are_equal
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
@@ -28,13 +28,13 @@ _DEPTH = 4  # of functions that call functions
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a layer has learned.
+    """The state that a layer has learned.
 
     Attributes:
         label: What users call the layer.
         table: A digest of its lookup tables; b"" without any.
         fixed: Two numbers that depend on all boundaries and weights of words; () without any.
-        variable: Likewise of means and variances.
+        variable: The same for means and variances.
         is_new: The layer has learned nothing yet.
         is_broadcast: A BroadcastGlobalVariablesCallback makes its means and variances equal.
     """
@@ -47,7 +47,7 @@ class Adapted:
     is_broadcast: bool = False
 
     def differs_from(self, other: "Adapted") -> str:
-        """What is not the same, apart from rounding; "" if all is."""
+        """The kind of state that differs by more than rounding; "" if none does."""
         return "vocabulary" if self.table != other.table \
             else "boundaries or weights" if not _are_close(self.fixed, other.fixed) \
             else _STATISTICS if not _are_close(self.variable, other.variable) else ""
@@ -88,11 +88,9 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """What layers and those in them have learned. A TextVectorization stands for the StringLookup in it.
+    """The states of layers, in this order, and of those in them. `is_broadcast`: a callback makes the variables equal.
 
-    Args:
-        layers: In the same order on all ranks.
-        is_broadcast: Whether a callback makes their variables equal.
+    A TextVectorization stands for the StringLookup in it.
     """
     found: list[Adapted] = []
     inside: set[int] = set()
@@ -112,18 +110,23 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
-    """The layers that the functions of tf.data pipelines refer to, and those in them.
-
-    Args:
-        inputs: What fit got as x and y: datasets in any structure; other inputs have none.
-    """
+    """The layers that the functions of tf.data pipelines refer to, and those in them. `inputs` are x and y of fit."""
     found: dict[int, keras.layers.Layer] = {}
     for value in tf.nest.flatten(inputs):
-        for function in functions_of(value):
+        for function in _functions_of(value):
             for layer in _layers_in(function, _DEPTH):
                 for each in (layer, *all_layers(layer)):
                     found.setdefault(id(each), each)
     return list(found.values())
+
+
+def _functions_of(dataset: object) -> Iterator[object]:
+    """The functions that a tf.data pipeline calls; for other objects, none."""
+    if isinstance(dataset, tf.data.Dataset):
+        for wrapper in dataset._functions():
+            yield getattr(wrapper, "_func", None)
+        for inside in dataset._inputs():
+            yield from _functions_of(inside)
 
 
 def _layers_in(value: object, depth: int) -> Iterator[keras.layers.Layer]:

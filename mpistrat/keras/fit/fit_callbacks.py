@@ -3,26 +3,29 @@ MPIStrategy, which has its own checks and gets only the callback that measures.
 
 It also lets one rank run a callback that writes files to a path which other ranks name too; see written_once.py.
 
-Model.fit is wrapped, by public names of Keras only. CallbackList is left alone: users call its methods in loops of
-their own, maybe on one rank. So are evaluate and predict, which may run on one rank. Called by optimizer.py, when the
-first optimizer is wrapped, and when the first MPIStrategy is made.
+CallbackList is left alone: users call its methods in loops of their own, maybe on one rank. So are evaluate and
+predict, which may run on one rank.
 """
 
+import hashlib
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
 from ...api import runtime
 from ...api.process_sets import global_process_set
+from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
 from ...elastic import member
 from ...tensorflow.distribute import MPIStrategy
+from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
-from ..input_rows import digest_of_rows, warn_of_own_order
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .checks_within_epochs import ChecksWithinEpochs
@@ -35,10 +38,12 @@ from .save_schedules import AverageBeforeSaves
 from .throughput import FitThroughput
 from .written_once import written_once
 
+logger = logging.getLogger(__name__)
+
 
 @replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
           "callbacks.on_train_begin()")
-def fit(original: Function, self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
     call = inspect.signature(original).bind(self, *args, **kwargs)
     elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
     if elastic is None or member.current() is None:
@@ -73,13 +78,7 @@ def _users(callbacks: object) -> list[Callback]:
 
 
 def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
-    """The callbacks that fit adds before those of the user.
-
-    Args:
-        optimizers: Those of the model.
-        callbacks: The user's.
-        inputs: What fit got as x and y.
-    """
+    """The callbacks that fit adds before those of the user. `inputs` are the arguments x and y of fit."""
     own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
     statistics = before_saves = None
     throughput: list[Callback] = []
@@ -122,3 +121,29 @@ def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | No
         yield callbacks
     finally:
         callbacks.callbacks = users
+
+
+def digest_of_rows(inputs: object) -> bytes:
+    """A digest of the shapes, and of rows at equal distances; b"" unless all inputs are arrays or tensors of numbers.
+
+    `inputs` are the arguments x and y of fit: arrays in any structure. None is left out.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    arrays = [each for each in tf.nest.flatten(inputs) if each is not None]
+    for array in arrays:
+        if not isinstance(array, np.ndarray | tf.Tensor) or not array.ndim or not len(array):
+            return b""
+        rows = some_rows(array)
+        if rows.dtype.hasobject:
+            return b""
+        digest.update(f"{tuple(array.shape)} {rows.dtype}".encode())
+        # By way of bytes: hashlib does not take bfloat16.
+        digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+    return digest.digest() if arrays else b""
+
+
+def warn_of_own_order(inputs: object) -> None:
+    """Warn of a dataset that is sharded after a shuffle without a seed."""
+    if any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
+        logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes its "
+                       "shard, so rows are read by several ranks or by none. %s", OWN_ORDER)

@@ -53,7 +53,7 @@ _COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
 
 
 class FitChecks(Callback):
-    """Checks that the ranks train alike, and averages the metrics that other callbacks read. Collective; fit adds it.
+    """Checks that the ranks train in the same way, and averages metrics that callbacks read. Collective; fit adds it.
 
     Args:
         optimizers: Those of the model.
@@ -164,7 +164,7 @@ class FitChecks(Callback):
                               action=runtime.current().settings.check_action)
 
     def _adapted(self) -> tuple[Adapted, ...]:
-        """What layers have learned by adapt()."""
+        """The state of the layers that learn by adapt()."""
         layers = IdentitySet(all_layers(self.model))
         is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
         return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
@@ -215,19 +215,18 @@ class FitChecks(Callback):
         # The sentence numbers the ranks of the set, and that on the weights those of the job.
         self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
 
-    def _require_ended(self, what: str) -> None:
+    def _require_ended(self, progress: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.
 
-        Args:
-            what: What this rank has done. As the name of the wait it is what its report says that this rank does.
+        Reports of the wait name `progress`, such as "stopped within epoch 3".
         """
         try:
-            array_ops.barrier(f"{self._name}/{what}", self._process_set)
+            array_ops.barrier(f"{self._name}/{progress}", self._process_set)
         except CollectiveError as error:
             if not self.model.stop_training:
                 raise
-            raise type(error)(f"{error} This rank has {what}{self._cause()}, and others have not: all ranks must stop "
-                              "after the same batch.") from error
+            raise type(error)(f"{error} This rank has {progress}{self._cause()}, and others have not: all ranks must "
+                              "stop after the same batch.") from error
 
     def _cause(self) -> str:
         """Which callback has stopped this rank, as far as that is known."""

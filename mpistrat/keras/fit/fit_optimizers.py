@@ -9,11 +9,13 @@ from typing import Any
 import keras
 from keras.optimizers import Optimizer
 
+from ...api.process_sets import ProcessSet
 from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity import IdentitySet
+from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
-from .._private import accumulators_of, calls_of, trained_by
+from .._private import trained_by
 from ..optimizer_parts import distributed_in, optimizers_in, parts_of
 
 
@@ -48,7 +50,6 @@ class FitOptimizers:
 
     @property
     def first_steps(self) -> list[FirstSteps]:
-        """What checks the first reductions."""
         return [reducer.checks for reducer in self.reducers if reducer.checks is not None]
 
     @property
@@ -65,17 +66,15 @@ class FitOptimizers:
 
     @property
     def calls(self) -> int:
-        """How often this rank has applied gradients so far, also where they were only accumulated."""
-        return sum(int(calls_of(optimizer)) for optimizer in self._optimizers)
+        """How often this rank has called `apply`. The public `iterations` is less, if gradients are accumulated."""
+        return sum(int(optimizer._iterations) for optimizer in self._optimizers)
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state of the optimizers, with the sums of gradients that wait for an update."""
         return [variable for optimizer in self._optimizers for variable in optimizer.variables]
 
     @property
     def accumulators(self) -> list[keras.Variable]:
-        """The sums of gradients that wait for an update."""
         return accumulators_in(self._optimizers)
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -100,6 +99,18 @@ def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
     return FitOptimizers(list(found.values()), wholes) if found else None
 
 
+def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
+    """The name of a callback's collective: that of the optimizers of fit, if their ranks take part, else the thread's.
+
+    Raises:
+        InvalidRequestError: As names.eager.
+    """
+    optimizers, number = fit_optimizers_of(model), process_set.process_set_id
+    if optimizers is not None and optimizers.process_set.process_set_id == number:
+        return f"{optimizers.name}/{operation}"
+    return eager(operation, number or 0)
+
+
 def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
     """The optimizers in public attributes of a model, or in lists, tuples or dicts of these; some perhaps twice."""
     for name, value in vars(model).items():
@@ -108,9 +119,8 @@ def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
 
 
 def accumulators_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
-    """The sums of gradients in the optimizers that accumulate them."""
     return [variable for optimizer in optimizers if optimizer.built and optimizer.gradient_accumulation_steps
-            for variable in accumulators_of(optimizer)]
+            for variable in optimizer._accumulated_gradients]
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:

@@ -20,7 +20,7 @@ COLLECTIVE = (BroadcastGlobalVariablesCallback, MetricAverageCallback)
 
 @dataclass(frozen=True)
 class Begin:
-    """What one rank begins fit with.
+    """The state of one rank when fit begins.
 
     Attributes:
         steps: Steps of an epoch; None if Keras does not know.
@@ -174,7 +174,7 @@ def _by_rank(begins: Sequence[Begin], name: str) -> str:
 
 
 def problem_between_epochs(states: Sequence[State]) -> str:
-    """What is wrong if the ranks are not all at the same place of fit; "" if they are."""
+    """The error of ranks that are at different places of fit; "" if there is none."""
     if len({(type(s), getattr(s, "epochs", 0), getattr(s, "step", 0), getattr(s, "has_ended", False))
             for s in states}) == 1:
         return ""

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from ...api import ops as array_ops
-from ...tensorflow.ops import broadcast_variables
+from ...tensorflow.ops import broadcast_
 from ..callbacks import LearningRateScheduleCallback
 from .fit_optimizers import FitOptimizers
 
@@ -20,12 +20,9 @@ class JoinEpochs(keras.callbacks.Callback):
     """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
 
     Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
-    batches has made all updates, so all ranks get its trainable weights and optimizer state then: before the validation
-    of the epoch, and before callbacks read or save the model. (It need not be the last to join: where gradients are
-    accumulated, a batch may need no other rank.)
-
-    Args:
-        optimizers: Those of the model. Their local variables stay as they are.
+    batches has made all updates, so all ranks get its trainable weights and optimizer state then, except local
+    variables: before the validation of the epoch, and before callbacks read or save the model. (It need not be the last
+    to join: where gradients are accumulated, a batch may need no other rank.)
     """
 
     def __init__(self, optimizers: FitOptimizers):
@@ -53,15 +50,13 @@ class JoinEpochs(keras.callbacks.Callback):
         ranks = process_set.ranks
         assert ranks is not None  # The set has been registered: it has joined.
         most = ranks[int(np.argmax(calls))]  # Of ranks with as many batches the first; a root is a rank of the job.
-        broadcast_variables(self._optimizers.shared(variables), most, process_set)
+        broadcast_(self._optimizers.shared(variables), most, f"{self._optimizers.name}/joined", process_set)
 
 
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:
     """Let learning rates that change within an epoch follow the rank with most batches, so that ranks have the same.
 
-    Args:
-        callbacks: Those of fit, before they begin.
-        steps: Steps per epoch of each rank; None where Keras does not know them.
+    `steps` are those per epoch of each rank; None where Keras does not know them. Called before the callbacks begin.
     """
     known = [count for count in steps if count is not None]
     for callback in callbacks:

@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricMeans:
-    """Averages the metrics that all ranks have. The first time that some rank lacks one there is a warning.
-
-    Args:
-        process_set: The ranks that take part.
-    """
+    """Averages the metrics that all ranks of a process set have, and warns once if a rank lacks one."""
 
     def __init__(self, process_set: ProcessSet):
         self._process_set, self._has_warned = process_set, False
@@ -27,13 +23,8 @@ class MetricMeans:
     def replace(self, name: str, logs: dict[str, Any], rows: tuple[int, int] | None = None) -> None:
         """Replace the metrics in `logs` by their means. Collective. Metrics that some ranks lack stay as they are.
 
-        Args:
-            name: That of the collective.
-            logs: Those of an epoch; only numbers count.
-            rows: This rank's rows of training and of validation, to weight by; None on all ranks: no weights.
-
-        Raises:
-            ValueError: As weighted_means, on every rank.
+        `rows` are this rank's rows of training and of validation, to weight by; None on all ranks: no weights. Raises
+        ValueError on every rank, as weighted_means.
         """
         own = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
         found = array_ops.allgather_object((rows, own), name, self._process_set)

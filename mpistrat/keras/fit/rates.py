@@ -12,7 +12,6 @@ from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
 from ...core.topology import describe_by_rank
-from .._private import objects_given_to
 from ..optimizer_parts import passes_on
 
 # A schedule is computed on each rank, and processors may round differently.
@@ -25,12 +24,9 @@ def number(value: object) -> float:
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
-    """What the optimizers multiply by now: a label and a value for each number.
+    """A label and a value for each number by which the optimizers, in this order, multiply now.
 
     Learning rates that are functions of the user are left out, since a call may have effects.
-
-    Args:
-        optimizers: In the same order on all ranks, each with its parts.
     """
     return tuple((f"{name} of {type(optimizer).__name__}", value)
                  for optimizer in optimizers for name, value in _rates_of_one(optimizer).items())
@@ -53,8 +49,8 @@ def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
 
 def _rates_of_one(optimizer: Optimizer) -> dict[str, float]:
     found = {}
-    if not passes_on(optimizer) and isinstance(objects_given_to(optimizer).get("learning_rate", 0.0),
-                                               float | LearningRateSchedule):
+    rate = getattr(optimizer, "_learning_rate", None)
+    if not passes_on(optimizer) and (isinstance(rate, LearningRateSchedule) or not callable(rate)):
         found["learning_rate"] = number(optimizer.learning_rate)
     arguments = {name for cls in type(optimizer).__mro__ if "__init__" in vars(cls)
                  for name in inspect.signature(vars(cls)["__init__"]).parameters}

@@ -18,20 +18,36 @@ UNKNOWN = -1
 _numbers = itertools.count()
 
 
+class LocalScalar:
+    """A variable of this rank, on the CPU. A tf.Variable that is made in a strategy's scope would be the strategy's."""
+
+    def __init__(self, dtype: tf.DType, value: int):
+        self._dtype = dtype
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], container="",
+                                                  shared_name=f"mpistrat_scalar_{next(_numbers)}")
+            self.assign(value)
+
+    def assign(self, value: int | bool) -> None:
+        tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.cast(value, self._dtype))
+
+    def add(self, value: tf.Tensor) -> None:
+        tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
+
+    def read(self) -> tf.Tensor:
+        return tf.reshape(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype), [])
+
+
 class RowCount:
     """The rows that one step of a model has got on this rank since it is counted. It only grows; callers subtract."""
 
     def __init__(self) -> None:
-        # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], container="",
-                                                  shared_name=f"mpistrat_rows_{next(_numbers)}")
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0, tf.int64))
+        self._count = LocalScalar(tf.int64, 0)
 
     @property
     def rows(self) -> int:
         """The number of rows. Batches in which none can be counted (`rows_of`) have none."""
-        return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64))
+        return int(self._count.read())
 
     @classmethod
     def of(cls, model: keras.Model, step: str) -> "RowCount":
@@ -53,7 +69,7 @@ class RowCount:
         def counting_step(data: object) -> object:
             rows = rows_of(data)
             if rows is not None:
-                tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=rows)
+                self._count.add(rows)
             return step(data)
 
         counting_step.mpistrat_rows = self
@@ -73,12 +89,10 @@ class RowsOfEpoch:
         self.begin()
 
     def begin(self) -> None:
-        """An epoch begins."""
         self.has_trained = self.has_evaluated = False
         self._before, self._evaluated = self._trained.rows, 0
 
     def begin_evaluation(self) -> None:
-        """A validation begins."""
         self.has_evaluated = False
         self._before_evaluation = self._tested.rows
 

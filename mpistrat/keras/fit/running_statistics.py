@@ -9,7 +9,6 @@ Called by what mpistrat adds to fit, and under a strategy; averaging is collecti
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import keras
@@ -23,8 +22,8 @@ from ...tensorflow.lists import number_of
 from .._private import non_trainable_variables
 from .fit_optimizers import FitOptimizers
 
-# Takes variables and their labels, and returns the ranks' mean of each. Collective.
-Mean = Callable[[list[keras.Variable], list[str]], list[tf.Tensor]]
+# Takes an operation, variables and their labels, and returns the reduced values. Collective.
+Reduce = Callable[[ReduceOp, list[keras.Variable], list[str]], list[tf.Tensor]]
 
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
@@ -49,19 +48,26 @@ def _is_aggregated(variable: keras.Variable) -> bool:
     return getattr(variable, "aggregation", "none") in ("sum", "only_first_replica")
 
 
-def average(variables: list[keras.Variable], mean: Mean) -> None:
-    """Set variables on all ranks to what `mean` returns. Collective."""
-    for variable, value in zip(variables, mean(variables, [label_of(v) for v in variables]), strict=True):
-        variable.assign(value)
+def average_state(model: keras.Model, accumulators: Sequence[keras.Variable], reduce: Reduce,
+                  shared: Callable[[list[keras.Variable]], list[keras.Variable]] = list) -> None:
+    """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest. Collective.
+
+    Args:
+        model: The model, whose layers have the statistics and the counters.
+        accumulators: The sums of gradients of its optimizers.
+        reduce: Reduces the values of variables.
+        shared: Takes variables, and leaves out those that are local to each rank.
+    """
+    for op, variables in ((Average, [*running_statistics(model), *accumulators]), (Max, counters(model))):
+        reduced = shared(variables)
+        for variable, value in zip(reduced, reduce(op, reduced, [label_of(v) for v in reduced]), strict=True):
+            variable.assign(value)
 
 
 class AverageStatistics(keras.callbacks.Callback):
-    """Makes the state of layers the same on all ranks when an epoch ends. Collective; fit adds it.
+    """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
 
     It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own statistics.
-
-    Args:
-        optimizers: Those of the model. Their local variables stay as they are.
     """
 
     def __init__(self, optimizers: FitOptimizers):
@@ -79,9 +85,7 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def average(self) -> None:
         """Give all ranks the same state of the model's layers, and of its optimizers. Collective."""
-        average(self._optimizers.shared(running_statistics(self.model) + self._optimizers.accumulators),
-                partial(self._reduced, Average))
-        average(self._optimizers.shared(counters(self.model)), partial(self._reduced, Max))
+        average_state(self.model, self._optimizers.accumulators, self._reduced, self._optimizers.shared)
         self._sum(self._optimizers.shared(_sums(self.model)))
 
     def _sum(self, variables: list[keras.Variable]) -> None:

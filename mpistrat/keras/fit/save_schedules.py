@@ -50,14 +50,7 @@ def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
 class AverageBeforeSaves(Callback):
     """Averages the running statistics before a callback of any rank saves the model within an epoch. Collective.
 
-    fit adds it. It comes before the callbacks that save the model.
-
-    Args:
-        statistics: Averages them.
-        callbacks: Those of fit on this rank.
-
-    Attributes:
-        schedules: Those of the callbacks of all ranks. Empty: it does nothing.
+    fit adds it before the callbacks that save the model. `schedules` has those of the callbacks of all ranks.
     """
 
     def __init__(self, statistics: AverageStatistics, callbacks: Sequence[Callback]):

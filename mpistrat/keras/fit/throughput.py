@@ -14,7 +14,7 @@ from keras.callbacks import Callback
 
 from ...api import ops as array_ops
 from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...tensorflow.names import eager
+from .fit_optimizers import name_in_fit
 from .row_counts import UNKNOWN, RowCount
 
 Logs = dict[str, Any] | None
@@ -22,7 +22,7 @@ Logs = dict[str, Any] | None
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank has trained on.
+    """The training of one rank.
 
     Attributes:
         rows: UNKNOWN if there were steps and no row was counted.
@@ -67,19 +67,15 @@ def line_of(speed: Speed, ranks: int) -> str:
 
 
 class Meter:
-    """The work of this rank in fit, from one epoch to the next.
+    """The work of this rank in fit of `model`, from one epoch to the next.
 
     Keras may call `end_step` in other threads, while the next step runs.
-
-    Args:
-        model: The one that fit trains.
     """
 
     def __init__(self, model: keras.Model):
         self._rows, self._begun = RowCount.of(model, "train_step"), 0
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
         self._steps = 0
         self._begin()
 
@@ -94,7 +90,6 @@ class Meter:
         self._steps, self._ended = max(self._steps, batch + 1), time.perf_counter()
 
     def end_epoch(self) -> Work:
-        """The work of the epoch."""
         if self._begun < 2:
             return Work(0, 0, 0.0)
         steps, rows = self._steps - self._steps_before, self._rows.rows - self._rows_before
@@ -145,19 +140,14 @@ class Throughput(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._meter is None:
             return
-        name = eager("throughput", self._process_set.process_set_id or 0)
+        name = name_in_fit(self.model, "epoch_throughput", self._process_set)
         speed = speed_of(array_ops.allgather_object(self._meter.end_epoch(), name, self._process_set))
         if logs is not None:
             logs[f"{speed.unit}_per_second"] = speed.per_second
 
 
 class FitThroughput(Throughput):
-    """Prints the speed of the whole of fit on the first rank of a process set. Collective; fit adds it.
-
-    Args:
-        name: The name of the collective.
-        process_set: The ranks that take part.
-    """
+    """Prints the speed of the whole of fit on the first rank of a process set. Collective, as `name`; fit adds it."""
 
     def __init__(self, name: str, process_set: ProcessSet):
         super().__init__(process_set)

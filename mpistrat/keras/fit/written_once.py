@@ -1,13 +1,11 @@
-"""Callbacks that write files in fit of several ranks: where the ranks name one path, one rank runs the callback.
+"""Callbacks that write files in fit of several ranks: if several ranks name the same path, one rank runs the callback.
 
-The ranks tell each other which callbacks they have, and with which paths, before fit makes its list of callbacks. A
-callback that other ranks do not have with this path is left as it is. Of the others, one rank runs it. The other ranks
-wait until it has written, at the beginning and the end of training and at the end of each epoch, if all ranks have
-their common callbacks in the same order. Where they have not, waiting could be a deadlock, and the ranks meet when the
-next epoch begins.
+The ranks exchange their callbacks and paths before fit makes its list of callbacks. The other ranks wait until the
+callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
+callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
 
 Only Keras' own classes are run by one rank. A class that is derived from them may call collectives, so it runs on all
-ranks; whole_files.py keeps their models whole. `role_of` is pure. Called by fit_callbacks.py, in the thread of fit.
+ranks; whole_files.py keeps their models whole. `role_of` is pure.
 """
 
 import os
@@ -22,18 +20,18 @@ from keras.callbacks import BackupAndRestore, Callback, CSVLogger, ModelCheckpoi
 from ...api import ops as array_ops
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import files
-from .._private import epoch_after_backup, goes_on_after_backup, set_epoch_after_backup
 from ..callbacks import Logs, broadcast_state
 from .fit_optimizers import FitOptimizers, optimizers_of
 
 # The classes, and the attribute that has the path of the files.
 _PATHS = {ModelCheckpoint: "filepath", BackupAndRestore: "backup_dir", CSVLogger: "filename", TensorBoard: "log_dir"}
+_INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the other ranks get to know of a callback.
+    """A callback, as the ranks exchange it.
 
     Attributes:
         kind: Its class; "" for one of Keras' that does not write files, since its order does not matter.
@@ -48,13 +46,13 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What is equal for callbacks that write the same files."""
+        """Equal for callbacks that write the same files."""
         return self.kind, self.path
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank does with a callback.
+    """The part of one rank in running a callback.
 
     Attributes:
         runs: Whether it runs the callback.
@@ -66,19 +64,13 @@ class Role:
 
 
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
-    """The role of a rank.
-
-    Args:
-        entry: The rank's callback.
-        rank: The rank.
-        entries: All callbacks of each rank, in their order.
-        host_of: The host of each rank.
+    """The role of a rank in running `entry`, given the callbacks of each rank in their order, and the host of each.
 
     Raises:
         MismatchError: All ranks have a BackupAndRestore with one directory, and not the same order of callbacks.
     """
     keys = [[other.key for other in of_rank] for of_rank in entries]
-    # What a rank has once more than others does not communicate.
+    # A callback that a rank has once more than the others does not communicate.
     common = {key for key in keys[0] if key[0] and len({of_rank.count(key) for of_rank in keys}) == 1}
     is_in_order = len({tuple(key for key in of_rank if key in common) for of_rank in keys}) == 1
     is_backup = entry.kind == BackupAndRestore.__name__
@@ -94,11 +86,7 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
 
 
 def written_once(callbacks: Sequence[Callback], model: keras.Model, optimizers: FitOptimizers) -> list[Callback]:
-    """The callbacks that fit gets on this rank in place of the user's. Collective.
-
-    Raises:
-        MismatchError: On every rank, as role_of.
-    """
+    """The callbacks that fit gets on this rank in place of the user's. Collective. Raises as role_of, on every rank."""
     topology = optimizers.process_set.group("fit").topology
     own = [_entry(callback) for callback in callbacks]
     entries = array_ops.allgather_object(own, f"{optimizers.name}/callbacks", optimizers.process_set)
@@ -133,14 +121,7 @@ def _place(path: str) -> tuple[str | int, ...]:
 
 
 class WrittenOnce(Callback):
-    """Takes the place of a callback that all ranks have with one path. Collective.
-
-    Args:
-        callback: The user's.
-        runs: Whether this rank runs it.
-        model: The model that fit trains.
-        optimizers: Those of the model.
-    """
+    """Takes the place of a callback that all ranks have with one path, and that this rank may run. Collective."""
 
     def __init__(self, callback: Callback, runs: bool, model: keras.Model, optimizers: FitOptimizers):
         super().__init__()
@@ -171,11 +152,7 @@ class WrittenOnce(Callback):
         self._on_all_ranks(lambda: self._callback.on_train_end(logs))
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Do an action on the ranks that run the callback. Collective; its errors are raised on all ranks.
-
-        Returns:
-            The first rank's result.
-        """
+        """Do an action on the ranks that run the callback. Returns the first rank's result. Collective."""
         result, error = files.attempt(action) if self._runs else (None, None)
         own = result, getattr(self._callback, "best", None)  # a ModelCheckpoint's best metric
         statuses = files.exchange_status(error, value=own, name=self._name, process_set=self._optimizers.process_set)
@@ -194,13 +171,13 @@ class WrittenOnce(Callback):
             directory = self._callback.backup_dir
             found = tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory))
             self._callback.on_train_begin(logs)
-            return found, epoch_after_backup(model) if goes_on_after_backup(model) else None
+            return found, getattr(model, _INITIAL_EPOCH, None)
 
         found, epoch = self._on_all_ranks(restore)
         if not found:
             return
-        if goes_on_after_backup(model):
-            set_epoch_after_backup(model, epoch)
+        if hasattr(model, _INITIAL_EPOCH):
+            setattr(model, _INITIAL_EPOCH, epoch)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]

@@ -91,56 +91,54 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         return []
     places = places or range(len(tensors))
     device = gpu_graph.device_of(tensors)
-    # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager operations.
-    joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
-    if scaled.op is ReduceOp.ADASUM:
-        joined_bytes = 0  # It combines each tensor by itself.
-    buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, joined_bytes)
     if tf.executing_eagerly():
         # Nothing overlaps with an eager call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
+    else:
+        # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager
+        # operations. Adasum combines each tensor by itself.
+        joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
+        buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes,
+                       0 if scaled.op is ReduceOp.ADASUM else joined_bytes)
     results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
-        bucket_labels = tuple([labels[i] for i in bucket.order]) if labels else ()
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
         run = partial(run, observer=observer if number == 0 else None)
         with nullcontext() if device is None else tf.device(device):
-            reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, bucket_labels, wire_dtype, process_set, run,
-                                     bucket.layout(places))
+            reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, labels, wire_dtype, process_set, run, places)
         for i, result in reduced:
             results[i] = result
     return results
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, scaled: ScaledOp,
-                   labels: tuple[str, ...], wire_dtype: str, process_set: int,
-                   run: Callable, layout: tuple[tuple[int, ...], ...]) -> list[tuple[int, tf.Tensor]]:
-    submitted = [tensors[i] for i in bucket.single]
-    shapes = [t.shape for t in submitted]
+                   labels: Sequence[str], wire_dtype: str, process_set: int, run: Callable,
+                   places: Sequence[int]) -> list[tuple[int, tf.Tensor]]:
+    """Reduce the tensors of a bucket, and return (index, result) of each. `labels` and `places` are of all tensors."""
+    order, layout = bucket.order, bucket.layout(places)
+    own_labels = tuple(map(labels.__getitem__, order)) if labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
-                          for i in bucket.order[len(bucket.single):]])
+                          for i in order[len(bucket.single):]])
+    submitted = list(map(tensors.__getitem__, bucket.single))
     for indices in bucket.joined.values():
-        submitted.append(tf.concat([_reshaped(tensors[i], [-1]) for i in indices], axis=0))
-        shapes.append(submitted[-1].shape)
+        # With hundreds of small tensors the number of nodes dominates the cost, and biases are flat already.
+        submitted.append(tf.concat([tensors[i] if tensors[i].shape.rank == 1 else tf.reshape(tensors[i], [-1])
+                                    for i in indices], axis=0))
 
     def make_request(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.
         single_specs = specs_of(arrays[:len(bucket.single)])
-        return allreduce_request(name, single_specs + joined_specs, scaled, labels, layout, wire_dtype=wire_dtype,
+        return allreduce_request(name, single_specs + joined_specs, scaled, own_labels, layout, wire_dtype=wire_dtype,
                                  process_set=process_set)
 
-    reduced = run(name, make_request, submitted, shapes, process_set)
+    reduced = run(name, make_request, submitted, [t.shape for t in submitted], process_set)
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])
-        results += [(i, _reshaped(part, tensors[i].shape)) for i, part in zip(indices, parts, strict=True)]
+        results += [(i, part if tensors[i].shape.rank == 1 else tf.reshape(part, tensors[i].shape))
+                    for i, part in zip(indices, parts, strict=True)]
     return results
-
-
-def _reshaped(tensor: tf.Tensor, shape: Sequence[int] | tf.TensorShape) -> tf.Tensor:
-    # With hundreds of small tensors the number of nodes dominates the cost, and biases are flat already.
-    return tensor if tensor.shape.rank == len(shape) == 1 else tf.reshape(tensor, shape)

@@ -24,12 +24,11 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.group import Group
 from ...core.errors import InvalidRequestError, NotInitializedError, RanksLostError
 from ...core.handle import Origin
 from ...process.error_text import is_users
 from .. import names
-from ._private import AtomicFunction, call_flat
+from ._private import AtomicFunction
 from .tf_errors import as_tf_error
 
 
@@ -58,32 +57,24 @@ class CallSite:
         self.thread = ""
         self.running: list[int] = []  # Operations on lists are atomic.
 
-    @property
-    def group(self) -> Group:
-        """The ranks that take part. Raises InvalidRequestError if the process set has been removed."""
-        return runtime.current().group_of(self.name, self.process_set)
-
     def belongs_to(self, submit: tf.Operation) -> None:
         """Note the node, which is a callback."""
-        self.origin = Origin(_place_of(submit), names.is_in_order(self.name))
+        graph = weakref.ref(tf.compat.v1.get_default_graph())
+        self.origin = Origin(functools.partial(_place_of, submit.name, graph), names.is_in_order(self.name))
         _sites[submit.get_attr("token")] = self
 
 
 _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictionary()
 
 
-def _place_of(node: tf.Operation) -> Callable[[], str]:
-    """A function that returns where the user's code has made a node of the current graph: file, line and function."""
-    name, graph = node.name, weakref.ref(tf.compat.v1.get_default_graph())
-
-    def place() -> str:
-        found = graph()
-        if found is None:
-            return f"the node {name}"
-        # Read here, as it takes milliseconds, and does not outlive the node.
-        frames = [frame for frame in found.get_operation_by_name(name).traceback if is_users(frame.filename)]
-        return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {name}"
-    return place
+def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
+    """Where the user's code has made a node of a graph: file, line and function."""
+    found = graph()
+    if found is None:
+        return f"the node {node}"
+    # Read here, as it takes milliseconds, and does not outlive the node.
+    frames = [frame for frame in found.get_operation_by_name(node).traceback if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {node}"
 
 
 class _Function(Protocol):
@@ -172,7 +163,7 @@ def _refuse(site: CallSite) -> None:
                f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up what they "
                f"reduce. Give each thread a tf.function of its own. The collective is made by {site.origin.place()}.")
     # On all ranks: which one of the threads comes first is another one on each.
-    site.group.engine.break_off(problem)
+    runtime.group_of(site.name, site.process_set).engine.break_off(problem)
     raise InvalidRequestError(problem)
 
 
@@ -181,10 +172,10 @@ def _end_failed(sites: Sequence[CallSite]) -> None:
     by_set: defaultdict[int, list[CallSite]] = defaultdict(list)
     for site in sites:
         by_set[site.process_set].append(site)
-    for its in by_set.values():
+    for number, its in by_set.items():
         with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
-            its[0].group.engine.end_failed_execution({site.thread + site.name for site in its},
-                                                     {site.origin for site in its})
+            runtime.group_of(its[0].name, number).engine.end_failed_execution(
+                {site.thread + site.name for site in its}, {site.origin for site in its})
 
 
 def _loss_behind(error: tf.errors.OpError) -> RanksLostError | None:
@@ -194,5 +185,4 @@ def _loss_behind(error: tf.errors.OpError) -> RanksLostError | None:
     return runtime.current().losses.interruption.error
 
 
-if call_flat is not None:
-    AtomicFunction.call_flat = _observed(call_flat)
+AtomicFunction.call_flat = _observed(AtomicFunction.call_flat)

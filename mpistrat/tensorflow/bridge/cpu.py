@@ -20,13 +20,13 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 
 import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.group import Group
 from ...core.errors import InvalidRequestError, MpistratError
 from ...core.memory import ALIGNMENT
 from ...core.request import Request
@@ -39,7 +39,7 @@ from .calls import CallSite
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .program_order import in_order
-from .python_op import host_call, keep_thread_state
+from .python_op import host_call
 from .tf_errors import as_tf_error
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
@@ -93,7 +93,9 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     if not all(map(_may_be_in_branches, dtypes)):
         wait = Wait.NEVER
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
-    execution = executions.current() or Execution()
+    if wait is Wait.IF_LAST and counter.count >= SUBMIT_WAIT_BRANCHES:
+        wait = Wait.NEVER
+    execution = executions.current.get() or Execution()
     site = _CpuCallSite(name, process_set, make_request, dtypes, counter, wait, execution, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()
@@ -108,14 +110,13 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
             return shaped(host_call(site.fetch, ticket[:1], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
-        if wait is Wait.NEVER or (wait is Wait.IF_LAST and counter.count > SUBMIT_WAIT_BRANCHES):
-            ticket = scalars(in_order(lambda: host_call(site.submit, [*tensors, *past], TICKET, stateful=True)))
-            results = fetched(ticket, queue_of(ticket))
+        returned = in_order(lambda: host_call(
+            site.submit, [*tensors, *past], TICKET if wait is Wait.NEVER else [*TICKET, *dtypes], stateful=True))
+        ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
+        queue = queue_of(ticket)
+        if wait is Wait.NEVER:
+            results = fetched(ticket, queue)
         else:
-            returned = in_order(lambda: host_call(site.submit_and_wait, [*tensors, *past], [*TICKET, *dtypes],
-                                                  stateful=True))
-            ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
-            queue = queue_of(ticket)
             # Switch and Merge nodes instead of tf.cond are no faster, and the nodes ordered after the dequeue would not
             # run when it does not.
             results = list(tf.cond(is_done(ticket), lambda: shaped([tf.identity(result) for result in ready]),
@@ -126,6 +127,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     return results
 
 
+@cache
 def _may_be_in_branches(dtype: tf.DType) -> bool:
     """Whether TensorFlow's Switch, which is what a branch becomes, has a kernel: not for float8 and int4."""
     return dtype == tf.bfloat16 or np.dtype(dtype.as_numpy_dtype).isbuiltin == 1
@@ -141,7 +143,7 @@ def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 def require_function() -> None:
     """Raise InvalidRequestError if the current graph cannot contain a collective."""
     graph = tf.compat.v1.get_default_graph()
-    if is_compiled_by_xla is not None and is_compiled_by_xla(graph):
+    if is_compiled_by_xla(graph):
         raise InvalidRequestError(
             "a collective cannot be compiled by XLA. Write model.compile(..., jit_compile=False), or leave jit_compile "
             "out of the tf.function that averages.")
@@ -157,7 +159,7 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             return gpu_eager.run(make_request, tensors, shapes)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
-        group = runtime.current().group_of(request.name, request.process_set)
+        group = runtime.group_of(request.name, request.process_set)
         results = group.engine.run(request, arrays).wait()
     except MpistratError as error:
         raise as_tf_error(error) from error
@@ -178,35 +180,14 @@ class _CpuCallSite(CallSite):
         self._has_past, self._counts = execution.is_past, execution.number is None
         counter.count += 1
         self._position = counter.count
-        self._nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
+        self._nothing = [] if wait is Wait.NEVER else [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
         self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
 
     def submit(self, *inputs: np.ndarray) -> Arrays:
-        """Submit the collective; return a ticket for the result."""
-        keep_thread_state()
-        group, request, arrays, number = self._prepared(inputs)
-        handle = group.engine.submit(request, arrays, self.origin)
-        return COMPLETIONS.ticket_for(handle, number)
+        """Submit the collective; return a ticket for the result.
 
-    def submit_and_wait(self, *inputs: np.ndarray) -> Arrays:
-        """Submit and maybe wait; return a "done" ticket with the results, or a ticket with empty arrays."""
-        keep_thread_state()
-        group, request, arrays, number = self._prepared(inputs)
-        if self._wait is Wait.ALWAYS or self._position == self._counter.count:
-            handle = group.engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
-            if handle.done():
-                return [*COMPLETIONS.done_ticket(number), *handle.wait()]
-        else:
-            handle = group.engine.submit(request, arrays, self.origin)
-        return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
-
-    def fetch(self, ticket: np.int64) -> Arrays:
-        """Return the results, or raise the collective's error."""
-        keep_thread_state()
-        return COMPLETIONS.redeem(int(ticket)).wait()
-
-    def _prepared(self, inputs: Sequence[np.ndarray]) -> tuple[Group, Request, Arrays, int]:
-        """The ranks that take part, the request, the arrays, and the number of the execution."""
+        A node that may wait also returns the results, with a "done" ticket, or empty arrays in their place.
+        """
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         past = int(arrays.pop()) if self._has_past else None
         if self._observer is not None and not self._observer(arrays, self.thread):
@@ -214,11 +195,21 @@ class _CpuCallSite(CallSite):
         shapes, name = list(map(_SHAPE, arrays)), self.thread + self.name
         if self._latest is None or self._latest[:2] != (shapes, name):
             self._latest = shapes, name, dataclasses.replace(self._make_request(arrays), name=name, in_graph=True)
-        request, group = self._latest[2], self.group
+        request, group = self._latest[2], runtime.group_of(self.name, self.process_set)
         number = group.next_number(("execution", name)) if self._counts else 0
         if past is not None:
             request = dataclasses.replace(request, name=name + executions.suffix(past))
-        return group, request, arrays, number
+        if self._wait is Wait.ALWAYS or (self._wait is Wait.IF_LAST and self._position == self._counter.count):
+            handle = group.engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
+            if handle.is_done:
+                return [*COMPLETIONS.done_ticket(number), *handle.wait()]
+        else:
+            handle = group.engine.submit(request, arrays, self.origin)
+        return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
+
+    def fetch(self, ticket: np.int64) -> Arrays:
+        """Return the results, or raise the collective's error."""
+        return COMPLETIONS.redeem(int(ticket)).wait()
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:

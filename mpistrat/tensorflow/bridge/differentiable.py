@@ -2,8 +2,7 @@
 
 tf.custom_gradient is used for eager calls only. In a graph it registers one function per call, which lives until the
 process ends and keeps the graph alive. Here one function is registered for all collectives. The data that it needs
-about a collective is an attribute of a node in the graph, so all copies of the graph have it. A TensorFlow that lacks
-a private function for that gets tf.custom_gradient in graphs, too.
+about a collective is an attribute of a node in the graph, so all copies of the graph have it.
 """
 
 import json
@@ -24,7 +23,7 @@ from .program_order import captured_in_function, current_function, function_of
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
 
-Collective = Callable[..., Sequence[tf.Tensor]]
+Collective = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 _weight: ContextVar[tf.Tensor | None] = ContextVar("mpistrat_loss_weight", default=None)
 
@@ -64,45 +63,40 @@ class Gradient:
 
 
 def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the list `collective(*values)` with this gradient. Collective."""
-    if not tf.executing_eagerly():
-        return _in_graph(collective, gradient, values)
-    if could_possibly_record is not None and not could_possibly_record():
-        return list(collective(*values))  # No tape records, and preparing a gradient takes 300 us.
-    return _with_custom_gradient(collective, lambda given, upstream: _weighted(gradient, given, upstream), values)
-
-
-def _with_custom_gradient(collective: Collective, gradient: Callable[..., list[tf.Tensor]],
-                          values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the list `collective(*values)`. `gradient` is called with these values, and then as Gradient.of."""
-    @tf.custom_gradient
-    def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
-        return list(collective(*values)), lambda *upstream: gradient(values, upstream)
-
-    results = differentiable(*values)
-    return list(results) if isinstance(results, list | tuple) else [results]
-
-
-def _in_graph(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    past = executions.current()
-    with executions.scope(Execution() if past is None else past) as execution:
-        if record_operation is None or set_node_attribute is None:
-            return _with_custom_gradient(collective, lambda given, upstream: _gradients(
-                gradient, given, upstream, execution), values)
-        results = collective(*values)
+    """Return the list `collective(values)` with this gradient. Collective."""
+    if tf.executing_eagerly():
+        return _eagerly(collective, gradient, values)
+    execution = executions.current.get() or Execution()
+    before = executions.current.set(execution)
+    try:
+        results = collective(values)
+    finally:
+        executions.current.reset(before)
     # One node has the results and the values, so that its gradient finds the values among its inputs.
-    before, count = [*results, *values], len(results)
+    inputs, count = [*results, *values], len(results)
 
     def backward(*upstream: tf.Tensor) -> list[OptionalGradient]:
         return [None] * count + _gradients(gradient, values, upstream[:count], execution)
 
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _REGISTERED}):
-        after = tf.identity_n(before)
+        outputs = tf.identity_n(inputs)
     known = {"kind": type(gradient).__name__, "fields": asdict(gradient), "count": count,
              "number": None if execution.number is None else execution.number.name, "is_past": execution.is_past}
-    set_node_attribute(after[0].op, _ATTRIBUTE, tf.compat.v1.AttrValue(s=json.dumps(known).encode()))
-    record_operation(_REGISTERED, after, before, backward)  # For tapes in the function; others call _registered.
-    return list(after[:count])
+    set_node_attribute(outputs[0].op, _ATTRIBUTE, tf.compat.v1.AttrValue(s=json.dumps(known).encode()))
+    record_operation(_REGISTERED, outputs, inputs, backward)  # For tapes in the function; others call _registered.
+    return list(outputs[:count])
+
+
+def _eagerly(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    if not could_possibly_record():
+        return list(collective(values))  # No tape records, and preparing a gradient takes 300 us.
+
+    @tf.custom_gradient
+    def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        return list(collective(values)), lambda *upstream: _weighted(gradient, values, upstream)
+
+    results = differentiable(*values)
+    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 @tf.RegisterGradient(_REGISTERED)
@@ -123,8 +117,11 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
         return _weighted(gradient, values, upstream)
     with tf.device("CPU:0"):
         number = tf.identity(number)  # Now a tensor of this graph.
-    with executions.scope(Execution(number, is_past=True)):
+    before = executions.current.set(Execution(number, is_past=True))
+    try:
         return _weighted(gradient, values, upstream)
+    finally:
+        executions.current.reset(before)
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:

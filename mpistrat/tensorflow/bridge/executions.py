@@ -6,8 +6,6 @@ graph that has a gradient returns the number of its execution. The number is the
 executions in the same order. The names of the gradient's collectives contain the number.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -28,22 +26,9 @@ class Execution:
     is_past: bool = False
 
 
-_current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
-
-
-def current() -> Execution | None:
-    """The execution of the collectives that are being traced; None if its number is not needed."""
-    return _current.get()
-
-
-@contextmanager
-def scope(execution: Execution) -> Iterator[Execution]:
-    """A context: collectives traced in it belong to the execution, and the first creates its number if it has none."""
-    token = _current.set(execution)
-    try:
-        yield execution
-    finally:
-        _current.reset(token)
+# The execution of the collectives that are being traced; None if its number is not needed. The first of them creates
+# the number if there is none.
+current: ContextVar[Execution | None] = ContextVar("mpistrat_execution", default=None)
 
 
 def suffix(number: int) -> str:

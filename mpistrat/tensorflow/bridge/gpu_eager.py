@@ -53,7 +53,7 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
         results = [_result(shape, tensor, device) for shape, tensor in zip(shapes, tensors, strict=True)]
         arrays = [_input(tensor, result, device) for tensor, result in zip(tensors, results, strict=True)]
     request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
-    group = runtime.current().group_of(request.name, request.process_set)
+    group = runtime.group_of(request.name, request.process_set)
     return [result.owner for result in group.engine.run(request, arrays).wait()]
 
 

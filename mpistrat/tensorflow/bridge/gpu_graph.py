@@ -125,7 +125,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         observer: Called with copies on the host before the submit.
     """
     cpu.require_function()
-    execution = executions.current() or Execution()
+    execution = executions.current.get() or Execution()
     site = _GpuCallSite(name, make_request, len(tensors), execution, process_set, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()
@@ -202,15 +202,15 @@ class _GpuCallSite(CallSite):
 
     def submit(self, shape_of_key: np.ndarray, mark: np.ndarray, *past: np.int64) -> Arrays:
         """Submit the tensors, which are complete; return a ticket for the results."""
-        keep_thread_state()
         del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         pack = _packed[runtime.current()].pop(int(shape_of_key[0]))
         name = self.thread + self.name
-        execution = self.group.next_number(("execution", name)) if self._counts else 0
+        group = runtime.group_of(self.name, self.process_set)
+        execution = group.next_number(("execution", name)) if self._counts else 0
         if past:
             name += executions.suffix(int(past[0]))
         try:
-            handle = self._submitted(pack, name)
+            handle = group.engine.submit(*self._observed(pack, name), self.origin)
         except Exception as error:  # The fetch raises it to the function's caller.
             handle = Handle(name)
             handle.fail(error)
@@ -218,14 +218,14 @@ class _GpuCallSite(CallSite):
         pack.lifetime.ticket = ticket
         return ticket
 
-    def _submitted(self, pack: _Pack, name: str) -> Handle:
+    def _observed(self, pack: _Pack, name: str) -> tuple[Request, list[GpuInput]]:
+        """The request and its arrays, which the observer has seen."""
         if self._observer is not None:
             with SynchronousExecution():
                 if not self._observer([copy.tensor.numpy() for copy in pack.copies], self.thread):
                     self._observer = None
         arrays = [_input(copy, result) for copy, result in zip(pack.copies, pack.results, strict=True)]
-        request = dataclasses.replace(self._make_request(arrays), name=name, device=DEVICE_GPU, in_graph=True)
-        return self.group.engine.submit(request, arrays, self.origin)
+        return dataclasses.replace(self._make_request(arrays), name=name, device=DEVICE_GPU, in_graph=True), arrays
 
     def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
         """Return the results, or raise the collective's error.

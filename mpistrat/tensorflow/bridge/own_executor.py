@@ -4,9 +4,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-import tensorflow as tf
-
-from ._private import EXECUTOR_NAMES, Executors, executors, without_names
+from ._private import context, pywrap_tfe
 
 
 class SynchronousExecution:
@@ -18,51 +16,46 @@ class SynchronousExecution:
 
     TensorFlow's executor_scope does not work here: it wraps the thread's executor in an object that waits for the whole
     queue when it is deleted.
-
-    Where TensorFlow lacks a private function that this needs, it does nothing, and is_asynchronous raises an error.
     """
 
     __slots__ = ("_previous",)
 
     def __enter__(self) -> None:
         self._previous = None
-        if executors is None:
-            return
-        previous = executors.of_thread()
-        if executors.is_asynchronous(previous):
-            executors.set_for_thread(_synchronous(executors))
+        previous = pywrap_tfe.TFE_ContextGetExecutorForThread(_context())
+        if pywrap_tfe.TFE_ExecutorIsAsync(previous):
+            pywrap_tfe.TFE_ContextSetExecutorForThread(_context(), _synchronous())
             self._previous = previous
         else:
-            executors.delete(previous)  # Deletes this reference only.
+            pywrap_tfe.TFE_DeleteExecutor(previous)  # Deletes this reference only.
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if executors is not None and self._previous is not None:
-            executors.set_for_thread(self._previous)
-            executors.delete(self._previous)
+        if self._previous is not None:
+            pywrap_tfe.TFE_ContextSetExecutorForThread(_context(), self._previous)
+            pywrap_tfe.TFE_DeleteExecutor(self._previous)
 
 
 def is_asynchronous() -> bool:
     """Whether this thread's eager operations run in the background.
 
     tf.config.experimental.get_synchronous_execution would wait for all of them.
-
-    Raises:
-        MissingDependencyError: They do, and TensorFlow lacks a private function that SynchronousExecution needs.
     """
-    if executors is None:
-        if tf.config.experimental.get_synchronous_execution():
-            return False
-        raise without_names("mpistrat.tensorflow, with asynchronous execution,", EXECUTOR_NAMES,
-                            "Leave out tf.config.experimental.set_synchronous_execution(False)")
-    here = executors.of_thread()
+    here = pywrap_tfe.TFE_ContextGetExecutorForThread(_context())
     try:
-        return executors.is_asynchronous(here)
+        return bool(pywrap_tfe.TFE_ExecutorIsAsync(here))
     finally:
-        executors.delete(here)
+        pywrap_tfe.TFE_DeleteExecutor(here)
+
+
+def _context() -> Any:
+    """TensorFlow's eager context, as its C functions take it."""
+    its = context()
+    its.ensure_initialized()
+    return its._handle
 
 
 @cache
-def _synchronous(executors: Executors) -> Any:
+def _synchronous() -> Any:
     """A synchronous executor, which has no queue; one for all threads."""
-    return executors.create(False, True, 0)
+    return pywrap_tfe.TFE_NewExecutor(False, True, 0)

@@ -59,11 +59,6 @@ def _token() -> tf.Tensor | None:
     return seen
 
 
-def is_ordered() -> bool:
-    """Whether the collectives that are being traced run in program order: not in the gradient of a function."""
-    return not _is_gradient(current_function())
-
-
 def current_function() -> tf.Graph:
     """The graph of the function that is being traced, also inside of its branches and loops."""
     return function_of(tf.compat.v1.get_default_graph())
@@ -71,7 +66,9 @@ def current_function() -> tf.Graph:
 
 def function_of(graph: tf.Graph) -> tf.Graph:
     """The graph of the function that contains this graph as a branch or loop; the graph itself if it is a function."""
-    return _path_from_function(graph)[0]
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    return graph
 
 
 def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..types import Arrays
-from ._private import EagerFunc, insert_function, without_names
+from ._private import EagerFunc, insert_function
 from .own_executor import is_asynchronous
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
@@ -30,14 +30,18 @@ _functions: "weakref.WeakKeyDictionary[tf.Graph, list[Callable[..., object]]]" =
 # In asynchronous execution, a function that was called but has not run yet may be deleted together with its graph.
 _kept: list[Callable[..., object]] = []
 
+_thread = threading.local()
 
-class _Direct(EagerFunc or object):  # type: ignore[misc]
+
+class _Direct(EagerFunc):
     """Of this class TensorFlow calls functions without conversions; in a PyFunc node, with numpy arrays."""
 
     def __init__(self, function: Callable[..., Arrays]):
         self._function = function
 
     def __call__(self, device: str, token: str, args: Sequence[np.ndarray]) -> Arrays:
+        if not hasattr(_thread, "is_kept"):  # Not by a call, as every callback comes here.
+            keep_thread_state()
         return self._function(*args)
 
 
@@ -53,8 +57,6 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
         dtypes: The dtypes of the results. Their shapes are unknown.
         stateful: As for tf.numpy_function: the call happens once, in program order, even if no node uses the results.
     """
-    if EagerFunc is None or insert_function is None:
-        return list(tf.numpy_function(function, list(inputs), list(dtypes), stateful=stateful))
     op = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
     return list(op(input=list(inputs), token=_kept_by_graph(_Direct(function)), Tout=list(dtypes)))
 
@@ -63,15 +65,9 @@ def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequ
                           dtypes: Sequence[tf.DType], device: str) -> list[tf.Tensor]:
     """As a stateless `host_call`, with eager tensors on `device` instead of arrays, like tf.py_function.
 
-    TensorFlow's py_function is stateful. So it is in a function of its own, which is called as if it were not.
-    tf.py_function itself is no substitute where a private name is missing: its node is always on the CPU.
-
-    Raises:
-        MissingDependencyError: TensorFlow lacks a private name that this needs.
+    TensorFlow's py_function is stateful, and its node is always on the CPU. So the node is in a function of its own,
+    which is called as if it were not stateful.
     """
-    if EagerFunc is None or insert_function is None:
-        raise without_names("mpistrat.tensorflow, with GPU tensors in a tf.function,", ("EagerFunc", "insert"),
-                            "Call the collective eagerly")
     called = EagerFunc(function, list(dtypes), is_grad_func=False)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs])
@@ -94,11 +90,8 @@ def _kept_by_graph(function: Callable[..., object]) -> str:
     while graph is not None and graph.building_function:
         _functions.setdefault(graph, []).append(function)
         graph = graph.outer_graph
-    assert insert_function is not None  # The callers have checked it.
-    return insert_function(function)
-
-
-_thread = threading.local()
+    token: str = insert_function(function)
+    return token
 
 
 def keep_thread_state() -> None:

@@ -1,14 +1,9 @@
-"""This host's network: a TCP port that is reserved until its server starts, and the host's addresses.
+"""A TCP port that is reserved until its server starts.
 
 Called where a server of TensorFlow or of a data service starts; local.
 """
 
-import contextlib
-import fcntl
 import socket
-import struct
-
-_SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 
 
 class ReservedPort:
@@ -40,15 +35,3 @@ class ReservedPort:
     def close(self) -> None:
         """Release the port. A server that has bound it keeps it. May be called twice."""
         self._socket.close()
-
-
-def local_addresses() -> tuple[str, ...]:
-    """The IPv4 addresses of this host's interfaces, in the order of the interfaces, without the loopback's."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # The interface is down, or has no IPv4 address.
-                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(reply[20:24]))
-    return tuple(address for address in found if not address.startswith("127."))

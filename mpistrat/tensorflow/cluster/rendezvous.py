@@ -14,9 +14,10 @@ from ...api.ops import allgather_object
 from ...core.errors import ClusterError
 from ...core.roles import Role, assign_roles, cluster_spec
 from ...core.topology import Topology, ranks_by_value
+from ...process.silent_hosts import local_addresses
 from .cluster import Cluster
 from .liveness import LivenessClient, LivenessServer
-from .ports import ReservedPort, local_addresses
+from .ports import ReservedPort
 
 
 @dataclass(frozen=True)

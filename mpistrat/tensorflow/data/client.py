@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataServiceError
+from ...process.silent_hosts import local_addresses
 from ..cluster.liveness import connect_to_first, keep_alive
-from ..cluster.ports import local_addresses
 from . import wire
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,13 @@ import secrets
 import socket
 import socketserver
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from ...core.errors import DataServiceError
 from ...core.tuning import DATA_SERVICE_END_POLL_S
+from ...process.silent_hosts import local_addresses
 from ..cluster.liveness import keep_alive
-from ..cluster.ports import local_addresses
 from . import wire
 
 _REQUEST_LIMIT_S = 10.0  # for a connection to send its request
@@ -49,7 +51,7 @@ class ComputeService:
 
     def close(self) -> None:
         """End the service. All who wait for something get an error. May be called twice."""
-        self._state.shutdown()
+        self._state("shutdown")
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -62,7 +64,7 @@ class ComputeService:
 
 
 class _Registrations:
-    """Who has registered. Every method takes the values of a request, and returns those of its answer."""
+    """Who has registered. The methods with public names are requests: they take and return their values."""
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int):
         self._dispatchers, self._workers_per_dispatcher = dispatchers, workers_per_dispatcher
@@ -72,68 +74,64 @@ class _Registrations:
         self._is_shut_down = False
         self._changed = threading.Condition()
 
-    def register_dispatcher(self, dispatcher: int, address: str) -> dict[str, Any]:
+    def __call__(self, request: str, **values: object) -> dict[str, Any]:
+        """The answer to a request: its values, the text of an error, or the missing party after a time-out."""
+        if request.startswith("_") or not hasattr(self, request):
+            return {"error": f"the data service of this version of mpistrat does not know {request!r}"}
+        with self._changed:
+            try:
+                answer: dict[str, Any] | None = getattr(self, request)(**values)
+            except DataServiceError as error:
+                return {"error": str(error)}
+            self._changed.notify_all()
+            return answer or {}
+
+    def register_dispatcher(self, dispatcher: int, address: str) -> None:
         """A dispatcher serves at this address."""
-        with self._changed:
-            problem = self._problem(dispatcher)
-            if not problem and dispatcher in self._addresses:
-                problem = f"dispatcher {dispatcher} is already there, at {self._addresses[dispatcher]}"
-            if problem:
-                return {"error": problem}
-            self._addresses[dispatcher] = address
-            self._changed.notify_all()
-            return {}
+        self._require(dispatcher)
+        if dispatcher in self._addresses:
+            raise DataServiceError(f"dispatcher {dispatcher} is already there, at {self._addresses[dispatcher]}")
+        self._addresses[dispatcher] = address
 
-    def end_dispatcher(self, dispatcher: int) -> dict[str, Any]:
+    def end_dispatcher(self, dispatcher: int) -> None:
         """A dispatcher ends. The workers end when all have."""
-        with self._changed:
-            self._ended.add(dispatcher)
-            self._changed.notify_all()
-            return {}
+        self._ended.add(dispatcher)
 
-    def register_worker(self, dispatcher: int, worker: int) -> dict[str, Any]:
+    def register_worker(self, dispatcher: int, worker: int) -> None:
         """A worker has registered with its dispatcher."""
-        with self._changed:
-            problem = self._problem(dispatcher)
-            if problem:
-                return {"error": problem}
-            self._workers[dispatcher].add(worker)
-            self._changed.notify_all()
-            return {}
+        self._require(dispatcher)
+        self._workers[dispatcher].add(worker)
 
     def wait_for_dispatcher(self, dispatcher: int, limit_s: float) -> dict[str, Any]:
         """The address of a dispatcher, when it is there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._problem(dispatcher) or dispatcher in self._addresses, limit_s)
-            problem = self._problem(dispatcher)
-            if not problem and dispatcher not in self._addresses:
-                return {"timeout": f"dispatcher {dispatcher} of {self._dispatchers}"}
-            return {"error": problem} if problem else {"address": self._addresses[dispatcher]}
+        if not self._wait(dispatcher, lambda: dispatcher in self._addresses, limit_s):
+            return {"timeout": f"dispatcher {dispatcher} of {self._dispatchers}"}
+        return {"address": self._addresses[dispatcher]}
 
     def wait_for_workers(self, dispatcher: int, limit_s: float) -> dict[str, Any]:
         """Returns when all workers of a dispatcher are there."""
-        with self._changed:
-            workers = self._workers.get(dispatcher, set())
-            self._changed.wait_for(
-                lambda: self._problem(dispatcher) or len(workers) >= self._workers_per_dispatcher, limit_s)
-            problem = self._problem(dispatcher)
-            if not problem and len(workers) < self._workers_per_dispatcher:
-                return {"timeout": f"the workers of dispatcher {dispatcher}, of which {len(workers)} of "
-                                   f"{self._workers_per_dispatcher} are there"}
-            return {"error": problem} if problem else {}
+        workers = self._workers.get(dispatcher, set())
+        if self._wait(dispatcher, lambda: len(workers) >= self._workers_per_dispatcher, limit_s):
+            return {}
+        return {"timeout": f"the workers of dispatcher {dispatcher}, of which {len(workers)} of "
+                           f"{self._workers_per_dispatcher} are there"}
 
-    def wait_for_end(self) -> dict[str, Any]:
+    def wait_for_end(self) -> None:
         """Returns when the service has been shut down, or all dispatchers have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_shut_down or len(self._ended) == self._dispatchers)
-            return {}
+        self._changed.wait_for(lambda: self._is_shut_down or len(self._ended) == self._dispatchers)
 
-    def shutdown(self) -> dict[str, Any]:
+    def shutdown(self) -> None:
         """Tell all workers to end."""
-        with self._changed:
-            self._is_shut_down = True
-            self._changed.notify_all()
-            return {}
+        self._is_shut_down = True
+
+    def _wait(self, dispatcher: int, is_there: Callable[[], bool], limit_s: float) -> bool:
+        self._changed.wait_for(lambda: self._problem(dispatcher) or is_there(), limit_s)
+        self._require(dispatcher)
+        return is_there()
+
+    def _require(self, dispatcher: int) -> None:
+        if problem := self._problem(dispatcher):
+            raise DataServiceError(problem)
 
     def _problem(self, dispatcher: int) -> str:
         if not 0 <= dispatcher < self._dispatchers:
@@ -141,10 +139,6 @@ class _Registrations:
         if self._is_shut_down:
             return "the data service has been shut down"
         return f"dispatcher {dispatcher} has ended" if dispatcher in self._ended else ""
-
-
-_REQUESTS = {"register_dispatcher", "end_dispatcher", "register_worker", "wait_for_dispatcher", "wait_for_workers",
-             "wait_for_end", "shutdown"}
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -171,10 +165,6 @@ class _Handler(socketserver.BaseRequestHandler):
         request, context = wire.read_request(connection, self.server.key, challenge)
         keep_alive(connection)
         request.pop("number")
-        what = request.pop("do")
-        if what in _REQUESTS:
-            reply = getattr(self.server.state, what)(**request)
-        else:
-            reply = {"error": f"the data service of this version of mpistrat does not know {what!r}"}
+        reply = self.server.state(request.pop("do"), **request)
         with contextlib.suppress(OSError):  # The other side has ended while it waited.
             wire.answer(connection, self.server.key, context, reply)

@@ -38,10 +38,6 @@ class Slots:
     Attributes:
         are_central: Whether the chief alone has them. Never with one rank.
         are_here: Whether this rank has them.
-
-    Args:
-        strategy: The strategy.
-        central: Whether the chief alone is to have them.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, central: bool):
@@ -74,11 +70,8 @@ class Slots:
     def share(self, variables: Sequence[tf.Variable]) -> None:
         """Broadcast the chief's values of variables, in one collective. Collective; does nothing if none are central.
 
-        Args:
-            variables: Variables of the strategy, or Keras variables that have one; the same on all ranks.
-
-        Raises:
-            ValueError: One was not created in the strategy's scope.
+        The variables are the strategy's, or Keras variables that have one, the same on all ranks. Raises ValueError for
+        others.
         """
         if not self.are_central or not variables:
             return

@@ -19,22 +19,24 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.saved_model import save as saved_models
 
 from ...core.errors import ShutdownError
 from .. import names
-from .._private import saved_models, set_state_of_manager, state_of_manager
 from . import files
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 Options: TypeAlias = tf.train.CheckpointOptions | None
 
+# Which checkpoints a CheckpointManager has kept, and when.
+_STATE_OF_MANAGER = ("_maybe_delete", "_latest_checkpoint", "_last_preserved_timestamp")
 _originals: dict[str, Callable[..., Any]] = {}
 _NAME_SPACE = "_mpistrat_name_space"  # an attribute of the checkpoint that writes asynchronously
 _numbers: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))  # by the name space of the thread
 
 
 def patch() -> None:
-    """Replace the methods, once. `_private` has checked their signatures."""
+    """Replace the methods, once."""
     if not _originals:
         for owner, name, replacement in ((tf.train.Checkpoint, "_write", _write),
                                          (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),
@@ -153,7 +155,7 @@ def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable
 def _share_state(manager: tf.train.CheckpointManager) -> None:
     """Copy the state of the manager that wrote to this directory. Collective."""
     directory = os.path.abspath(manager.directory)
-    statuses = files.exchange_status(value=(directory, state_of_manager(manager)))
+    statuses = files.exchange_status(value=(directory, {name: getattr(manager, name) for name in _STATE_OF_MANAGER}))
     if statuses is not None:
-        set_state_of_manager(manager, next(state for there, state in (status.value for status in statuses)
-                                           if there == directory))
+        vars(manager).update(next(state for there, state in (status.value for status in statuses)
+                                  if there == directory))

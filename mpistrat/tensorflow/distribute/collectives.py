@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core.errors import InvalidRequestError, MismatchError
-from ...core.request import Average, ScaledOp, Sum
+from ...core.request import Average, ReduceOp, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
 from .. import gradients, lists
 from ..bridge.cpu import Observer
@@ -23,6 +23,7 @@ from ..types import Tensor, TensorLike
 from . import files
 
 T = TypeVar("T")
+_OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}
 
 
 def reduce_gradients(sent: Sequence[Tensor], labels: Sequence[str], options: GradientOptions, bucket_bytes: int,
@@ -39,14 +40,14 @@ def reduce_gradients(sent: Sequence[Tensor], labels: Sequence[str], options: Gra
         sent, name, ScaledOp(Sum), options, labels=labels, observer=observer, bucket_bytes=bucket_bytes, exact=exact))
 
 
-def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp,
+def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp | ReduceOp,
                operation: str = "all_reduce", labels: Sequence[str] = (),
                bucket_bytes: int = BUCKET_BYTES) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
     Args:
         values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
-        op: SUM or MEAN.
+        op: SUM or MEAN; or an operation of core.request.
         operation: The purpose; part of the name that identifies the collective on all ranks.
         labels: Users' names of the values, for error messages.
         bucket_bytes: The size of the buckets.
@@ -54,7 +55,7 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
-    scaled = ScaledOp(Sum if op == tf.distribute.ReduceOp.SUM else Average)
+    scaled = ScaledOp(_OPS.get(op, op))
     return _in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
                                                                     bucket_bytes=bucket_bytes))
 

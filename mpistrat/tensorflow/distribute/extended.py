@@ -9,12 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
-
-from ...api import runtime
-from ...core.topology import Topology
-from .._private import (
-    DistributedVariable,
-    UpdateContext,
+from tensorflow.python.distribute.distribute_lib import UpdateContext
+from tensorflow.python.distribute.distribute_utils import (
     is_mirrored,
     is_sync_on_read,
     regroup,
@@ -23,12 +19,17 @@ from .._private import (
     validate_colocate_distributed_variable,
     value_container,
 )
+from tensorflow.python.distribute.values import DistributedVariable
+
+from ...api import runtime
+from ...core.topology import Topology
+from ...core.tuning import BUCKET_BYTES
 from ..first_steps import FirstSteps
 from ..gradients import GradientOptions
 from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
-from .options import CommunicationOptions, apply_timeout, bucket_bytes
+from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
 from .variables import RankMirroredVariable
 
@@ -145,7 +146,6 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return update_regroup(self, (result,), group)
 
     def non_slot_devices(self, var_list: Sequence[tf.Variable]) -> tuple[str, ...]:
-        """The one device."""
         return self.worker_devices
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -163,11 +163,11 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
                          options: CommunicationOptions | None) -> list[Tensor]:
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def _bucket_bytes(self, options: CommunicationOptions | None) -> int:
+    def _bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
         """The size of the buckets of a call; `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
-        return bucket_bytes(self._options.merge(options))
+        return int(self._options.merge(options).bytes_per_pack) or BUCKET_BYTES
 
     def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
                  options: CommunicationOptions | None) -> list[Tensor]:
@@ -189,13 +189,13 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         Args:
             gradients: Tensors or tf.IndexedSlices, at least one.
             labels: Users' names of their variables, for error messages.
-            checks: Those of the optimizer. They do not read the weights, which Keras' part compares before.
+            checks: The optimizer's. They do not read the weights, which Keras' part compares before.
             exact: Tensors by their labels, which are not compressed.
         """
-        return collectives.reduce_gradients(gradients, labels, self._gradient_options, bucket_bytes(self._options),
+        return collectives.reduce_gradients(gradients, labels, self._gradient_options, self._bucket_bytes(),
                                             checks.observer((), (), may_read=False), exact)
 
-    def local(self, value: Any) -> Any:
+    def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
         if isinstance(value, DistributedVariable):
             return value._get_replica(0).read_value()
@@ -223,32 +223,31 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The device of this rank's replica."""
-        return (self._device,)
+    # Each rank runs its own program, and initialises its own variables.
+    experimental_between_graph = experimental_should_init = True
+    _global_batch_size = True
+    _num_devices_per_worker = 1
 
     @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of the variables, which is the same."""
+    def worker_devices(self) -> tuple[str, ...]:
         return (self._device,)
+
+    parameter_devices = worker_devices
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        """The devices of each replica of this rank."""
         return [[self._device]]
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints and summaries, which the chief does."""
+        return self._topology.rank == 0
+
+    should_save_summary = should_checkpoint
 
     @property
     def _num_replicas_in_sync(self) -> int:
         return self._topology.size
-
-    @property
-    def _num_devices_per_worker(self) -> int:
-        return 1
-
-    @property
-    def _global_batch_size(self) -> bool:
-        return True
 
     def _in_multi_worker_mode(self) -> bool:
         return self._topology.size > 1
@@ -261,23 +260,3 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return replica_id + self._topology.rank
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """Each rank runs its own program."""
-        return True
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """Each rank initialises its own variables."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """The chief writes checkpoints."""
-        return self._topology.rank == 0
-
-    @property
-    def should_save_summary(self) -> bool:
-        """The chief writes summaries."""
-        return self._topology.rank == 0

@@ -53,7 +53,6 @@ _state = _State()
 
 
 def in_alone() -> bool:
-    """Whether this thread is inside `alone`."""
     return _state.alone
 
 
@@ -126,13 +125,9 @@ def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] 
 
 
 def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees_file: bool) -> bool:
-    """Whether a rank writes after the chief has.
+    """Whether a rank writes after the chief has, given every rank's path and the ranks of its host.
 
-    Args:
-        rank: The rank.
-        paths: Every rank's path.
-        local_ranks: The ranks of its host.
-        sees_file: If its path is the chief's: whether it sees the file as the chief has written it.
+    `sees_file` is for ranks with the chief's path: whether they see the file as the chief has written it.
     """
     if rank == 0:
         return False

@@ -7,26 +7,19 @@ batches.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.distribute.input_lib import InputWorkers
+from tensorflow.python.distribute.input_util import get_distributed_dataset, get_distributed_datasets_from_function
 
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import InvalidRequestError
-from ...core.topology import Topology
+from ...core.topology import Topology, describe_by_rank
 from .. import names
-from .._private import (
-    InputWorkers,
-    datasets_of,
-    ends_on_all_ranks_together,
-    functions_of,
-    get_distributed_dataset,
-    get_distributed_datasets_from_function,
-    inputs_of,
-    set_datasets,
-)
+from .._private import functions_of, inputs_of
 from .same_data import ADVICE, difference, sources_of
 
 logger = logging.getLogger(__name__)
@@ -39,12 +32,8 @@ _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset",
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy.
-
-    Args:
-        strategy: The strategy.
-        topology: Returns the ranks there are now.
-        device: Where the replica computes.
+    """Creates the distributed datasets of a strategy, whose replica computes on `device`. `topology` returns the ranks
+    that there are now.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
@@ -90,7 +79,7 @@ class Pipelines:
             chosen.experimental_distribute.auto_shard_policy = policy = _Policy.DATA
             distributed = self._distributed(dataset.with_options(chosen), options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
-            ends_on_all_ranks_together(distributed)
+            _end_on_all_ranks_together(distributed)
         if self._size > 1 and policy == _Policy.OFF:
             # Each rank reads all parts of its batches, and goes on until the last rank has finished. For Keras, which
             # counts the batches before they are split.
@@ -103,11 +92,11 @@ class Pipelines:
             _sparse_by_rows(dataset) if is_split else dataset, self._workers(options), self._strategy,
             num_replicas_in_sync=self._size, input_context=self._context(), options=self._iteration(options))
         if is_split:
-            part, = datasets_of(distributed)
+            part, = _datasets_of(distributed)
             distributed = get_distributed_datasets_from_function(
                 lambda _: _sparse_again(part, dataset.element_spec), self._workers(options), [self._context()],
                 self._strategy, self._iteration(options))
-        set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
+        self._read_ahead(distributed, options)
         return distributed
 
     def _problem_with_files(self, distributed: tf.distribute.DistributedDataset) -> str:
@@ -117,7 +106,7 @@ class Pipelines:
         """
         own = ""
         try:
-            for _ in datasets_of(distributed)[0].take(1):
+            for _ in _datasets_of(distributed)[0].take(1):
                 break
         except tf.errors.InvalidArgumentError as error:
             if "FILE based sharding" not in str(error):
@@ -134,10 +123,10 @@ class Pipelines:
                                       "leave it out.")
         distributed = get_distributed_datasets_from_function(
             dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
-        set_datasets(distributed, self._read_ahead(datasets_of(distributed), options))
-        batches, _, same = self._agree(datasets_of(distributed)[0], [])
+        self._read_ahead(distributed, options)
+        batches, _, same = self._agree(_datasets_of(distributed)[0], [])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
-            ends_on_all_ranks_together(distributed)
+            _end_on_all_ranks_together(distributed)
         return distributed
 
     def _context(self) -> tf.distribute.InputContext:
@@ -161,12 +150,12 @@ class Pipelines:
             experimental_fetch_to_device=False,
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
 
-    def _read_ahead(self, datasets: Sequence[tf.data.Dataset], options: InputOptions) -> list[tf.data.Dataset]:
-        """The datasets with the prefetch buffer that TensorFlow's iterator for devices has."""
-        if not self._reads_on_host(options):
-            return list(datasets)
+    def _read_ahead(self, distributed: tf.distribute.DistributedDataset, options: InputOptions) -> None:
+        """Add the prefetch buffer that TensorFlow's iterator for devices has."""
         size = 1 if options is None else options.experimental_per_replica_buffer_size
-        return [dataset.prefetch(size) if size else dataset for dataset in datasets]
+        if self._reads_on_host(options) and size:
+            datasets = _datasets_of(distributed)
+            datasets[:] = [dataset.prefetch(size) for dataset in datasets]
 
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
         """The number of batches on this rank, the largest one, and whether all ranks have the same. Collective.
@@ -180,12 +169,9 @@ class Pipelines:
         batches = int(dataset.cardinality())
         kind = str(tf.nest.map_structure(_kind, dataset.element_spec))
         everybody = array_ops.allgather_object((batches, kind, sources), names.eager("strategy/input"))
-        kinds: dict[str, list[int]] = {}
-        for rank, (_, other, _) in enumerate(everybody):
-            kinds.setdefault(other, []).append(rank)
-        if len(kinds) > 1:
-            raise ValueError("the ranks' datasets have different elements: "
-                             + "; ".join(f"{text} on ranks {ranks}" for text, ranks in kinds.items()))
+        kinds = [other for _, other, _ in everybody]
+        if len(set(kinds)) > 1:
+            raise ValueError(f"the ranks' datasets have different elements: {describe_by_rank(kinds)}")
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
             _warn_of_different_data(differs)
@@ -225,13 +211,23 @@ def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset reads files that TensorFlow can shard."""
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
+
+
+def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.Dataset]:
+    """The dataset of each worker, of which a process has one: made from a dataset, or from a function."""
+    found: list[tf.data.Dataset] = getattr(distributed, "_cloned_datasets", None) or distributed._datasets
+    return found
+
+
+def _end_on_all_ranks_together(distributed: tf.distribute.DistributedDataset) -> None:
+    """Switch off the collective before each step that finds out whether any rank has data left."""
+    distributed._enable_get_next_as_optional = False
 
 
 def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
     """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
-    return any(operation == "GeneratorDataset" for dataset in datasets_of(distributed)
+    return any(operation == "GeneratorDataset" for dataset in _datasets_of(distributed)
                for operation in _operations(dataset))
 
 

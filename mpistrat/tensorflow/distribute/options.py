@@ -14,7 +14,6 @@ import tensorflow as tf
 from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError
-from ...core.tuning import BUCKET_BYTES
 from .. import names
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,9 @@ def agreed(options: CommunicationOptions | None) -> CommunicationOptions:
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
                          f"Received: {options!r}")
     options = options or CommunicationOptions()
-    everybody = array_ops.allgather_object(_fields(options), names.eager("strategy/options"))
+    own = {"bytes_per_pack": options.bytes_per_pack, "timeout_seconds": options.timeout_seconds,
+           "implementation": options.implementation.value}
+    everybody = array_ops.allgather_object(own, names.eager("strategy/options"))
     if any(other != everybody[0] for other in everybody):
         raise InvalidRequestError("communication_options differ among the ranks: "
                                   + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))
@@ -51,13 +52,3 @@ def apply_timeout(options: CommunicationOptions) -> None:
                                       f"Received: {options.timeout_seconds!r}")
         runtime.current().engine.controller.abort_stalls_after(float(options.timeout_seconds),
                                                                "CommunicationOptions.timeout_seconds")
-
-
-def bucket_bytes(options: CommunicationOptions) -> int:
-    """The size of the buckets in which tensors are reduced."""
-    return int(options.bytes_per_pack) or BUCKET_BYTES
-
-
-def _fields(options: CommunicationOptions) -> dict[str, object]:
-    return {"bytes_per_pack": options.bytes_per_pack, "timeout_seconds": options.timeout_seconds,
-            "implementation": options.implementation.value}

@@ -52,7 +52,7 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
             raise NotImplementedError("all_gather does not support IndexedSlices")
         tensors = [tf.convert_to_tensor(v) for v in flat]
 
-        results = with_gradient(lambda *values: collectives.all_gather(values, axis), AllGatherGradient(axis),
+        results = with_gradient(lambda values: collectives.all_gather(values, axis), AllGatherGradient(axis),
                                 tensors) if tensors else []
         return tf.nest.pack_sequence_as(value, results)
 

@@ -5,14 +5,15 @@ generator yields, or a function of Python, is not seen. Local, except for what t
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from ...core.rows import places_of_sample
-from ...core.topology import rank_list
-from .._private import arrays_of, inputs_of, numbers_of
+from ...core.topology import describe_by_rank
+from .._private import inputs_of
 
 ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
           "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
@@ -20,9 +21,15 @@ ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of ever
           "strategy.distribute_datasets_from_function.")
 
 
+# The arguments of some datasets: shard, take and skip, repeat, shuffle.
+_NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
+
+
 def sources_of(dataset: tf.data.Dataset) -> list[str]:
     """What a dataset was made with, in an order that the program determines."""
-    numbers, arrays = numbers_of(dataset), arrays_of(dataset)
+    numbers = [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
+               if hasattr(getattr(dataset, name, None), "numpy")]
+    arrays = [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]
     own = [getattr(dataset, "_mpistrat_part", ""),  # Set by shard().
            f"{type(dataset).__name__.strip('_')}({', '.join(numbers)})" if numbers else "",
            f"arrays of {_described(arrays)}" if arrays else ""]
@@ -31,13 +38,9 @@ def sources_of(dataset: tf.data.Dataset) -> list[str]:
 
 def difference(of_ranks: Sequence[Sequence[str]]) -> str:
     """The first difference between the sources of the ranks; "" if there is none."""
-    longest = max(map(len, of_ranks))
-    for place in range(longest):
-        ranks: dict[str, list[int]] = {}
-        for rank, sources in enumerate(of_ranks):
-            ranks.setdefault(sources[place] if place < len(sources) else "nothing more", []).append(rank)
-        if len(ranks) > 1:
-            return "; ".join(f"{text} on ranks {rank_list(where)}" for text, where in ranks.items())
+    for values in itertools.zip_longest(*of_ranks, fillvalue="nothing more"):
+        if len(set(values)) > 1:
+            return describe_by_rank(values)
     return ""
 
 
@@ -45,19 +48,22 @@ def _described(arrays: Iterable[tf.Tensor]) -> str:
     """The shapes of arrays, and a digest of rows at equal distances."""
     digest = hashlib.blake2b(digest_size=4)
     for array in arrays:
-        for part in _some_rows(array):
+        for part in _bytes_of(array):
             digest.update(part)
     return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, rows {digest.hexdigest()}"
 
 
-def _some_rows(array: tf.Tensor) -> Iterator[bytes]:
+def _bytes_of(array: tf.Tensor) -> Iterator[bytes]:
     if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
         return
-    if array.shape.rank and array.shape[0]:
-        size = int(np.prod(array.shape[1:])) * max(array.dtype.size, 1)
-        array = tf.gather(array, places_of_sample(array.shape[0], size))
-    rows = array.numpy()
+    rows = some_rows(array) if array.shape.rank and array.shape[0] else array.numpy()
     if array.dtype == tf.string:
         yield from np.ravel(np.asarray(rows, dtype=object)).tolist()
     else:
         yield np.ascontiguousarray(rows).tobytes()
+
+
+def some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:
+    itemsize = array.itemsize if isinstance(array, np.ndarray) else max(array.dtype.size, 1)
+    places = places_of_sample(len(array), int(np.prod(array.shape[1:])) * itemsize)
+    return array[places] if isinstance(array, np.ndarray) else tf.gather(array, places).numpy()

@@ -1,7 +1,4 @@
-"""Equal random states on all ranks, so that all shuffle the data alike before each takes its part.
-
-Called when a strategy is made, and before fit under one.
-"""
+"""Equal random states on all ranks, so that all shuffle the data in the same order before each takes its part."""
 
 import os
 import random
@@ -10,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import context, global_seed
 
 from ...api import ops as array_ops
 from ...api import runtime
 from .. import names
-from .._private import global_seed, operation_seeds
 
 
 def seed_alike() -> None:
@@ -51,9 +48,9 @@ def _drawn() -> int:
 
 def _state() -> tuple[int | None, tuple, tuple]:
     """The global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
-    return global_seed(), operation_seeds().getstate(), random.getstate()
+    return global_seed(), context()._rng.getstate(), random.getstate()
 
 
 def _set(seed: int | None, numbers: tuple) -> None:
     tf.random.set_seed(seed)
-    operation_seeds().setstate(numbers)
+    context()._rng.setstate(numbers)  # It exists, since a global seed has been set.

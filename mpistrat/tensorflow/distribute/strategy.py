@@ -25,6 +25,7 @@ from ..types import Structure, Tensor, TensorLike
 from . import checkpoints
 from .extended import RankExtended
 from .options import CommunicationOptions, agreed
+from .replica_context import reduce_op_of
 from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     It needs no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a subclass of
     MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. Creating one is
     collective, and calls mpistrat.init() if that has not been called. It sets TensorFlow's seed on all ranks to rank
-    0's, or to a random one if rank 0 has none, so that all ranks shuffle alike.
+    0's, or to a random one if rank 0 has none, so that all ranks shuffle in the same order.
 
     Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
     `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
@@ -119,7 +120,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             value: The result of `run`, on all ranks.
             axis: A number, a list of numbers, or None.
         """
-        op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        op = reduce_op_of(reduce_op)
         if axis is None:
             return super().reduce(op, value, None)
         flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
@@ -188,7 +189,7 @@ def _keras_integration() -> ModuleType | None:
             own, and no error would say so.
     """
     try:
-        import_module("mpistrat.keras")
+        return import_module("mpistrat.keras.distribute")
     except MissingDependencyError as error:
         keras = sys.modules.get("keras")
         if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
@@ -197,4 +198,3 @@ def _keras_integration() -> ModuleType | None:
         logger.log(logging.DEBUG if rank else logging.INFO,
                    "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
         return None
-    return import_module("mpistrat.keras.distribute")

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute.distribute_utils import create_mirrored_variable
+from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
 
-from .._private import DistributedVariable, MirroredVariable, SyncOnReadVariable, create_mirrored_variable
 from ..types import TensorLike
 from . import collectives, files
 

@@ -38,7 +38,7 @@ class HierarchicalAgreement(SharedMemoryAgreement):
             return None
         result = self._read_verdict() if self._hosts is None else self._between_hosts(self._hosts)
         if result is not None:
-            self._next_round()
+            self._round, self.has_voted = self._round + 1, False
         return result
 
     def _between_hosts(self, hosts: LeaderExchange) -> Outcome | None:

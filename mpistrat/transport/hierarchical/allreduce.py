@@ -87,12 +87,12 @@ class HierarchicalData(TwoShotData):
         """Reduce this rank's slice over the host, and start to send it to the other hosts."""
         chunk, number = work.chunks[k], work.first + k
         if chunk.own is not None:
-            self._memory.await_all(number, PACKED)
+            self.memory.await_all(number, PACKED)
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
             self._underway[number] = self._exchange(partial, self._rows[slot])
-        self._memory.post(number, CONSUMED)
+        self.memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
         """Start to exchange `partial` with the other hosts, with `buffer` for what is received.
@@ -129,7 +129,7 @@ class HierarchicalData(TwoShotData):
             return
         requests, rows = self._underway.pop(number)
         self._wait.complete(requests)
-        self._memory.await_all(self._room_for(work, k), UNPACKED)
+        self.memory.await_all(self._room_for(work, k), UNPACKED)
         if rows[0].size == result.size:
             combine(rows, work.reduction.op, result, work.reduction.scale)
             return
@@ -145,7 +145,7 @@ class HierarchicalData(TwoShotData):
         if number in self._underway:
             self._wait.complete(self._underway.pop(number)[0])
         self._take_own(work, k)
-        self._memory.post(work.first + k, READY)
+        self.memory.post(work.first + k, READY)
 
     def surrender(self) -> list[Any]:
         requests = [request for of_chunk, _ in self._underway.values() for request in of_chunk]

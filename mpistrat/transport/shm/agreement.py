@@ -35,10 +35,11 @@ class SharedMemoryAgreement:
         self._votes_at = {counter: [memory.place(rank, counter) for rank in self._others]
                           for counter in (EVEN_VOTE, ODD_VOTE)}
         self._round, self._counter, self._vote = 1, ODD_VOTE, 0
-        self.has_voted = False  # see AgreementRound
+        self.has_voted = False  # in this round
 
     def vote(self, number: int, is_ready: bool = False) -> None:
         """See AgreementRound."""
+        self._counter = ODD_VOTE if self._round % 2 else EVEN_VOTE
         self._vote = number * _NUMBER_UNIT | (_READY_BIT if is_ready else 0) | (self._round & ROUND_MASK)
         self._memory.post(self._vote, self._counter)
         self.has_voted = True
@@ -56,7 +57,7 @@ class SharedMemoryAgreement:
         votes = self._host_outcome() if self.has_voted else None
         if votes is None:
             return None
-        self._next_round()
+        self._round, self.has_voted = self._round + 1, False
         return votes[1]
 
     def has_news(self) -> bool:
@@ -94,7 +95,3 @@ class SharedMemoryAgreement:
         if own < _NUMBER_UNIT or (common ^ any_of) >= _NUMBER_UNIT:
             return 0, Outcome.REFUSED
         return own // _NUMBER_UNIT, Outcome.ALL_READY if common & _READY_BIT else Outcome.AGREED
-
-    def _next_round(self) -> None:
-        self._round, self.has_voted = self._round + 1, False
-        self._counter = ODD_VOTE if self._round % 2 else EVEN_VOTE

@@ -42,9 +42,9 @@ class SharedMemoryData(TwoShotData):
                       reduction: Reduction) -> None:
         memories = self._views_of(source.dtype).parts
         if source.nbytes > self._one_shot_bytes:
-            work = ReduceScatter(memories, self._index, self._chunks + 1, source, target, counts, reduction)
+            work = ReduceScatter(memories, self._index, self.last_chunk + 1, source, target, counts, reduction)
             self.run(work, (self._scatter, self._reduce_part))
-            self._free_at = [self._chunks] * self.slots
+            self.free_at = [self.last_chunk] * self.slots
             return
         reduction, start = divided_before(reduction, source.dtype), sum(counts[:self._index])
         mine, parts = memories[self._index][:source.size], [part[start:start + target.size] for part in memories]
@@ -52,14 +52,14 @@ class SharedMemoryData(TwoShotData):
                            lambda: combine(parts, reduction.op, target, reduction.scale))
 
     def _scatter(self, work: ReduceScatter, k: int) -> None:
-        self._memory.await_all(work.room_for(k), CONSUMED)
+        self.memory.await_all(work.room_for(k), CONSUMED)
         work.pack(k)
-        self._memory.post(work.first + k, PACKED)
+        self.memory.post(work.first + k, PACKED)
 
     def _reduce_part(self, work: ReduceScatter, k: int) -> None:
-        self._memory.await_all(work.first + k, PACKED)
+        self.memory.await_all(work.first + k, PACKED)
         work.reduce(k)
-        self._memory.post(work.first + k, CONSUMED, READY, UNPACKED)
+        self.memory.post(work.first + k, CONSUMED, READY, UNPACKED)
 
     def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
@@ -102,14 +102,14 @@ class SharedMemoryData(TwoShotData):
 
     def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
         """Call `write`, and when it has returned on all ranks, `read`. They may use all memory of the ranks."""
-        memory, number = self._memory, self._chunks + 1
-        memory.await_all(max(self._free_at), CONSUMED)
+        memory, number = self.memory, self.last_chunk + 1
+        memory.await_all(max(self.free_at), CONSUMED)
         write()
         memory.post(number, PACKED)
         memory.await_all(number, PACKED)
         read()
         memory.post(number, CONSUMED, READY, UNPACKED)
-        self._count_one_shot()
+        self.count_one_shot()
 
 
 def _parts(counts: Sequence[int], itemsize: int) -> list[slice]:

@@ -19,13 +19,13 @@ class ReduceScatter:
     Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, side by side.
 
     Args:
-        memories: The memory of each rank of the host, as 1-D arrays of the dtype of the elements.
+        memories: A row for each rank of the host, its memory, of the dtype of the elements.
         index: This rank's position among the ranks of the host.
         first: The number of the first chunk.
         source, target, counts, reduction: As in DataPlane.reducescatter.
     """
 
-    def __init__(self, memories: Sequence[np.ndarray], index: int, first: int, source: np.ndarray,
+    def __init__(self, memories: np.ndarray, index: int, first: int, source: np.ndarray,
                  target: np.ndarray, counts: Sequence[int], reduction: Reduction):
         self._memories, self._index, self._count = memories, index, len(counts)
         self._source, self._target, self._reduction = source, target, reduction

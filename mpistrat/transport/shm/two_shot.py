@@ -70,7 +70,7 @@ Stage = Callable[[Any, int], None]  # a step on chunk k of an InChunks
 class _Views(NamedTuple):
     """The shared memory as arrays of one dtype."""
 
-    parts: list[np.ndarray]  # all memory of each rank of the host
+    parts: np.ndarray  # a row for each rank of the host: all of its memory
     slots: list[list[np.ndarray]]  # used by chunks in turn: the memory of each rank of the host, then of the results
 
 
@@ -96,6 +96,12 @@ class TwoShotData(DataPlane):
         memory: Has at least `memory_bytes` of data, reserved for this object.
         chunk: Bytes of a chunk, a power of two.
         others: Serves the other collectives. `close` closes it.
+
+    Attributes:
+        memory: The argument.
+        last_chunk: The number of the last chunk; the same on all ranks.
+        free_at: For each slot, how many chunks all ranks must have consumed before it may be overwritten.
+        scratch: Memory of this rank alone.
     """
 
     slots = SHM_CHUNKS_UNDER_WAY
@@ -103,16 +109,16 @@ class TwoShotData(DataPlane):
     one_shot_bytes = SHM_ONE_SHOT_BYTES
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
-        self._memory, self._others = memory, others
+        self.memory, self._others = memory, others
         self._count, self._index = len(memory.ranks), memory.index
         nbytes = self.memory_bytes(self._count, chunk)
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, bool, tuple[int, ...]], list[Chunk]] = {}
         self._kept_views = 0  # in these layouts
-        self._chunks = 0  # number of the last chunk; the same on all ranks
-        self._free_at = [0] * self.slots
-        self._scratch = FusionBuffer()
+        self.last_chunk = 0
+        self.free_at = [0] * self.slots
+        self.scratch = FusionBuffer()
         self._bytes_per_chunk = chunk
         self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunk)
 
@@ -122,24 +128,19 @@ class TwoShotData(DataPlane):
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        self._begin(sources, targets, reduction).finish(all_packed=False)
+        # Not `prepare` of a subclass, which falls back on this method.
+        TwoShotData.prepare(self, sources, targets, reduction).finish(all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
-        prepared = self._begin(sources, targets, reduction)
-        if isinstance(prepared, OneShot):
-            prepared.pack_ahead()
-        return prepared
-
-    def _begin(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
-               reduction: Reduction) -> Work | OneShot:
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
         nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
         if nbytes <= self._one_shot_bytes:
-            return OneShot(self, sources, targets, divided_before(reduction, dtype), self._memory,
-                           [part[:elements] for part in views.parts], max(self._free_at), self._chunks + 1,
-                           self._scratch, self._count_one_shot)
-        work = Work(self, sources, targets, reduction, self._chunks + 1)
+            one_shot = OneShot(self, sources, targets, divided_before(reduction, dtype))
+            one_shot.parts = views.parts[:, :elements]
+            one_shot.pack_ahead()
+            return one_shot
+        work = Work(self, sources, targets, reduction, self.last_chunk + 1)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
@@ -178,15 +179,15 @@ class TwoShotData(DataPlane):
     def pack_ahead(self, work: Work) -> None:
         """Pack the first chunks, whose memory is free. Local; never waits."""
         for k, chunk in enumerate(work.chunks[:self.slots]):
-            if not self._memory.have_all(self._free_at[k], CONSUMED):
+            if not self.memory.have_all(self.free_at[k], CONSUMED):
                 break
             self._copy_in(work, chunk)
             work.packed = k + 1
 
-    def _count_one_shot(self) -> None:
+    def count_one_shot(self) -> None:
         """Count a chunk that has used the memory of all slots."""
-        self._chunks += 1
-        self._free_at = [self._chunks] * self.slots
+        self.last_chunk += 1
+        self.free_at = [self.last_chunk] * self.slots
 
     def run(self, work: InChunks, stages: Sequence[Stage]) -> None:
         """Run the stages on all chunks. A stage on one chunk follows the stage before it on the next chunk."""
@@ -197,13 +198,13 @@ class TwoShotData(DataPlane):
             for lag, stage in enumerate(stages):
                 if 0 <= tick - lag < count:
                     stage(work, tick - lag)
-        self._chunks += count
+        self.last_chunk += count
         for k in range(max(count - self.slots, 0), count):
-            self._free_at[k % self.slots] = work.first + k
+            self.free_at[k % self.slots] = work.first + k
 
     def _room_for(self, work: InChunks, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
-        return self._free_at[k] if k < self.slots else work.first + k - self.slots
+        return self.free_at[k] if k < self.slots else work.first + k - self.slots
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -212,9 +213,9 @@ class TwoShotData(DataPlane):
 
     def _pack(self, work: Work, k: int) -> None:
         if k >= work.packed:
-            self._memory.await_all(self._room_for(work, k), CONSUMED)
+            self.memory.await_all(self._room_for(work, k), CONSUMED)
             self._copy_in(work, work.chunks[k])
-        self._memory.post(work.first + k, PACKED)
+        self.memory.post(work.first + k, PACKED)
 
     def _copy_in(self, work: Work, chunk: Chunk) -> None:
         for array, part, memory in chunk.packs:
@@ -222,12 +223,12 @@ class TwoShotData(DataPlane):
 
     def _reduce(self, work: Work, k: int) -> None:
         chunk = work.chunks[k]
-        self._memory.await_all(work.first + k, PACKED)
-        self._memory.await_all(self._room_for(work, k), UNPACKED)
+        self.memory.await_all(work.first + k, PACKED)
+        self.memory.await_all(self._room_for(work, k), UNPACKED)
         self._reduce_slice(work, chunk, chunk.result, work.reduction.scale)
         # Before the others read it, which takes it from this processor's cache (102 MB on 2 ranks: 4 % less time).
         self._take_own(work, k)
-        self._memory.post(work.first + k, READY, CONSUMED)
+        self.memory.post(work.first + k, READY, CONSUMED)
 
     def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
         """Reduce this rank's slice of a chunk over the ranks of the host."""
@@ -245,16 +246,16 @@ class TwoShotData(DataPlane):
 
     def _unpack(self, work: Work, k: int) -> None:
         """Copy the slices that other ranks have reduced to this rank's targets."""
-        self._memory.await_all(work.first + k, READY)
+        self.memory.await_all(work.first + k, READY)
         for array, part, memory in work.chunks[k].other_copies:
             work.outputs[array][part] = memory
-        self._memory.post(work.first + k, UNPACKED)
+        self.memory.post(work.first + k, UNPACKED)
 
     def _views_of(self, dtype: np.dtype) -> _Views:
         return self._views.get(dtype) or self._make_views(dtype)
 
     def _make_views(self, dtype: np.dtype) -> _Views:
-        parts = [part.reshape(-1).view(dtype) for part in self._bytes[:-1]]
+        parts = self._bytes[:-1].reshape(self._count, -1).view(dtype)
         slots = [[part[k].view(dtype) for part in self._bytes] for k in range(self.slots)]
         views = self._views[dtype] = _Views(parts, slots)
         return views
@@ -274,7 +275,7 @@ class TwoShotData(DataPlane):
         self._others.broadcast(array, root_rank)
 
     def abandon(self, is_stalled: bool) -> None:
-        self._memory.abandon(is_stalled)
+        self.memory.abandon(is_stalled)
 
     def surrender(self) -> list[Any]:
         return self._others.surrender()

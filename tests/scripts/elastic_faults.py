@@ -1,0 +1,113 @@
+"""Runs elastic jobs and ends ranks, hosts or the link at random moments; prints the table of docs/elastic.md.
+
+usage: python -m tests.scripts.elastic_faults FAULT TRIES [SEED]     FAULT: one of those below, or "all"
+
+A try has survived if the job ends with code 0, all ranks that are left agree, each row of the dataset was trained in
+each epoch, and nothing is left of it.
+"""
+
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from ..support.hosts_in_namespaces import Hosts, two_hosts
+from ..support.jobs import Finished, run_limited
+
+SCRIPT = "tests/scripts/elastic_steps.py"
+EPOCHS = 4
+# By name: ranks, options of mpistrat run, and which of the ranks are killed.
+ON_ONE_HOST: dict[str, tuple[int, tuple[str, ...], Callable[[list[int]], list[int]]]] = {
+    "a rank": (3, ("--elastic",), lambda ranks: [random.choice(ranks)]),
+    "the chief": (3, ("--elastic",), lambda ranks: [0]),
+    "two ranks at once": (4, ("--elastic",), lambda ranks: random.sample(ranks, 2)),
+    "a rank, new processes": (2, ("--elastic=restart",), lambda ranks: [random.choice(ranks)]),
+}
+ON_TWO_HOSTS = {"a host": "host", "the link between two hosts": "cut"}
+
+
+def run_on_one_host(ranks: int, options: tuple[str, ...], choose: Callable[[list[int]], list[int]],
+                    log: Path) -> tuple[Finished, float]:
+    """Run a job, and kill ranks at a random moment. Returns it, and when that was."""
+    killed_at: list[float] = []
+    at = random.uniform(0.05, 1.0)
+
+    def kill(printed: str) -> None:
+        # A second is long: the moment is chosen within it.
+        if killed_at or not log.exists():
+            return
+        time.sleep(at)
+        pids = dict(re.findall(r"pid (\d+) of rank (\d+)", log.read_text()))
+        by_rank = {int(rank): int(pid) for pid, rank in pids.items()}
+        if len(by_rank) == ranks:
+            killed_at.append(time.time())
+            for rank in choose(sorted(by_rank)):
+                psutil.Process(by_rank[rank]).kill()
+
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", *options, "-np", str(ranks), sys.executable, SCRIPT,
+                       "--epochs", str(EPOCHS), "--pause", "0.04", "--log", str(log)], limit_s=90, watch=kill)
+    return job, killed_at[0] if killed_at else 0.0
+
+
+def run_on_two_hosts(hosts: Hosts, what: str, log: Path) -> tuple[Finished, float]:
+    """Run a job with two ranks on each host, one of which ends the other host or the link."""
+    first, second = hosts.names
+    rank = random.choice((2, 3)) if what == "host" else random.choice((0, 1))
+    with hosts.mended_after():
+        job = hosts.run_line([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "4", "-H",
+                              f"{first}:2,{second}:2", "--", sys.executable, SCRIPT, "--epochs", str(EPOCHS), "--pause",
+                              "0.04", "--log", str(log), "--kill", f"1:{rank}:{random.randint(2, 25)}:{what}"])
+    lost = re.search(r"^(\S+) \d+ \d+ \d+ loses", log.read_text(), re.MULTILINE)
+    return job, float(lost[1]) if lost else 0.0
+
+
+def judged(job: Finished, killed_at: float, log: Path) -> tuple[bool, float, int]:
+    """Whether the job has survived, the seconds until its next step, and the rows that were trained again."""
+    lines = re.findall(r"each row at least (\d+) times, (\d+) more in all", job.output)
+    steps = [float(at) for at in re.findall(r"^(\S+) \d+ \d+ \d+ step \d+$", log.read_text(), re.MULTILINE)]
+    later = [at for at in steps if at > killed_at]
+    went_on = re.findall(r"^(\S+) \d+ \d+ \d+ begins", log.read_text(), re.MULTILINE)
+    begun = [float(at) for at in went_on if float(at) > killed_at]
+    is_well = (job.code == 0 and killed_at > 0 and bool(begun) and bool(lines) and len(set(lines)) == 1
+               and int(lines[0][0]) >= EPOCHS and job.left == ())
+    first = min((at for at in later if begun and at >= min(begun)), default=float("nan"))
+    return is_well, first - killed_at, int(lines[0][1]) if lines else -1
+
+
+def main() -> None:
+    """Print a row of the table for each fault."""
+    wanted, tries = sys.argv[1], int(sys.argv[2])
+    random.seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    for fault in [*ON_ONE_HOST, *ON_TWO_HOSTS]:
+        if wanted not in ("all", fault):
+            continue
+        results: list[tuple[bool, float, int]] = []
+        for number in range(tries):
+            with tempfile.TemporaryDirectory() as directory:
+                log = Path(directory, "log")
+                if fault in ON_ONE_HOST:
+                    job, killed_at = run_on_one_host(*ON_ONE_HOST[fault], log)
+                else:
+                    with two_hosts() as hosts:
+                        job, killed_at = run_on_two_hosts(hosts, ON_TWO_HOSTS[fault], log)
+                results.append(judged(job, killed_at, log))
+                if not results[-1][0]:
+                    print(f"{fault}, try {number}: {job.code}, left {job.left}, killed at {killed_at}\n{job.output}\n"
+                          f"{log.read_text()[-2000:]}", flush=True)
+        well = [seconds for is_well, seconds, _ in results if is_well]
+        print(f"| {fault} | {tries} | {len(well)} | {statistics.median(well):.2f}, {max(well):.2f} | 0 | "
+              f"{max(again for *_, again in results)} |", flush=True)
+    left = subprocess.run(["pgrep", "-fc", "mpistrat.elastic.keeper"], capture_output=True, text=True, check=False)
+    print(f"keepers that are left: {left.stdout.strip()}; files in /dev/shm: {len(os.listdir('/dev/shm'))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Ranks that are lost: the error that names them, the waits that end, and how the end of a process is noticed."""
+
+import contextlib
+import copy
+import errno
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from mpistrat.core.errors import EngineError, LostRank, RanksLostError
+from mpistrat.core.interruption import Interruption
+from mpistrat.core.request import allgather_request, specs_of
+from mpistrat.process import procfs
+from mpistrat.process.neighbours import Neighbours
+from mpistrat.process.procfs import Process
+from mpistrat.process.silent_hosts import SilentHosts
+from mpistrat.transport.fd_exchange import FdExchange
+from mpistrat.transport.local import ThreadGroup
+from mpistrat.transport.shm.segment import PACKED, HostMemory
+
+from ..support.engines import make_engine
+from ..support.shared_memory_of_threads import host_files
+
+FIRST, SECOND = LostRank(3, "node2", "process 4711 has ended"), LostRank(1, "node1", "process 12 has ended")
+LIMIT_S = 30.0
+
+
+# -- the error --------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_names_the_lost_ranks() -> None:
+    error = RanksLostError([FIRST, SECOND])
+    assert isinstance(error, EngineError)
+    assert error.lost == (FIRST, SECOND)
+    assert str(error).startswith("Lost: rank 3 on node2 (process 4711 has ended); rank 1 on node1 (")
+
+
+@pytest.mark.parametrize("same", [lambda error: pickle.loads(pickle.dumps(error)), copy.deepcopy, copy.copy])
+def test_the_error_can_be_copied(same: Callable[[RanksLostError], RanksLostError]) -> None:
+    error = RanksLostError([FIRST])
+    error.add([SECOND, FIRST])
+    other = same(error)
+    assert (type(other), other.lost, str(other)) == (RanksLostError, (FIRST, SECOND), str(error))
+
+
+def test_ranks_that_are_lost_later_are_added_to_the_error() -> None:
+    interruption = Interruption()
+    interruption.check()
+    error = interruption.add([FIRST])
+    assert interruption.add([SECOND]) is error
+    with pytest.raises(RanksLostError) as raised:
+        interruption.check()
+    assert raised.value.lost == (FIRST, SECOND)
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
+
+
+def interrupted(wait: Callable[[], object], interruption: Interruption) -> None:
+    """`wait` does not return before the interruption, and raises the error then."""
+    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put(wait())
+        except RanksLostError as error:
+            ended.put(error.lost)
+    threading.Thread(target=run, daemon=True).start()
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.1)
+    interruption.add([FIRST])
+    assert ended.get(timeout=LIMIT_S) == (FIRST,)
+
+
+def test_a_wait_in_shared_memory_is_interrupted() -> None:
+    interruption, file = Interruption(), host_files(1)[0]
+    with contextlib.closing(file):
+        memory = HostMemory(file.take(HostMemory.size_for(2, 0)), 0, (0, 1), interruption=interruption)
+    interrupted(lambda: memory.await_all(1, PACKED), interruption)
+
+
+def test_the_wait_for_ranks_that_take_no_descriptors_is_interrupted() -> None:
+    interruption = Interruption()
+    with contextlib.closing(FdExchange(0, (0, 1), interruption)) as exchange:
+        interrupted(lambda: exchange.give({1: [0]}), interruption)
+
+
+def test_an_engine_refuses_all_operations_once_ranks_are_lost() -> None:
+    group, interruption = ThreadGroup(2), Interruption()
+    engine = make_engine(0, 2, group.control(0), group.data(0), interruption=interruption)
+    engine.start()
+    array = np.ones(3)
+    waiting = engine.submit(allgather_request("a", specs_of([array])), [array])
+    engine.interrupt(interruption.add([FIRST]))
+    with pytest.raises(RanksLostError):  # At once, whatever the engine's thread does.
+        engine.submit(allgather_request("b", specs_of([array])), [array])
+    with pytest.raises(RanksLostError):
+        waiting.wait(LIMIT_S)
+    assert engine.await_interrupted(LIMIT_S)
+    assert engine.controller.life.error is interruption.error
+
+
+def test_an_error_that_is_a_sign_of_a_loss_becomes_the_loss() -> None:
+    group, interruption = ThreadGroup(2), Interruption(is_watched=True)
+    engine = make_engine(0, 2, group.control(0), group.data(0), interruption=interruption)
+    threading.Timer(0.05, interruption.add, [[FIRST]]).start()
+    engine.controller.life.fail(OSError("the connection to another rank has ended"))
+    assert engine.controller.life.error is interruption.error is not None
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that sleeps."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def process_of(child: "subprocess.Popen[bytes]") -> Process:
+    """The process, as /proc shows it."""
+    found = procfs.find(child.pid)
+    assert found is not None
+    return found
+
+
+def no_pidfd(pid: int) -> int:
+    raise OSError(errno.ENOSYS, "this kernel has none")
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_the_end_of_a_process_is_noticed(sleeper: "subprocess.Popen[bytes]", has_pidfd: bool,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_pidfd:
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    ended: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    watch = Neighbours({3: process_of(sleeper)}, [3], ended.put)
+    sleeper.send_signal(signal.SIGSTOP)  # A process that is stopped has not ended.
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.2)
+    sleeper.kill()
+    assert ended.get(timeout=LIMIT_S) == [3]
+    watch.stop()
+    watch.stop()
+    assert ended.empty()
+
+
+def test_a_process_of_another_container_is_not_watched(sleeper: "subprocess.Popen[bytes]") -> None:
+    found = process_of(sleeper)
+    ended: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    elsewhere = Process(found.pid, found.started + 1, found.parent, found.group)
+    watch = Neighbours({3: elsewhere}, [3], ended.put)
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.2)
+    watch.stop()
+
+
+def test_ranks_whose_processes_cannot_be_watched_are_asked_for() -> None:
+    ended: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    reports = iter([[], [5], [5], [4, 5]])
+    watch = Neighbours({}, [4, 5], ended.put, lambda: next(reports, [4, 5]))
+    assert [ended.get(timeout=LIMIT_S) for _ in range(2)] == [[5], [4]]
+    watch.stop()
+    assert ended.empty()
+
+
+# -- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_ranks_of_the_job_are_taken_for_hosts_and_their_end_is_no_silence() -> None:
+    silent: queue.SimpleQueue[int] = queue.SimpleQueue()
+    chief, other = SilentHosts(0, 1, 5, silent.put), SilentHosts(2, 1, 5, silent.put)
+    invitation = chief.listen([2], ["127.0.0.1"])
+    with socket.create_connection(("127.0.0.1", invitation.port)) as stranger:
+        stranger.sendall(b"x" * 36)
+        stranger.settimeout(LIMIT_S)
+        assert stranger.recv(1) == b""
+    other.connect(invitation, 0)
+    refused = threading.Event()
+    for _ in range(int(LIMIT_S / 0.05)):  # It listens no more when rank 2 has connected.
+        try:
+            socket.create_connection(("127.0.0.1", invitation.port)).close()
+        except ConnectionRefusedError:
+            refused.set()
+            break
+        threading.Event().wait(0.05)
+    assert refused.is_set()
+    other.stop()
+    chief.stop()
+    assert silent.empty()
