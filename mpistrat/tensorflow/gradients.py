@@ -114,6 +114,9 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
     return results
 
 
+_IS_LOCAL = "_mpistrat_is_local"
+
+
 class GradientReducer:
     """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
 
@@ -163,6 +166,7 @@ class GradientReducer:
     def register_local(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the reduction."""
         self._local.add(variable)
+        setattr(variable, _IS_LOCAL, True)  # A tape is gone when an elastic state asks.
 
     @property
     def has_local(self) -> bool:
@@ -247,6 +251,12 @@ def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
         observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
+
+
+def is_local_of_any(variable: Variable) -> bool:
+    """Whether any optimizer or tape leaves this variable to each rank. Local."""
+    # Not by hasattr, which may run a collective for a variable of a strategy.
+    return any(_IS_LOCAL in getattr(each, "__dict__", ()) for each in (variable, getattr(variable, "value", None)))
 
 
 class Layer(Protocol):
