@@ -70,6 +70,7 @@ class ObjectState:
         Raises:
             HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts come or go. The commit is kept.
             RuntimeError: The commit before this one could not be kept.
+            MismatchError: On all ranks of an elastic job, if a state with variables finds that they differ.
         """
         own = member.current()
         if own is None:
@@ -79,11 +80,14 @@ class ObjectState:
         before = self._saved
         self.save()
         try:
-            said = ops.allgather_object((self._number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
+            said = ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
+            number = max(number for number, _, _ in said) + 1
+            if self._compare(number):
+                self.save()
         except CollectiveError:
             self._saved = before  # Other ranks may not have this step.
             raise
-        self._number = max(number for number, _, _ in said) + 1
+        self._number = number
         self._take_processed([samplers for _, _, samplers in said])
         topology, why = runtime.current().topology, next((why for _, why, _ in said if why), "")
         own.commit(self._number, functools.partial(self._portable, self._saved), self._where(),
@@ -133,6 +137,14 @@ class ObjectState:
     def _portable(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot as what can be pickled. Called in another thread."""
         return snapshot
+
+    def _compare(self, number: int) -> bool:
+        """Compare the ranks' states before the commit of this number is kept. Collective.
+
+        Returns:
+            Whether the state has changed, on some rank.
+        """
+        return False
 
     def _broadcast(self, root: int) -> None:
         """Make the objects of all ranks those of `root`. Collective."""

@@ -67,6 +67,14 @@ class Settings:
         "CONSISTENCY_CHECK_DISABLE", False, "1: do not check that the ranks train the same weights, not all on the "
         "same data, and in fit with as many steps, the same callbacks and learning rates; and do not average the "
         "metrics that callbacks such as EarlyStopping read.")
+    check_every: int = _setting(
+        "CHECK_EVERY", 1000, "Batches after which, within an epoch, fit compares the weights of the ranks and the "
+        "state of their optimizers, and commits after which an elastic state compares the weights that are trained. 0: "
+        "never; fit still compares when an epoch ends.", low=0, high=2**31)
+    check_action: str = _setting(
+        "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
+        "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
+        "ones; of groups of that size the one with the lowest rank.", choices=("abort", "warn", "repair"))
     join_average: str = _setting(
         "JOIN_AVERAGE", "active", "What an average divides by while some ranks have called join(). active: the number "
         "of ranks that give a tensor. all: the number of all ranks, as in Horovod.", choices=("active", "all"))

@@ -6,6 +6,8 @@ silent for too long. The commits are in anonymous memory (memfd), which ranks of
 kernel frees it with the keeper.
 """
 
+import contextlib
+import itertools
 import json
 import logging
 import os
@@ -13,15 +15,18 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..process import procfs
 from .job import ElasticJob
 from .keeper_state import BEAT_S, Action, End, KeeperState, Kill, Tell
 from .line import Line, Listening, Message, connect
 
 logger = logging.getLogger(__name__)
 _CONNECT_LIMIT_S = 10.0
+_SEGMENTS = "/dev/shm/sm_segment."
 _Event = tuple[Line, Message | None]
 
 
@@ -44,7 +49,9 @@ class Keeper:
         self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
         self._lines: dict[int, Line] = {}
         self._numbers: dict[Line, int] = {}
+        self._next_number = itertools.count(1)
         self._is_ending = False
+        self._segments: dict[int, set[str]] = {}  # of MPI's shared memory, by the process that has mapped them
         self._listening = Listening(listener, job.key, self._greet)
         self._supervisor = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._supervisor.send(kind="keeper", host=socket.gethostname(), pid=os.getpid())
@@ -63,13 +70,16 @@ class Keeper:
             except Empty:
                 event = None
             actions = self._state.tick(time.monotonic())
+            if event is None:  # A process that a rank has forked keeps the line of the rank open.
+                actions += [action for line, pid in list(self._state.processes.items()) if procfs.find(pid) is None
+                            for action in self._state.closed(line)]
             if event is not None:
                 actions += self._decide(*event)
             for action in actions:
                 self._act(action)
 
     def _greet(self, line: Line) -> None:
-        self._numbers[line] = max(self._numbers.values(), default=0) + 1
+        self._numbers[line] = next(self._next_number)
         line.read(self._take)
 
     def _take(self, line: Line, message: Message | None) -> None:
@@ -86,6 +96,7 @@ class Keeper:
             return state.end(message["why"]) if kind == "end" else state.beat(message["generation"], now)
         number = self._numbers[line]
         if message is None:
+            del self._numbers[line]
             self._lines.pop(number, None)
             return state.closed(number)
         if kind == "hello":
@@ -102,6 +113,7 @@ class Keeper:
             line.send(**state.welcome())
             return []
         if kind == "committed":
+            self._note_segments(message["pid"])
             return state.committed(number, message["number"], message["nbytes"], message["step"], now)
         if kind == "renamed":
             return state.renamed(number, message["rank"], message["size"])
@@ -125,6 +137,22 @@ class Keeper:
             logger.info("the keeper ends: %s", action.why)
             self._is_ending = True
             self._listening.close()
+            self._remove_segments()
+
+    def _note_segments(self, pid: int) -> None:
+        """Note the files of shared memory that Open MPI has made. It leaves those of ranks that were killed."""
+        if pid in self._segments:
+            return
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return  # It has just ended.
+        self._segments[pid] = {path for line in lines if (path := line.rpartition(" ")[2]).startswith(_SEGMENTS)}
+
+    def _remove_segments(self) -> None:
+        for path in set().union(*self._segments.values()):
+            with contextlib.suppress(OSError):  # Open MPI has removed it.
+                os.unlink(path)
 
 
 def main() -> int:

@@ -69,6 +69,7 @@ class Member:
 
     Attributes:
         why_leave: Why this generation ends at the next commit; "" if it goes on.
+        number: Of the last commit of this process. All states of a script count together.
     """
 
     def __init__(self, job: ElasticJob, rank: int):
@@ -78,7 +79,7 @@ class Member:
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._writing = threading.Event()
         self._failure = ""
-        self._number = 0
+        self.number = 0
         self._has_said_end, self._leaves = False, ""
         self._line = _line_to_keeper(job)
         self._line.read(self._take)
@@ -146,7 +147,7 @@ class Member:
             ElasticError: The commit before it could not be written.
         """
         self.finish()
-        self._number = number
+        self.number = number
         if is_writer or is_saved:
             self._writing.set()
             self._pending.put(lambda: self._write(number, snapshot, step, is_writer, is_saved))
@@ -169,7 +170,7 @@ class Member:
             try:
                 task()
             except Exception as error:
-                self._failure = f"commit {self._number} cannot be written: {error}"
+                self._failure = f"commit {self.number} cannot be written: {error}"
                 logger.debug("a commit cannot be written", exc_info=True)
             finally:
                 if self._pending.empty():
@@ -183,7 +184,8 @@ class Member:
                 file.truncate(packed.nbytes)
                 with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
                     packed.write(view)
-            answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step)
+            answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step,
+                               pid=os.getpid())
             if answer["kind"] == "refused":
                 _leave_now(f"the keeper has refused a commit: {answer['why']}")
             self._welcome = self._ask(kind="newest")

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..api import absent
+from ..api import absent, runtime
 from ..api.elastic import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..api.elastic_sampler import ElasticSampler
 from ..core.errors import ElasticError
+from .equal_weights import require_equal_weights
+from .gradients import is_local_of_any
 from .ops import broadcast_variables
 from .types import Variable
 
@@ -33,6 +35,10 @@ __getattr__ = absent.explain(__name__)
 
 class TensorFlowState(ObjectState):
     """Variables and Python objects that are the state of a training script.
+
+    In an elastic job every MPISTRAT_CHECK_EVERY-th commit first compares the trainable variables of all ranks, except
+    those that an optimizer or a tape leaves to each rank. MPISTRAT_CHECK_ACTION says what a difference is; "repair"
+    repairs before the commit is kept.
 
     Args:
         variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
@@ -67,6 +73,14 @@ class TensorFlowState(ObjectState):
         for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
         super()._take(snapshot)
+
+    def _compare(self, number: int) -> bool:
+        settings = runtime.current().settings
+        if not settings.check_every or number % settings.check_every or settings.consistency_check_disable:
+            return False
+        # Running statistics and random states may differ.
+        compared = [v for v in self._variables if getattr(v, "trainable", True) and not is_local_of_any(v)]
+        return require_equal_weights(compared, "elastic.weights", f"in commit {number}", action=settings.check_action)
 
     def _broadcast(self, root: int) -> None:
         broadcast_variables(self._variables, root)

@@ -43,8 +43,7 @@ def assert_whole(job: Finished, ranks: int, generation: int, most_twice: int) ->
 
 
 @pytest.mark.horovod("elastic-jobs")
-@pytest.mark.parametrize("when", ["before", "after", "while"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "when"), [(0, "before"), (2, "after"), (0, "while"), (2, "while")])
 def test_the_ranks_that_are_left_go_on_in_their_processes(rank: int, when: str) -> None:
     job = elastic("-np", "3", script=["--kill", f"1:{rank}:5:{when}"])
     # 60 rows on 3 ranks, then what is left on 2: at most one row is dealt out twice in an epoch, and a rank that dies
@@ -143,3 +142,19 @@ def test_an_example_goes_on_when_a_rank_is_killed(example: str, late_enough: str
     accuracy, ranks = re.findall(r"test accuracy (\d\.\d+), (\d) ranks at the end", job.output)[0]
     assert float(accuracy) > 0.8 and ranks == "2", job.output
     assert "goes on with 2 ranks" in job.output and job.left == (), job.output
+
+
+@pytest.mark.parametrize("action", ["repair", "abort"])
+def test_a_commit_compares_the_weights_that_are_trained(action: str) -> None:
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
+                       "tests/scripts/elastic_drift.py"], limit_s=180,
+                      env={"MPISTRAT_CHECK_EVERY": "2", "MPISTRAT_CHECK_ACTION": action})
+    assert job.code == 0, job.output
+    assert "in commit 2 the ranks have different weights, so they no longer train one model: the values of shared:0 " \
+        "differ among ranks [0]; [1, 2]." in job.output
+    # An error ends the generation, and the next one goes on from the commit before.
+    assert ("All ranks get the values of ranks [1, 2]." in job.output) is (action == "repair")
+    assert ("generation 2 starts" in job.output) is (action == "abort")
+    for rank in range(3):
+        assert f"rank {rank}: after commit 2 [3.0, 4.0], own {rank}, statistics {rank}" in job.output
+        assert f"rank {rank}: restored [4.0, 5.0]" in job.output

@@ -18,8 +18,8 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.keras.fit import equal_weights, fit_checks  # noqa: E402
-from mpistrat.tensorflow import first_steps  # noqa: E402
+from mpistrat.keras.fit import fit_checks  # noqa: E402
+from mpistrat.tensorflow import equal_weights, first_steps  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from .helpers import everywhere  # noqa: E402

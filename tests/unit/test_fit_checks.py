@@ -9,7 +9,6 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.fit.equal_weights import digest_of  # noqa: E402
 from mpistrat.keras.fit.fit_callbacks import digest_of_rows  # noqa: E402
 from mpistrat.keras.fit.fit_optimizers import fit_optimizers_of  # noqa: E402
 from mpistrat.keras.fit.fit_states import (  # noqa: E402
@@ -26,6 +25,7 @@ from mpistrat.keras.fit.fit_states import (  # noqa: E402
 from mpistrat.keras.fit.metric_means import shared_names  # noqa: E402
 from mpistrat.keras.fit.rates import rates_of  # noqa: E402
 from mpistrat.keras.fit.save_schedules import SaveSchedule  # noqa: E402
+from mpistrat.tensorflow.equal_weights import digest_of  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)

@@ -7,8 +7,10 @@ functions run outside of a replica, in the thread that called fit or evaluate.
 
 import contextlib
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.callbacks import (
     BackupAndRestore,
@@ -31,9 +33,12 @@ from ...tensorflow.distribute import collectives, files
 from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
+from ...tensorflow.identity import IdentitySet
 from .._private import trained_by
-from ..fit.fit_optimizers import optimizers_of
+from ..fit.checks_within_epochs import ChecksWithinEpochs
+from ..fit.fit_optimizers import accumulators_in, optimizers_of
 from ..fit.throughput import Throughput
+from ..optimizer_parts import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from .optimizer import conclude_checks, require_same_training, slots_of
@@ -57,7 +62,14 @@ _READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore, Throughput)
           "callback.on_train_begin(logs)")
 def on_train_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
     on_begin(original, self, logs)
-    _require_same_training(self, "when training begins")
+    model: keras.Model = getattr(self, "model", None)
+    if strategy_of(model) is None:
+        return
+    every = runtime.current().settings.check_every
+    require_same_training(model.trainable_variables, [model.optimizer, *optimizers_of(model)],
+                          "fit: when training begins")
+    if every and not any(isinstance(callback, ChecksWithinEpochs) for callback in self.callbacks):
+        self.callbacks.insert(0, ChecksWithinEpochs(partial(_require_same_training, model), every))
 
 
 @replaces(CallbackList, "on_test_begin", "logs that no callback reads would be reduced in every step",
@@ -84,9 +96,9 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
 @replaces(CallbackList, "on_epoch_end", "a checkpoint would hold the running statistics of the chief's rows only",
           "callback.on_epoch_end(epoch, logs)")
 def on_epoch_end(original: Function, self: CallbackList, epoch: int, logs: Logs = None) -> None:
-    if getattr(self, "model", None) is not None:
+    if strategy_of(getattr(self, "model", None)) is not None:
         average_statistics(self.model)
-        _require_same_training(self, f"at the end of epoch {epoch + 1}")
+        _require_same_training(self.model, f"fit: at the end of epoch {epoch + 1}")
         conclude_checks(self.model)
     with _errors_shared(self):
         original(self, epoch, logs)
@@ -99,10 +111,14 @@ def on_train_end(original: Function, self: CallbackList, logs: Logs = None) -> N
         original(self, logs)
 
 
-def _require_same_training(callbacks: CallbackList, place: str) -> None:
-    model = getattr(callbacks, "model", None)
-    if model is not None and strategy_of(model) is not None:
-        require_same_training(model.trainable_variables, [model.optimizer, *optimizers_of(model)], f"fit: {place}")
+def _require_same_training(model: keras.Model, place: str) -> None:
+    """Compare weights, optimizer slots and rates of a training that has begun."""
+    optimizers = [model.optimizer, *optimizers_of(model)]
+    parts = IdentitySet(part for optimizer in optimizers for part in parts_of(optimizer))
+    sums = IdentitySet(accumulators_in(parts))  # of each rank's gradients
+    slots = [v for part in parts for v in part.variables if v not in sums and not is_central(v.value)]
+    require_same_training(list(IdentitySet([*model.trainable_variables, *slots])), optimizers, place,
+                          runtime.current().settings.check_action)
 
 
 def _errors_shared(callbacks: CallbackList) -> AbstractContextManager[None]:

@@ -27,12 +27,12 @@ from ...api import runtime
 from ...core.errors import MismatchError
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
+from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
 from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import trained_by
-from ..fit.equal_weights import require_equal_weights
 from ..fit.fit_optimizers import optimizers_of
 from ..fit.rates import different_rate, rates_of
 from ..optimizer_parts import parts_of
@@ -186,10 +186,10 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 
 
 def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer | None],
-                          place: str) -> None:
+                          place: str, action: str = "abort") -> None:
     """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
 
-    `place` is for messages: "at the end of epoch 3".
+    `place` is for messages: "at the end of epoch 3". `action` is what different weights are, see require_equal_weights.
     """
     if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
         return
@@ -198,7 +198,7 @@ def require_same_training(variables: Sequence[keras.Variable], optimizers: Itera
     if different:
         raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
                             "callbacks.")
-    require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES)
+    require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES, action=action)
 
 
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:

@@ -28,6 +28,7 @@ from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
+from .checks_within_epochs import ChecksWithinEpochs
 from .elastic_fit import Elastic, run_fit
 from .fit_checks import FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
@@ -87,7 +88,11 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
     if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
         if optimizers.process_set.rank() == 0:
             warn_of_own_order(inputs)
-        own.append(FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs)))
+        checks = FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs))
+        own.append(checks)
+        every = runtime.current().settings.check_every
+        if every and not optimizers.joins:  # A rank that has joined makes no steps.
+            own.append(ChecksWithinEpochs(checks.require_equal_weights, every))
         # Only here: what checks that all ranks end fit together comes before it.
         throughput.append(FitThroughput(f"{optimizers.name}/throughput", optimizers.process_set))
     return own + [callback for callback in (before_saves, statistics) if callback is not None] + throughput

@@ -5,7 +5,8 @@ So a rank that stops alone meets the others' exchange, and every rank raises an 
 functions of the values of all ranks, in fit_states.py.
 
 In the first step of each epoch the ranks compare their learning rates, and where the first reductions cannot compare
-the weights also digests of these. When an epoch ends they compare the weights.
+the weights also digests of these. When an epoch ends they compare the weights and the state of the optimizers;
+ChecksWithinEpochs lets them do so within an epoch.
 """
 
 import logging
@@ -16,15 +17,16 @@ import keras
 from keras.callbacks import Callback, TerminateOnNaN
 
 from ...api import ops as array_ops
+from ...api import runtime
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import rank_list
+from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity import IdentitySet
 from .._private import all_layers, non_trainable_variables
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
-from .equal_weights import require_equal_weights
 from .fit_optimizers import FitOptimizers
 from .fit_states import (
     COLLECTIVE,
@@ -137,13 +139,29 @@ class FitChecks(Callback):
             self._require_ended(f"stopped within epoch {self._epochs}")
         for first_steps in self._optimizers.first_steps:
             first_steps.conclude()  # It says more of weights that were never equal.
-        self._require_equal_weights()
+        self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
         if self._averages_metrics:
             self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""
         self._require_together(Progress(self._epochs or 0, True, self._cause()))
+
+    def require_equal_weights(self, place: str) -> None:
+        """Compare what is the same on all ranks in a right program: weights, and the state of the optimizers.
+
+        Args:
+            place: When this is, for messages: "fit: at the end of epoch 3".
+
+        Raises:
+            MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
+        """
+        own = IdentitySet([*non_trainable_variables(self.model), *self._optimizers.accumulators, *(
+            v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
+        variables = IdentitySet([*self.model.weights, *self._optimizers.variables])
+        require_equal_weights(self._optimizers.shared([v for v in variables if v not in own]),
+                              f"{self._name}/weights", place, self._process_set, self._suspects,
+                              action=runtime.current().settings.check_action)
 
     def _adapted(self) -> tuple[Adapted, ...]:
         """The state of the layers that learn by adapt()."""
@@ -196,14 +214,6 @@ class FitChecks(Callback):
         self._differed, self._compares_rates = set(problems), bool(rates)
         # The sentence numbers the ranks of the set, and that on the weights those of the job.
         self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
-
-    def _require_equal_weights(self) -> None:
-        """Raise MismatchError if weights differ that are the same on all ranks in a right program."""
-        own = IdentitySet([*non_trainable_variables(self.model), *(
-            v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
-        require_equal_weights(self._optimizers.shared([v for v in self.model.weights if v not in own]),
-                              f"{self._name}/weights", f"fit: at the end of epoch {self._epochs}", self._process_set,
-                              self._suspects)
 
     def _require_ended(self, progress: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.

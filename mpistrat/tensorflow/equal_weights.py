@@ -1,6 +1,7 @@
 """Whether all ranks have the same weights, by digests that are compared in one all-reduce of 16 bytes. Collective.
 
-fit calls it at the end of each epoch.
+fit calls it within epochs and when they end, elastic states in a commit, and MPIStrategy when training begins. A
+difference is an error; once training has begun MPISTRAT_CHECK_ACTION may say otherwise.
 """
 
 import hashlib
@@ -10,16 +11,17 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from ...api import ops as array_ops
-from ...api.process_sets import ProcessSet, global_process_set
-from ...core.errors import MismatchError
-from ...core.request import Max, Min
-from ...core.topology import describe_by_rank
-from ...tensorflow.bridge.cpu import to_array
-from ...tensorflow.bridge.own_executor import SynchronousExecution
-from ...tensorflow.first_steps import describe_differing, differing
-from ...tensorflow.gradients import label_of
-from ...tensorflow.types import Variable
+from ..api import ops as array_ops
+from ..api.process_sets import ProcessSet, global_process_set
+from ..core.errors import MismatchError
+from ..core.request import Max, Min
+from ..core.topology import describe_by_rank
+from .bridge.cpu import to_array
+from .bridge.own_executor import SynchronousExecution
+from .first_steps import describe_differing, differing
+from .gradients import label_of
+from .ops import broadcast_variables
+from .types import Variable
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +43,26 @@ _has_warned = False
 
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                           process_set: ProcessSet = global_process_set, suspects: str = "",
-                          causes: str = CAUSES) -> None:
-    """Raise MismatchError on every rank unless all ranks have the same values. Collective. It copies no CPU tensor.
+                          causes: str = CAUSES, action: str = "abort") -> bool:
+    """Check that all ranks have the same values. Collective. It copies no CPU tensor.
 
     If the values differ by rounding only, the first rank logs a warning, once in this process.
 
     Args:
-        variables: Keras variables, tf.Variables or tensors; on all ranks as many, in the same order.
+        variables: Keras variables or tf.Variables; on all ranks as many, in the same order.
         name: Begins the names of the collectives.
         place: When this is, for messages: "at the end of epoch 3".
         process_set: The ranks that take part.
-        suspects: A sentence on what may be the cause in this training, for the error.
+        suspects: A sentence on what may be the cause in this training, for the message.
         causes: The usual causes, and the way out.
+        action: What a difference is. "abort": an error. "warn": a warning of the first rank. "repair": all ranks get
+            the values of the first rank of the largest group of ranks with the same values, with a warning.
+
+    Returns:
+        Whether variables have got other values, on some rank.
+
+    Raises:
+        MismatchError: On every rank, when values differ and the action is "abort", or their number or shapes differ.
     """
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
@@ -60,8 +70,46 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     total = int.from_bytes(hashlib.blake2b(b"".join(own), digest_size=7).digest(), "little")
     lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",
                                           process_set=process_set)
-    if lowest != -negated:
-        _explain([label_of(v) for v in variables], arrays, own, name, place, process_set, suspects, causes)
+    if lowest == -negated:
+        return False
+    of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
+                                          process_set)
+    counts = [len(digests) for digests, _ in of_ranks]
+    if len(set(counts)) > 1:
+        raise MismatchError(f"{place} the ranks' models have different numbers of weights: {describe_by_rank(counts)}. "
+                            "Build the same model on all ranks.")
+    digests = [[b"", *digests] for digests, _ in of_ranks]
+    numbers, topology = differing(digests), process_set.group(name).topology
+    where = describe_differing([label_of(v) for v in variables], digests, topology.job_ranks)
+    have_same_shapes = all(shapes == of_ranks[0][1] for _, shapes in of_ranks)
+    if have_same_shapes and all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
+                                for number in numbers):
+        _warn_of_rounding(place, where, process_set)
+        return False
+    problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
+        f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
+    if action == "abort" or not have_same_shapes:
+        raise MismatchError(f"{problem} MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+    majority = largest_group([of_rank for of_rank, _ in of_ranks])
+    consequence = "Training goes on with them, because MPISTRAT_CHECK_ACTION is warn."
+    if action == "repair":
+        consequence = f"All ranks get the values of ranks {topology.listed(majority)}."
+    if process_set.rank() == 0:
+        logger.warning("mpistrat: %s %s", problem, consequence)
+    if action == "repair":
+        arrays.clear()  # TensorFlow would copy the variables whose memory is referred to.
+        broadcast_variables([variables[number] for number in numbers], topology.job_ranks[majority[0]], process_set)
+    return action == "repair"
+
+
+def largest_group(values: Sequence[object]) -> list[int]:
+    """The ranks of the largest group with the same value; of groups of that size the one with the lowest rank. Local.
+
+    Args:
+        values: Of each rank.
+    """
+    groups = [[rank for rank, value in enumerate(values) if value == other] for other in values]
+    return max(groups, key=len)
 
 
 def digest_of(array: np.ndarray) -> bytes:
@@ -77,25 +125,8 @@ def digest_of(array: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def _explain(labels: Sequence[str], arrays: Sequence[np.ndarray], own: Sequence[bytes], name: str, place: str,
-             process_set: ProcessSet, suspects: str, causes: str) -> None:
-    """Raise MismatchError, or warn of rounding, when the digests of all weights differ. Collective."""
+def _warn_of_rounding(place: str, where: str, process_set: ProcessSet) -> None:
     global _has_warned
-    of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
-                                          process_set)
-    counts = [len(digests) for digests, _ in of_ranks]
-    if len(set(counts)) > 1:
-        raise MismatchError(f"{place} the ranks' models have different numbers of weights: {describe_by_rank(counts)}. "
-                            "Build the same model on all ranks.")
-    digests = [[b"", *digests] for digests, _ in of_ranks]
-    where = describe_differing(labels, digests, process_set.group(name).topology.job_ranks)
-    have_same_shapes = all(shapes == of_ranks[0][1] for _, shapes in of_ranks)
-    if not have_same_shapes or not all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
-                                       for number in differing(digests)):
-        raise MismatchError(
-            f"{place} the ranks have different weights, so they no longer train one model: {where} "
-            f"{suspects}{' ' if suspects else ''}Usual causes: {causes} MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves "
-            "out this check.")
     if not _has_warned and process_set.rank() == 0:
         logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs round "
                        "differently. Training goes on; larger differences are an error.", place, where)

@@ -1,0 +1,214 @@
+"""Weights and slots that drift apart within an epoch of fit are found there: an error, a warning, or repaired."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.api import runtime
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+hvd = pytest.importorskip("mpistrat.keras")
+
+from mpistrat.tensorflow import MPIStrategy, equal_weights  # noqa: E402
+
+from .helpers import everywhere  # noqa: E402
+
+BATCH, BATCHES, EVERY = 4, 12, 4
+HERE = "fit: before batch 9 of epoch 1"  # The second check; Poke changes something before it, after the first.
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """As with MPISTRAT_CHECK_EVERY and MPISTRAT_CHECK_ACTION."""
+    own = runtime.current()
+    before = own.settings
+    monkeypatch.setattr(equal_weights, "_has_warned", False)
+
+    def set_settings(every: int = EVERY, action: str = "abort") -> None:
+        own.settings = dataclasses.replace(before, check_every=every, check_action=action)
+    yield set_settings
+    own.settings = before
+
+
+def layers() -> list[Any]:
+    return [keras.Input((3,)), keras.layers.Dense(4, name="first"), keras.layers.BatchNormalization(),
+            keras.layers.Dense(1, name="last")]
+
+
+def horovods(**arguments: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(layers())
+    inner = keras.optimizers.SGD(0.01, momentum=0.9, **arguments)
+    model.compile(hvd.DistributedOptimizer(inner), "mse", jit_compile=False)
+    return model
+
+
+def strategys(variables: str = "mirrored", **arguments: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with MPIStrategy(variables=variables).scope():
+        model = keras.Sequential(layers())
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9, **arguments), "mse")
+    return model
+
+
+def centrals() -> Any:
+    return strategys("central")
+
+
+DOORS = [horovods, strategys]
+
+
+class Poke(keras.callbacks.Callback):
+    """Multiplies a variable after a batch."""
+
+    def __init__(self, name: str, factor: float = 1.5, batch: int = 7):
+        super().__init__()
+        self.name, self.factor, self.batch = name, factor, batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == self.batch:
+            variable, = (v for v in [*self.model.weights, *self.model.optimizer.variables] if self.name in v.path)
+            variable.assign(variable * self.factor)
+
+
+class Keep(keras.callbacks.Callback):
+    """Keeps the weights that are trained, before and after the check."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 7:
+            self.before = [v.numpy() for v in self.model.trainable_variables]
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 8:
+            self.after = [v.numpy() for v in self.model.trainable_variables]
+
+
+def fit(model: Any, rank: int, callbacks: list[Any], batches: int = BATCHES) -> Any:
+    """One epoch. A model of a strategy gets the rows of all ranks."""
+    size = mpistrat.size() if isinstance(model.distribute_strategy, MPIStrategy) else 1
+    x = np.random.default_rng(5 if size > 1 else rank).normal(size=(BATCH * batches * size, 3)).astype(np.float32)
+    return model.fit(x, x[:, :1], batch_size=BATCH * size, verbose=0, callbacks=callbacks, shuffle=False)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture, text: str = "the ranks have different weights") -> list[str]:
+    return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+@pytest.mark.parametrize("name", ["first/kernel", "momentum"])
+@pytest.mark.parametrize("door", [*DOORS, centrals])
+def test_a_difference_within_an_epoch_is_an_error_on_every_rank(door: Callable, name: str, rank: int, size: int,
+                                                               checked: Callable) -> None:
+    if (door, name) == (centrals, "momentum"):
+        pytest.skip("only the chief has it")
+    checked()
+    with pytest.raises(mpistrat.MismatchError) as caught:
+        fit(door(), rank, [Poke(name if name != "momentum" else "first_kernel_momentum")] if rank == 0 else [])
+    found = str(caught.value)
+    assert f"{HERE} the ranks have different weights" in found
+    assert ("first_kernel_momentum" if name == "momentum" else "first/kernel") in found.partition(" differ among ")[0]
+    assert f" differ among ranks [0]; {list(range(1, size))}." in found
+    assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size  # The engine goes on.
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_difference_may_be_a_warning(door: Callable, rank: int, checked: Callable,
+                                       caplog: pytest.LogCaptureFixture) -> None:
+    checked(action="warn")
+    model = door()
+    fit(model, rank, [Poke("first/kernel")] if rank == 0 else [])
+    assert len(set(everywhere(model.get_weights()[0].tobytes()))) > 1
+    found = warnings_in(caplog)
+    assert [HERE in text for text in found] == ([] if rank else [True, False])
+    assert all("Training goes on with them, because MPISTRAT_CHECK_ACTION is warn." in text for text in found)
+
+
+@pytest.mark.parametrize("name", ["first/kernel", "first_kernel_momentum"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_difference_may_be_repaired_from_the_majority(door: Callable, name: str, rank: int, size: int,
+                                                        checked: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    checked(action="repair")
+    model, keep = door(), Keep()
+    fit(model, rank, [*([Poke(name)] if rank == 0 else []), keep])
+    majority = list(range(1, size)) if size > 2 else [0]  # of two groups of one rank the first
+    of_all = everywhere(([v.tobytes() for v in keep.before], [v.tobytes() for v in keep.after]))
+    assert all(after == of_all[majority[0]][0] for _, after in of_all)
+    own = [*model.trainable_variables, *model.optimizer.variables]
+    assert len(set(everywhere(b"".join(v.numpy().tobytes() for v in own)))) == 1
+    found = warnings_in(caplog)
+    assert len(found) == (0 if rank else 1)
+    assert all(HERE in text and f"All ranks get the values of ranks {majority}." in text for text in found)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_rounding_is_warned_of_whatever_the_action_is(door: Callable, rank: int, checked: Callable,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    checked(every=1)
+    fit(door(), rank, [Poke("first/kernel", 1 + 1e-6)] if rank == 0 else [])
+    assert len(warnings_in(caplog, f"{HERE} the weights of the ranks differ by rounding")) == (0 if rank else 1)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_zero_leaves_only_the_check_at_the_end(door: Callable, rank: int, checked: Callable) -> None:
+    checked(every=0)
+    with pytest.raises(mpistrat.MismatchError, match="fit: at the end of epoch 1 the ranks have different weights"):
+        fit(door(), rank, [Poke("first/kernel")] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_execution_of_several_steps_counts_its_batches(door: Callable, rank: int, checked: Callable) -> None:
+    checked()
+    model = door()
+    model.steps_per_execution = 3
+    with pytest.raises(mpistrat.MismatchError, match="fit: before batch 7 of epoch 1 the ranks have different weights"):
+        fit(model, rank, [Poke("first/kernel", batch=5)] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_sums_of_gradients_running_statistics_and_local_weights_may_differ(door: Callable, rank: int,
+                                                                           checked: Callable) -> None:
+    checked(every=1)
+    model = door(gradient_accumulation_steps=3)
+    if door is horovods:
+        for weight in model.layers[-1].weights:
+            model.optimizer.register_local_var(weight)
+    fit(model, rank, [])
+    kernels = everywhere([model.get_weights()[i].tobytes() for i in (0, -2)])
+    assert len({shared for shared, _ in kernels}) == 1
+    assert (len({own for _, own in kernels}) == len(kernels)) is (door is horovods)
+
+
+def test_slots_of_the_chief_alone_are_not_compared(rank: int, checked: Callable) -> None:
+    checked(every=1)
+    model = centrals()
+    fit(model, rank, [])
+    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
+
+
+def test_ranks_that_join_are_compared_when_the_epoch_ends(rank: int, checked: Callable) -> None:
+    checked(every=1)
+    model = horovods()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), uneven="join"), "mse", jit_compile=False)
+    fit(model, rank, [], batches=BATCHES - 2 * (rank == 0))
+    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
+
+
+def test_a_process_set_is_repaired_by_its_ranks_of_the_job(rank: int, size: int, checked: Callable,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    if size < 3:
+        pytest.skip("a set of two ranks without rank 0")
+    checked(action="repair")
+    ranks = hvd.add_process_set([1, 2])
+    model = horovods()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), process_set=ranks), "mse", jit_compile=False)
+    fit(model, rank, [Poke("first/kernel")] if rank == 2 else [])
+    kernels = everywhere(model.get_weights()[0].tobytes())
+    hvd.remove_process_set(ranks)
+    assert kernels[1] == kernels[2]
+    found = warnings_in(caplog)
+    assert len(found) == (1 if rank == 1 else 0)
+    assert all("differ among ranks [1]; [2]." in text and "the values of ranks [1]." in text for text in found)
