@@ -6,6 +6,7 @@
 #SBATCH --open-mode=append
 #SBATCH --time=24:00:00
 #SBATCH --nodes=4
+#SBATCH --ntasks=16
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
 # Slurm ends a job whose node fails, unless it is told not to.

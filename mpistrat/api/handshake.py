@@ -51,11 +51,20 @@ class RankInfo:
     process: list[int]
 
 
-def exchange_info(mpi: ModuleType, comm: "MPI.Comm") -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order. Collective over `comm`. It raises the errors of from_texts."""
-    shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    memory_group = shared.bcast(comm.Get_rank())
-    shared.Free()
+def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
+    """Return the RankInfo of every rank, in rank order. Collective over `comm`. It raises the errors of from_texts.
+
+    Args:
+        mpi: The module mpi4py.MPI.
+        comm: The ranks.
+        hosts: The host of each rank, if it is known: equal for those that share memory.
+    """
+    if hosts:
+        memory_group = hosts.index(hosts[comm.Get_rank()])
+    else:
+        shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        memory_group = shared.bcast(comm.Get_rank())
+        shared.Free()
     settings, problem = None, ""
     try:
         settings = Settings.from_env(os.environ)

@@ -38,6 +38,7 @@ class Losses:
     Attributes:
         interruption: Ends the waits of this rank.
         is_tolerant: Whether the job outlives the loss of a rank.
+        irreplaceable: Ranks without which no other can go on, and why.
         when_lost: Called after the interruption was set, in any thread.
     """
 
@@ -49,6 +50,7 @@ class Losses:
             from ..transport.mpi import ulfm
             self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
         self.interruption = Interruption(self.is_tolerant)
+        self.irreplaceable: dict[int, str] = {}
         self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
         self._hosts: SilentHosts | None = None
@@ -66,6 +68,11 @@ class Losses:
         if not failed and self.interruption.error is None and self._comm.Is_revoked():
             self.lose(())  # Another rank knows which, and recovers.
         return failed
+
+    @property
+    def lost(self) -> tuple[LostRank, ...]:
+        """The ranks that are known to be lost."""
+        return () if self.interruption.error is None else self.interruption.error.lost
 
     def watch_hosts(self, heartbeat_s: float, limit_s: float) -> None:
         """Notice that another host does not answer for `limit_s`. Collective.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DISCARD_S = 0.2  # for MPI to end the requests on the old communicators
+_QUIET_S = 0.02  # in which no further rank is lost
 _NEWS_S, _NEWS_POLL_S = 0.5, 0.01  # for MPI to learn of a loss, after another rank has noticed it
 
 
@@ -53,6 +54,9 @@ def recover(limit_s: float = 5.0) -> None:
     began = time.monotonic()
     if former.losses.interruption.error is None:
         former.lose(())
+    for rank, why in former.losses.irreplaceable.items():
+        if any(each.rank == rank for each in former.losses.lost):
+            raise RecoveryError(f"rank {rank} is lost. {why}")
     attempt = _Attempt(former, began + limit_s)
     thread = threading.Thread(target=attempt.run, name="mpistrat-recovery", daemon=True)
     thread.start()
@@ -93,9 +97,12 @@ class _Attempt:
         from ..transport.mpi import ulfm
         base = self._former.comm
         assert base is not None  # The job is tolerant.
-        error = self._former.losses.interruption.error
-        assert error is not None
-        ulfm.report_failed(base, [each.rank for each in error.lost], to_all=False)
+        # Often several end together. Open MPI 5.0.11 has crashed in MPIX_Comm_shrink when a rank ended meanwhile.
+        known = -1
+        while known < len(self._former.losses.lost) and time.monotonic() < self._deadline:
+            known = len(self._former.losses.lost)
+            time.sleep(_QUIET_S)
+        ulfm.report_failed(base, [each.rank for each in self._former.losses.lost], to_all=False)
         ulfm.discard(self._former.surrender(self._deadline - time.monotonic()), _DISCARD_S)
         comm = base
         while True:
@@ -120,9 +127,14 @@ class _Attempt:
         """The new Runtime over `comm`, as far as it was made, and why it is not complete. Collective."""
         made = None
         try:
-            made = runtime.connected(comm, binds=False)
-            new_ranks = {former: rank for rank, former in enumerate(library.ranks_in(comm, base))}
+            former_ranks = library.ranks_in(comm, base)
+            new_ranks = {former: rank for rank, former in enumerate(former_ranks)}
+            # A communicator that is made while a rank ends may crash Open MPI, so this makes as few as it can.
+            hosts = [self._former.topology.host_of[rank] for rank in former_ranks]
+            made = runtime.connected(comm, binds=False, hosts=hosts)
             made.registry.restore(self._former.registry, new_ranks)
+            made.losses.irreplaceable.update((new_ranks[rank], why) for rank, why in
+                                             self._former.losses.irreplaceable.items() if rank in new_ranks)
             return made, None
         except Exception as error:  # Of any kind: the other ranks must not wait for this one.
             logger.debug("rank %d: the ranks that are left are not connected", self._former.topology.rank,

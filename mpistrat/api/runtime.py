@@ -245,15 +245,16 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     return connected(base.Dup(), binds=comm is None)
 
 
-def connected(own: "MPI.Intracomm", binds: bool) -> Runtime:
+def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> Runtime:
     """Connect the ranks of a communicator and start their engines. Collective over it.
 
     Args:
         own: The communicator, reserved for the Runtime.
         binds: Whether the ranks of a host share its cores out among them.
+        hosts: As for handshake.exchange_info.
     """
     rank = own.Get_rank()
-    infos = handshake.exchange_info(library.load_mpi(), own)
+    infos = handshake.exchange_info(library.load_mpi(), own, hosts)
     problem = handshake.problems(infos)
     if problem:
         raise SettingsError(problem)

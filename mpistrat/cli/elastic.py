@@ -12,8 +12,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 
 from ..core.errors import LaunchError
@@ -80,6 +82,8 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
     if first is None:
         raise LaunchError(f"no hosts: {find_hosts.problem}")
     mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
+    printer.start()
     control = _Control()
     service = Service(limits, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
                       control.stop, _directory(options), options.elastic_checkpoint_every)
@@ -100,6 +104,8 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
                 service.close()
                 if order.why:
                     _say(order.why)
+                _sentences.put(None)
+                printer.join()
                 return order.code
 
 
@@ -287,6 +293,15 @@ def _directory(options: argparse.Namespace) -> str:
     return str(directory)
 
 
+_sentences: SimpleQueue[str | None] = SimpleQueue()
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(f"mpistrat run: {text}\n")
-    sys.stderr.flush()
+    """Have a sentence printed. Returns at once: who reads stderr may be slow, and the supervisor must not wait."""
+    _sentences.put(f"mpistrat run: {text}\n")
+
+
+def _print_sentences() -> None:
+    while (sentence := _sentences.get()) is not None:
+        sys.stderr.write(sentence)
+        sys.stderr.flush()

@@ -224,7 +224,9 @@ def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
     """Variables by which ranks share the cores of their host; Intel MPI binds them, and what the user wrote wins."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "0"}
-    return {} if mpirun.maker == INTEL_MPI else {RUN_CORES: "1"}
+    # mpirun itself says that it has bound nothing.
+    says_which = any(option.lstrip("-") == "report-bindings" for option in job.options)
+    return {} if mpirun.maker == INTEL_MPI else {RUN_CORES: "report" if says_which else "1"}
 
 
 def _parser() -> Parser:

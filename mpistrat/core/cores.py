@@ -96,11 +96,16 @@ def take(cpus: Collection[int]) -> None:
             continue  # It has ended meanwhile.
 
 
-def take_share_at_start(environ: Mapping[str, str]) -> None:
-    """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() reports what came of it."""
+def take_share_at_start(environ: Mapping[str, str]) -> frozenset[int]:
+    """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() logs what came of it.
+
+    Returns the CPUs that it has taken, or none.
+    """
     place = local_rank(environ)
     cpus = own_cpus()
     if place is not None and place[1] > 1 and cpus:
         chosen = share(cpus, *place, gpu_cpus() if "CUDA_VISIBLE_DEVICES" not in environ else ())
         if chosen is not None:
             take(chosen)
+            return chosen
+    return frozenset()

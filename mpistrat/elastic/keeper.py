@@ -7,6 +7,7 @@ kernel frees it with the keeper.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..process import procfs
 from .job import ElasticJob
 from .keeper_state import BEAT_S, Action, End, KeeperState, Kill, Tell
 from .line import Line, Listening, Message, connect
@@ -47,6 +49,7 @@ class Keeper:
         self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
         self._lines: dict[int, Line] = {}
         self._numbers: dict[Line, int] = {}
+        self._next_number = itertools.count(1)
         self._is_ending = False
         self._segments: dict[int, set[str]] = {}  # of MPI's shared memory, by the process that has mapped them
         self._listening = Listening(listener, job.key, self._greet)
@@ -67,13 +70,16 @@ class Keeper:
             except Empty:
                 event = None
             actions = self._state.tick(time.monotonic())
+            if event is None:  # A process that a rank has forked keeps the line of the rank open.
+                actions += [action for line, pid in list(self._state.processes.items()) if procfs.find(pid) is None
+                            for action in self._state.closed(line)]
             if event is not None:
                 actions += self._decide(*event)
             for action in actions:
                 self._act(action)
 
     def _greet(self, line: Line) -> None:
-        self._numbers[line] = max(self._numbers.values(), default=0) + 1
+        self._numbers[line] = next(self._next_number)
         line.read(self._take)
 
     def _take(self, line: Line, message: Message | None) -> None:
@@ -90,6 +96,7 @@ class Keeper:
             return state.end(message["why"]) if kind == "end" else state.beat(message["generation"], now)
         number = self._numbers[line]
         if message is None:
+            del self._numbers[line]
             self._lines.pop(number, None)
             return state.closed(number)
         if kind == "hello":

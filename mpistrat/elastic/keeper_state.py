@@ -89,6 +89,11 @@ class KeeperState:
         """The newest commit."""
         return self._slots[-1] if self._slots else None
 
+    @property
+    def processes(self) -> dict[int, int]:
+        """The ranks' process numbers, by line."""
+        return {line: rank.pid for line, rank in self._ranks.items()}
+
     def free_index(self) -> int:
         """The memory file that does not have the newest commit."""
         return 1 - self._slots[-1].index if self._slots else 0

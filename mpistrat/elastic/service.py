@@ -49,13 +49,15 @@ class Service:
         self._events: SimpleQueue[tuple[Line | None, Message | None]] = SimpleQueue()
         self._keepers: dict[Line, str] = {}
         self._heard: dict[Line, float] = {}
-        self._hosts: dict[str, int] = {}
+        self._hosts: dict[str, set[str]] = {}  # the listed hosts, with their addresses
         is_here = all(address in ("localhost", "127.0.0.1") for address in self._addresses)
         listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
         self._port = listener.getsockname()[1]
         self._listening = Listening(listener, bytes.fromhex(self._secret), lambda line: line.read(self._take))
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat-elastic", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._look_for_hosts, name="mpistrat-hosts", daemon=True).start()
 
     # -- for the main thread -------------------------------------------------------------------------------------------
 
@@ -80,27 +82,33 @@ class Service:
 
     def close(self) -> None:
         """End the keepers, and wait until they have ended."""
+        self._is_closed.set()
         self._put(kind="close")
         self._thread.join(_END_S + 1.0)
 
     def _put(self, **message: Any) -> None:
         self._events.put((None, message))
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    # -- the threads ---------------------------------------------------------------------------------------------------
+
+    def _look_for_hosts(self) -> None:
+        """Look for hosts again and again. In a thread of its own, since a program or a name server may take long."""
+        known: dict[str, set[str]] = {}
+        while True:
+            found = self._find_hosts()
+            if found is not None:
+                known = {host: known.get(host) or _addresses_of(host.rpartition("@")[2]) for host in found}
+                self._put(kind="hosts", slots=dict(found), addresses=known)
+            if self._is_closed.wait(_DISCOVERY_S):
+                return
 
     def _take(self, line: Line, message: Message | None) -> None:
         self._events.put((line, message))
 
     def _run(self) -> None:
-        beat_at = look_at = 0.0
+        beat_at = 0.0
         while True:
             now = time.monotonic()
-            if now >= look_at:
-                look_at = now + _DISCOVERY_S
-                found = self._find_hosts()
-                if found is not None:
-                    self._hosts = dict(found)
-                    self._do(self._plan.hosts_found(self._hosts, now))
             if now >= beat_at:
                 beat_at = now + BEAT_S
                 for line in list(self._keepers):
@@ -109,7 +117,7 @@ class Service:
                         self._lose(line, f"no sign of life for {now - self._heard[line]:.1f} s", now)
                 self._do(self._plan.tick(now))
             try:
-                source, message = self._events.get(timeout=max(min(beat_at, look_at) - time.monotonic(), 0.0))
+                source, message = self._events.get(timeout=max(beat_at - time.monotonic(), 0.0))
             except Empty:
                 continue
             if source is None and message is not None and message["kind"] == "close":
@@ -124,6 +132,9 @@ class Service:
         plan = self._plan
         if line is None:
             assert message is not None
+            if message["kind"] == "hosts":
+                self._hosts = message["addresses"]
+                return plan.hosts_found(message["slots"], now)
             if message["kind"] == "over":
                 return plan.generation_over(message["generation"], message["code"], now, message["has_started"])
             return plan.signalled(message["name"], message["code"], message["is_urgent"], now)
@@ -189,9 +200,8 @@ class Service:
         """The name under which a keeper's host is listed."""
         names = list(self._hosts)
         short = host.partition(".")[0]
-        for name in names:
-            plain = name.rpartition("@")[2]
-            if plain in (host, short) or plain.partition(".")[0] == short or peer in _addresses_of(plain):
+        for name, addresses in self._hosts.items():
+            if name.rpartition("@")[2].partition(".")[0] == short or peer in addresses:
                 return name
         is_here = peer.startswith("127.") or host == socket.gethostname()
         return names[0] if len(names) == 1 or (is_here and "localhost" in names) else host

@@ -17,7 +17,7 @@ RUN_NAME = "_MPISTRAT_RUN"
 # `mpistrat run` sets this for the ranks on all hosts: how a rank that fails says why (`report`). Not a setting.
 RUN_REPORTS = "_MPISTRAT_REPORTS"
 # `mpistrat run` sets this for the ranks on all hosts if mpirun binds none of them: they share the cores when Python
-# starts. Not a setting.
+# starts; with the value "report" each prints which. Not a setting.
 RUN_CORES = "_MPISTRAT_CORES"
 # `mpistrat run --elastic` sets this for the ranks on all hosts: the job, as JSON (elastic/job.py). Not a setting.
 RUN_ELASTIC = "_MPISTRAT_ELASTIC"

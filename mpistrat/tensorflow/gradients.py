@@ -93,7 +93,7 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
         variables: Those of the gradients, for groups that are lists of variables.
         observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
     """
-    results: list[Tensor] = [tf.convert_to_tensor(g) if options.sparse_as_dense else g for g in gradients]
+    results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if options.sparse_as_dense else gradients)
     if observer is not None and tf.executing_eagerly():
         _observe_eagerly(observer, results)
         observer = None
@@ -103,8 +103,8 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
     for group, members in reversed(list(enumerate(groups))):
         reduced = reduce_tensors(
             [results[i] for i in members], name if len(groups) == 1 else f"{name}/group{group}", scaled,
-            compression=options.compression, labels=[labels[i] for i in members] if labels else (),
-            places=[places[i] for i in members], process_set=process_set, observer=observer,
+            compression=options.compression, labels=list(map(labels.__getitem__, members)) if labels else (),
+            places=list(map(places.__getitem__, members)), process_set=process_set, observer=observer,
             bucket_bytes=bucket_bytes, exact={} if group else exact)
         observer = None  # It is called once in each step.
         for i, gradient in zip(members, reduced, strict=False):

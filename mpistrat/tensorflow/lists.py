@@ -98,8 +98,8 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
         else:
             dense.append(i)
     compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
-    sent, sent_labels = compressed.tensors, [labels[i] for i in dense] if labels else []
-    sent_places, apart = [places[i] for i in dense], list[tf.Tensor]()
+    sent, sent_labels = compressed.tensors, list(map(labels.__getitem__, dense)) if labels else []
+    sent_places, apart = list(map(places.__getitem__, dense)), list[tf.Tensor]()
     if compressed.wire_dtype:  # It is for all tensors of a collective.
         apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
                              process_set=process_set)

@@ -61,5 +61,5 @@ for _ in range(10):
     hvd.barrier()
 if hvd.rank() == 0:
     nbytes = sum(np.prod(variable.shape) * 4 for variable in variables)
-    print(f"{nbytes / 1e6:.0f} MB: commit() {median(commits)} ms, kept after {median(kept)} ms; a step {median(plain)} ms, "
-          f"the step after a commit {median(during)} ms", flush=True)
+    print(f"{nbytes / 1e6:.0f} MB: commit() {median(commits)} ms, kept after {median(kept)} ms; "
+          f"a step {median(plain)} ms, the step after a commit {median(during)} ms", flush=True)

@@ -159,6 +159,12 @@ def test_ranks_share_the_cores_unless_mpirun_binds_them(supervised, options, mpi
         assert ("-x", "_MPISTRAT_CORES" if shares else "MPISTRAT_BIND") in list(zip(launch.argv, launch.argv[1:]))
 
 
+@pytest.mark.parametrize(("options", "value"), [("", "1"), ("--report-bindings", "report")])
+def test_ranks_print_their_cores_if_bindings_are_to_be_reported(supervised, options, value) -> None:
+    _, environ, _ = supervised(*options.split(), "--", "python", "train.py", mpirun="mpirun (Open MPI) 5.0.11")
+    assert environ["_MPISTRAT_CORES"] == value
+
+
 def test_options_ask_for_more(supervised, monkeypatch) -> None:
     _, environ, options = supervised("--all-output", "--traceback", "python", "train.py")
     assert environ["_MPISTRAT_REPORTS"] == "traceback" and options["output"]._is_all

@@ -142,6 +142,7 @@ AFFINITY = "import os; print(sorted(os.sched_getaffinity(0)), 'numpy' in __impor
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared")
 @pytest.mark.parametrize(("env", "is_shared"), [({"_MPISTRAT_CORES": "1"}, True), ({}, False),
+                                                ({"_MPISTRAT_CORES": "report"}, True),
                                                 ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "0"}, False)])
 def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env: dict[str, str],
                                                                             is_shared: bool) -> None:
@@ -153,6 +154,9 @@ def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env:
     done = subprocess.run([sys.executable, "-c", AFFINITY], env=environ, capture_output=True, text=True, timeout=100)
     expected = sorted(share(frozenset(own), 1, 2) or own) if is_shared else own
     assert done.stdout == f"{expected} False\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if "runs on" in line]
+    assert said == ([f"mpistrat: rank 1 runs on CPUs {','.join(map(str, expected))}"]
+                    if env.get("_MPISTRAT_CORES") == "report" else [])
 
 
 @pytest.mark.parametrize("error", [PermissionError("not permitted"), OSError(22, "Invalid argument")])
@@ -174,5 +178,5 @@ def test_a_rank_of_mpistrat_run_that_may_not_be_bound_starts_as_it_is(error: OSE
     for name, value in (("OMPI_COMM_WORLD_LOCAL_RANK", "1"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
                         ("CUDA_VISIBLE_DEVICES", "")):
         monkeypatch.setenv(name, value)
-    startup._take_cores()
+    startup._take_cores("1")
     assert asked == [{101}]

@@ -26,7 +26,7 @@ def test_the_pages_show_each_file_and_link_it_and_say_what_was_not_run() -> None
         assert f"{{literalinclude}} deploy/{file.name}\n" in PAGE
         assert f"](deploy/{file.name})" in PAGE
     assert "**Not run:**" in PAGE
-    assert len(MANIFESTS) == 2 and len(SCRIPTS) == 4
+    assert len(MANIFESTS) == 3 and len(SCRIPTS) == 5
 
 
 # -- containers -------------------------------------------------------------------------------------------------------
@@ -132,7 +132,11 @@ def test_a_manifest_starts_a_rank_for_each_slot(path: Path) -> None:
     assert starts["command"][:2] == ["mpistrat", "run"]
     line = split_arguments(starts["command"][2:])
     ranks = worker["replicas"] * spec["slotsPerWorker"]
-    assert set(line.own) == {f"-np={ranks}", "--hostfile=/etc/mpi/hostfile"}
+    if "elastic" in path.name:  # The operator writes the program.
+        assert {f"--max-np={ranks}", f"--slots-per-host={spec['slotsPerWorker']}", "--elastic",
+                "--host-discovery-script=/etc/mpi/discover_hosts.sh"} <= set(line.own)
+    else:
+        assert set(line.own) == {f"-np={ranks}", "--hostfile=/etc/mpi/hostfile"}
     directory = dict(instructions())["WORKDIR"]
     assert line.command == ("python", f"{directory}/train.py")
     limits = serves["resources"]["limits"]
@@ -147,14 +151,15 @@ def test_a_manifest_starts_a_rank_for_each_slot(path: Path) -> None:
 # The options of sbatch that the scripts use, with the form of their values.
 SBATCH = {"job-name": r"[\w-]+", "output": r"[\w%.-]+", "time": r"(\d+-)?\d{2}:\d{2}:\d{2}", "nodes": r"[1-9]\d*",
           "ntasks": r"[1-9]\d*", "ntasks-per-node": r"[1-9]\d*", "cpus-per-task": r"[1-9]\d*",
+          "open-mode": "append", "no-kill": "", "requeue": "", "signal": r"B:TERM@\d+",
           "mem": r"\d+[KMGT]", "mem-per-cpu": r"\d+[KMGT]", "gpus-per-node": r"([a-z]\w*:)?[1-9]\d*"}
 each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 
 
 def options_of(path: Path) -> dict[str, str]:
-    """The #SBATCH options of a script; each is one word, `--name=value`."""
+    """The #SBATCH options of a script; each is one word, `--name=value` or `--name`."""
     lines = re.findall(r"^#SBATCH (.*)$", path.read_text(), re.MULTILINE)
-    options = dict(re.fullmatch(r"--([a-z-]+)=(\S+)", line).groups() for line in lines)  # type: ignore[union-attr]
+    options = dict(re.fullmatch(r"--([a-z-]+)=?(\S*)", line).groups() for line in lines)  # type: ignore[union-attr]
     assert len(options) == len(lines), "an option is there twice"
     return options
 
@@ -179,6 +184,9 @@ def test_a_batch_script_asks_for_as_many_tasks_and_gpus_as_it_has_ranks(path: Pa
     assert (nodes == 1) == ("one-node" in path.name)
     assert ("gpus-per-node" in options) == ("gpu" in path.name)
     assert options.get("gpus-per-node", str(per_node)) == str(per_node)
+    if "elastic" in path.name:
+        assert 'mpistrat run --elastic -np "$SLURM_NTASKS"' in path.read_text()
+        return
     command = shlex.split(path.read_text().splitlines()[-1])
     assert command[-2:] == ["python", "train.py"]
     if command[0] == "mpistrat":

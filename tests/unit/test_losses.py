@@ -12,14 +12,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpistrat.core.errors import EngineError, LostRank, RanksLostError
+from mpistrat.api import runtime
+from mpistrat.api.losses import Losses
+from mpistrat.api.recovery import recover
+from mpistrat.core.errors import EngineError, LostRank, RanksLostError, RecoveryError
 from mpistrat.core.interruption import Interruption
 from mpistrat.core.request import allgather_request, specs_of
-from mpistrat.process import procfs
+from mpistrat.core.topology import Topology
+from mpistrat.process import abort, procfs
 from mpistrat.process.neighbours import Neighbours
 from mpistrat.process.procfs import Process
 from mpistrat.process.silent_hosts import SilentHosts
@@ -60,6 +65,18 @@ def test_ranks_that_are_lost_later_are_added_to_the_error() -> None:
     with pytest.raises(RanksLostError) as raised:
         interruption.check()
     assert raised.value.lost == (FIRST, SECOND)
+
+
+def test_ranks_do_not_recover_from_the_loss_of_one_that_had_the_only_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abort, "_leaves", False)  # This process is no rank.
+    losses = Losses(Topology(1, ("here",) * 2))
+    losses.is_tolerant = True
+    losses.irreplaceable[0] = "Only it had the slots."
+    losses.lose([LostRank(0, "here", "process 4711 has ended")])
+    monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(losses=losses))
+    with pytest.raises(RecoveryError, match=r"rank 0 is lost\. Only it had the slots\."):
+        recover()
+    losses.stop()
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------

@@ -58,12 +58,14 @@ def _restore_path() -> None:
         os.environ["PYTHONPATH"] = path.removeprefix(_HERE + os.pathsep)
 
 
-def _take_cores() -> None:
+def _take_cores(rank: str) -> None:
     """Before a library is imported, which counts its threads by the cores."""
     try:
-        runpy.run_path(os.path.join(_HERE, "..", "..", "core", "cores.py"))["take_share_at_start"](os.environ)
+        taken = runpy.run_path(os.path.join(_HERE, "..", "..", "core", "cores.py"))["take_share_at_start"](os.environ)
     except OSError:
-        pass  # It may not be allowed; init() tries again, and logs why.
+        return  # It may not be allowed; init() tries again, and logs why.
+    if os.environ.get("_MPISTRAT_CORES") == "report" and taken and sys.stderr is not None:
+        print(f"mpistrat: rank {rank} runs on CPUs {','.join(map(str, sorted(taken)))}", file=sys.stderr)
 
 
 def _begin() -> None:
@@ -73,7 +75,7 @@ def _begin() -> None:
         _restore_path()
         sys.excepthook = _report
         if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND") != "0":
-            _take_cores()
+            _take_cores(rank)
         atexit.register(_say_without_init, rank)
     own = sys.modules.pop(__name__)
     try:

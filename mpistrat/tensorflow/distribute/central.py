@@ -19,7 +19,7 @@ from .variables import CLASSES, RankMirroredVariable, create, create_alone
 class RemoteSlotVariable(RankMirroredVariable):
     """A slot on a rank other than the chief: it has no elements, and ignores what is assigned to it."""
 
-    def _update(self, update_fn: Callable, value: object, **kwargs: Any) -> "RemoteSlotVariable":
+    def _update(self, update_fn: Callable, value: object, **kwargs: object) -> "RemoteSlotVariable":
         return self
 
 
@@ -46,6 +46,9 @@ class Slots:
         self.are_central = central and topology.size > 1
         self.are_here = not self.are_central or topology.rank == 0
         self._creates_slots = False
+        if self.are_central:
+            runtime.current().losses.irreplaceable[0] = ('Only it had the optimizers\' slots: MPIStrategy(variables='
+                                                         '"central").')
 
     @contextmanager
     def created(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ from ...api import runtime
 from ...core.errors import InvalidRequestError
 from ...core.topology import Topology, describe_by_rank
 from .. import names
-from .._private import functions_of, inputs_of
 from .same_data import ADVICE, difference, sources_of
 
 logger = logging.getLogger(__name__)
@@ -202,11 +201,11 @@ def _kind(spec: tf.TypeSpec) -> str:
 def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
     """The class names of a dataset and its inputs, and the types of the operations in their functions."""
     yield type(dataset).__name__
-    for wrapper in functions_of(dataset):
+    for wrapper in dataset._functions():
         graph_def = wrapper.function.graph.as_graph_def()
         for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
             yield from (node.op for node in nodes)
-    for other in inputs_of(dataset):
+    for other in dataset._inputs():
         yield from _operations(other)
 
 

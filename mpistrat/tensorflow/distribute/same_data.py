@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from ...core.rows import places_of_sample
 from ...core.topology import describe_by_rank
-from .._private import inputs_of
 
 ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
           "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
@@ -33,7 +32,7 @@ def sources_of(dataset: tf.data.Dataset) -> list[str]:
     own = [getattr(dataset, "_mpistrat_part", ""),  # Set by shard().
            f"{type(dataset).__name__.strip('_')}({', '.join(numbers)})" if numbers else "",
            f"arrays of {_described(arrays)}" if arrays else ""]
-    return [each for each in own if each] + [each for other in inputs_of(dataset) for each in sources_of(other)]
+    return [each for each in own if each] + [each for other in dataset._inputs() for each in sources_of(other)]
 
 
 def difference(of_ranks: Sequence[Sequence[str]]) -> str:
