@@ -25,7 +25,7 @@ from mpistrat.keras.fit.fit_states import (  # noqa: E402
 from mpistrat.keras.fit.metric_means import shared_names  # noqa: E402
 from mpistrat.keras.fit.rates import rates_of  # noqa: E402
 from mpistrat.keras.fit.save_schedules import SaveSchedule  # noqa: E402
-from mpistrat.tensorflow.equal_weights import digest_of  # noqa: E402
+from mpistrat.tensorflow.equal_weights import digest_of, largest_group  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)
@@ -220,3 +220,9 @@ def test_variables_that_are_trained_in_another_process_set_are_not_shared() -> N
     assert found is not None
     assert [v is here for v in found.shared([here, there])] == [True]
     assert found.parts == [model.optimizer]
+
+
+@pytest.mark.parametrize(("values", "ranks"), [("a", [0]), ("ab", [0]), ("abb", [1, 2]), ("abab", [0, 2]),
+                                               ("abcb", [1, 3]), ("aabb", [0, 1])])
+def test_the_largest_group_of_ranks_with_one_value(values: str, ranks: list[int]) -> None:
+    assert largest_group(values) == ranks

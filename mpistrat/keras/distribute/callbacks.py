@@ -36,7 +36,7 @@ from ...tensorflow.distribute.files import errors_shared
 from ...tensorflow.identity import IdentitySet
 from .._private import trained_by
 from ..fit.checks_within_epochs import ChecksWithinEpochs
-from ..fit.fit_optimizers import accumulators_in, optimizers_of
+from ..fit.fit_optimizers import compared_in, optimizers_of
 from ..fit.throughput import Throughput
 from ..optimizer_parts import parts_of
 from ..patches import Function
@@ -115,8 +115,7 @@ def _require_same_training(model: keras.Model, place: str) -> None:
     """Compare weights, optimizer slots and rates of a training that has begun."""
     optimizers = [model.optimizer, *optimizers_of(model)]
     parts = IdentitySet(part for optimizer in optimizers for part in parts_of(optimizer))
-    sums = IdentitySet(accumulators_in(parts))  # of each rank's gradients
-    slots = [v for part in parts for v in part.variables if v not in sums and not is_central(v.value)]
+    slots = [v for v in compared_in(parts) if not is_central(v.value)]
     require_same_training(list(IdentitySet([*model.trainable_variables, *slots])), optimizers, place,
                           runtime.current().settings.check_action)
 

@@ -27,7 +27,7 @@ from ...tensorflow.identity import IdentitySet
 from .._private import all_layers, non_trainable_variables
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
-from .fit_optimizers import FitOptimizers
+from .fit_optimizers import FitOptimizers, compared_in
 from .fit_states import (
     COLLECTIVE,
     Begin,
@@ -156,9 +156,9 @@ class FitChecks(Callback):
         Raises:
             MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
         """
-        own = IdentitySet([*non_trainable_variables(self.model), *self._optimizers.accumulators, *(
+        own = IdentitySet([*non_trainable_variables(self.model), *(
             v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
-        variables = IdentitySet([*self.model.weights, *self._optimizers.variables])
+        variables = IdentitySet([*self.model.weights, *compared_in(self._optimizers.parts)])
         require_equal_weights(self._optimizers.shared([v for v in variables if v not in own]),
                               f"{self._name}/weights", place, self._process_set, self._suspects,
                               action=runtime.current().settings.check_action)

@@ -123,6 +123,17 @@ def accumulators_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
             for variable in optimizer._accumulated_gradients]
 
 
+def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
+    """The state of optimizers that is the same on all ranks in a right program, but for that of local variables.
+
+    Sums of gradients are of each rank's rows. The counter of steps counts one more on a rank that finds the end of its
+    data by an error: it does not depend on the data, and TensorFlow runs it before the step fails.
+    """
+    optimizers = list(optimizers)
+    own = IdentitySet([*accumulators_in(optimizers), *(optimizer._iterations for optimizer in optimizers)])
+    return [variable for optimizer in optimizers for variable in optimizer.variables if variable not in own]
+
+
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
     """The variables of an optimizer that belong to local variables of its reducer.
 
