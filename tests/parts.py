@@ -22,8 +22,8 @@ PARTS: tuple[frozenset[str], ...] = (
                "graphs_are_freed", "elastic", "elastic_hosts"}),
     frozenset({"strategy on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory", "fork", "join",
                "process_sets", "gpu_figures", "examples"}),
-    frozenset({"scripts", "checks on 2", "features on 2", "order", "transcript", "random_programs", "real_scripts",
-               "data_service", "run_function", "deadlocks", "foreign_examples", "cli_run", "cli_bench", "strategy",
+    frozenset({"scripts", "checks on 2", "checks on 3", "features on 2", "order", "transcript", "random_programs",
+               "real_scripts", "data_service", "run_function", "deadlocks", "foreign_examples", "cli_run", "cli_bench", "strategy",
                "slurm", "ranks_lost"}),
 )
 # What a worker of pytest-xdist runs as a whole, the longest first.

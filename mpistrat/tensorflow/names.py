@@ -215,7 +215,7 @@ def prefix(is_exclusive: bool = False) -> str:
         is_exclusive: Whether the names are for a process set of this thread's own.
 
     Raises:
-        InvalidRequestError: As `eager`. The engine of the job has ended then.
+        InvalidRequestError: As `eager`. The engine of a job of several ranks has ended then.
     """
     if _state.space is not None:
         return _state.space
@@ -238,7 +238,7 @@ def _refuse(thread: threading.Thread, other: threading.Thread) -> NoReturn:
         "tell the two apart, and would mix up what they reduce. Give each a name of its own that is the same on all "
         "ranks: threading.Thread(..., name='evaluation'). Or give each a DistributedOptimizer or a process set of its "
         "own.")
-    if runtime.is_initialized():
+    if runtime.is_initialized() and runtime.current().topology.size > 1:
         # On all ranks: on another one the two may not meet, and one of them would wait for this rank.
         runtime.current().engine.break_off(problem)
     raise InvalidRequestError(problem)
