@@ -82,12 +82,15 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
     if first is None:
         raise LaunchError(f"no hosts: {find_hosts.problem}")
     mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    control = _Control()
+    # The main thread alone receives signals: a thread that does not block SIGCHLD would get it, and ignore it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
     printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
     printer.start()
-    control = _Control()
-    service = Service(limits, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
+    service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
                       control.stop, _directory(options), options.elastic_checkpoint_every)
     control.service = service
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with control:
         while True:
             order = service.next_order(1.0)

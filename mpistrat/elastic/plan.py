@@ -6,11 +6,14 @@ killed. Otherwise the next generation starts, on the hosts that there are, with 
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 # Generations in a row that end without a new commit. The next ones would end in the same way.
 _MOST_FRUITLESS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
+# After a failure: how long a keeper that has been silent for a moment may take to be heard again, or to be given up.
+VERDICT_S = 5.0
 # A loss that the ranks have not mended by then is not one that they can mend.
 RECOVERY_LIMIT_S = 15.0
 LEAVE_CODE = 75
@@ -123,6 +126,8 @@ class Plan:
         self._hosts: dict[str, int] = {}
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
         self._running: _Generation | None = None
+        self._kept: set[str] = set()  # those with a keeper
+        self._awaited: set[str] = set()  # those of which it is not known yet whether they are lost
         self._start_at = now
         self._waits_since, self._has_said_wait = now, False
         self._resets = self._fruitless = 0
@@ -165,11 +170,24 @@ class Plan:
         running.leaves = why
         return [Say(f"{why}: generation {running.number} ends at its next commit"), Leave(running.number, why)]
 
+    def keeper_found(self, host: str) -> list[Action]:
+        """The keeper of a host has connected, or is heard again."""
+        self._kept.add(host)
+        return []
+
     def host_lost(self, host: str, why: str, now: float) -> list[Action]:
         """The keeper of a host is gone or silent."""
+        self._kept.discard(host)
         running = self._running
-        if running is None or not any(process.host == host and process.state == "runs"
-                                      for process in running.processes.values()):
+        if running is None:
+            # The generation has ended because of it, before the supervisor knew.
+            if host in self._awaited:
+                self._awaited.discard(host)
+                self._cool(host, now)
+                self._start_at = self._start_at if self._awaited else now
+                return [Say(f"{host} is lost: {why}")]
+            return []
+        if not any(process.host == host and process.state == "runs" for process in running.processes.values()):
             return []
         self._cool(host, now)
         for process in running.processes.values():
@@ -280,7 +298,8 @@ class Plan:
             return self._finish(self._ending)
         return [] if self._running.leaves else self._leave(f"{name} has arrived")
 
-    def generation_over(self, generation: int, code: int, now: float, has_started: bool = True) -> list[Action]:
+    def generation_over(self, generation: int, code: int, now: float, has_started: bool = True,
+                        silent: Collection[str] = ()) -> list[Action]:
         """The mpirun of the generation has ended.
 
         Args:
@@ -288,14 +307,17 @@ class Plan:
             code: mpirun's exit code, for people.
             now: The time.
             has_started: Whether processes have started on all hosts.
+            silent: The hosts whose keepers have not been heard for longer than usual, but are not given up yet.
         """
         running, self._running = self._running, None
         if running is None or self._is_done:
             return []
-        heard = {process.host for process in running.processes.values()}
-        for host in running.hosts:
-            if heard and host not in heard and not has_started:
-                self._cool(host, now)
+        if not has_started:
+            heard = {process.host for process in running.processes.values()} | self._kept
+            for host in running.hosts:
+                if heard and host not in heard:
+                    self._cool(host, now)
+        self._awaited = set(silent) & set(running.hosts)
         states = [process.state for process in running.processes.values()]
         if states.count("done") >= max(running.size, 1) and running.lost_at == math.inf:
             return self._finish(Done(0, ""))
@@ -319,7 +341,7 @@ class Plan:
             return self._finish(Done(code or 1, f"{self._fruitless} generations in a row have failed before a commit"
                                                 f"{last}"))
         wait_s = 0.0 if self._fruitless == 0 else min(_FIRST_BACKOFF_S * 2 ** (self._fruitless - 1), _LONGEST_BACKOFF_S)
-        self._start_at = now + wait_s
+        self._start_at = now + max(wait_s, VERDICT_S if self._awaited else 0.0)
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -353,6 +375,7 @@ class Plan:
                 hosts[host] = min(slots, left)
                 left -= hosts[host]
         self.generation += 1
+        self._awaited.clear()
         self._running = _Generation(self.generation, ranks, hosts, size=ranks)
         return Start(self.generation, ranks, tuple(hosts.items()))
 

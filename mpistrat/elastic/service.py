@@ -22,6 +22,7 @@ from .plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 logger = logging.getLogger(__name__)
 _DISCOVERY_S = 1.0  # between two looks for hosts
+_SILENT_S = 3 * BEAT_S  # A keeper that was not heard for so long may be out of reach.
 _END_S = 3.0  # for the keepers to end
 
 
@@ -30,6 +31,7 @@ class Service:
 
     Args:
         limits: Of the job.
+        hosts: Those that there are at first.
         find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the keepers.
         say: Prints a sentence.
@@ -37,10 +39,11 @@ class Service:
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
-    def __init__(self, limits: Limits, find_hosts: Callable[[], Mapping[str, int] | None], addresses: Iterable[str],
-                 say: Callable[[str], None], stop: Callable[[str], None], checkpoint: str = "",
-                 checkpoint_every: int = 0):
+    def __init__(self, limits: Limits, hosts: Mapping[str, int], find_hosts: Callable[[], Mapping[str, int] | None],
+                 addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[str], None],
+                 checkpoint: str = "", checkpoint_every: int = 0):
         self._plan = Plan(limits, time.monotonic())
+        self._plan.hosts_found(dict(hosts), time.monotonic())
         self._find_hosts, self._say, self._stop = find_hosts, say, stop
         self._checkpoint = checkpoint, checkpoint_every
         self._addresses = tuple(addresses)
@@ -136,7 +139,8 @@ class Service:
                 self._hosts = message["addresses"]
                 return plan.hosts_found(message["slots"], now)
             if message["kind"] == "over":
-                return plan.generation_over(message["generation"], message["code"], now, message["has_started"])
+                silent = [host for line, host in self._keepers.items() if now - self._heard[line] > _SILENT_S]
+                return plan.generation_over(message["generation"], message["code"], now, message["has_started"], silent)
             return plan.signalled(message["name"], message["code"], message["is_urgent"], now)
         if message is None:
             if line in self._keepers:
@@ -148,7 +152,7 @@ class Service:
             self._keepers[line] = self._listed(message["host"], line.peer)
             logger.info("a keeper runs on %s (process %d)", message["host"], message["pid"])
             line.send(kind="beat", generation=plan.generation)
-            return []
+            return plan.keeper_found(self._keepers[line])
         host = self._keepers.get(line)
         if kind == "beat" or host is None:
             return []

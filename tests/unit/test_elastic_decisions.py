@@ -90,6 +90,7 @@ class World:
                 if host.is_up and host.link:
                     if host.keeper is None:
                         host.keeper, host.heard = KeeperState(self.now), self.now
+                        self.supervise(self.plan.keeper_found(name))
                     self.ranks[self.next_pid] = SimulatedRank(name, number, self.next_pid, action.generation)
                     self.keep(host, host.keeper.hello(self.next_pid, number, self.next_pid, action.generation))
                     self.next_pid += 1
@@ -138,7 +139,8 @@ class World:
             if kills and self.hosts[self.ranks[pid].host].link:
                 self.die(pid)
         started = [rank for rank in self.ranks.values() if rank.generation == generation]
-        self.supervise(self.plan.generation_over(generation, 1, self.now, bool(started)))
+        silent = [name for name, host in self.hosts.items() if self.now - host.heard > 1.5]
+        self.supervise(self.plan.generation_over(generation, 1, self.now, bool(started), silent))
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -158,6 +160,8 @@ class World:
         count = sum(rank.generation == self.mpirun for rank in self.ranks.values())
         if self.mpirun is not None and count < self.sizes[self.mpirun] and self.now - self.started_at > 30.0:
             self.end_mpirun(kills=True)  # --start-timeout
+        elif self.mpirun is not None and count == 0 and self.random.random() < 0.5:
+            self.end_mpirun(kills=True)  # mpirun reaches no host.
         self.train()
 
     def train(self) -> None:
@@ -167,7 +171,9 @@ class World:
             started = self.started(generation)
             if len(members) < started or len({self.hosts[rank.host].link for rank in members}) > 1:
                 # A loss: mpirun ends the others, unless it cannot reach them.
-                if generation == self.mpirun and all(self.hosts[rank.host].link for rank in members):
+                # It may also end by itself when a daemon is out of reach, before or after the supervisor knows.
+                if generation == self.mpirun and (all(self.hosts[rank.host].link for rank in members)
+                                                  or self.random.random() < 0.1):
                     self.end_mpirun(kills=True)
                 continue
             leaves = any(rank.must_leave for rank in members)
@@ -461,3 +467,31 @@ def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> No
             world.advance()
     generations = [generation for _, generation in world.commits]
     assert generations == sorted(generations) and set(generations) == {1, 2}
+
+
+def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> None:
+    job = running(Limits(max_np=4), {"a": 2, "b": 2})
+    job.keeper_found("a")
+    job.keeper_found("b")
+    job.committed(1, 3, "")
+    assert job.generation_over(1, 255, 5.0, silent=["b"]) == []
+    assert job.tick(5.5) == []
+    assert job.host_lost("b", "no sign of life", 6.0)
+    assert job.tick(6.0) == [Start(2, 2, (("a", 2),))]
+
+
+def test_a_host_that_is_silent_for_a_moment_only_stays() -> None:
+    job = running(Limits(max_np=4), {"a": 2, "b": 2})
+    job.committed(1, 3, "")
+    job.generation_over(1, 255, 5.0, silent=["b"])
+    assert job.tick(9.0) == [] and job.tick(10.1) == [Start(2, 4, (("a", 2), ("b", 2)))]
+
+
+def test_a_host_where_nothing_starts_is_left_out() -> None:
+    job = running(Limits(max_np=4), {"a": 2, "b": 2})
+    job.keeper_found("a")
+    job.committed(1, 3, "")
+    job.generation_over(1, 1, 5.0)
+    assert job.tick(5.0) == [Start(2, 4, (("a", 2), ("b", 2)))]
+    job.generation_over(2, 1, 36.0, has_started=False)
+    assert job.tick(40.0) == [Start(3, 2, (("a", 2),))]
