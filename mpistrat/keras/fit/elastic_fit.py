@@ -27,10 +27,10 @@ class Elastic(keras.callbacks.Callback):
     """Commits weights, optimizer, epoch and batch, so that fit survives the loss of ranks and hosts. Collective.
 
     For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
-    callback. The model must have its weights, by an Input layer or by `build`. Under MPIStrategy the epoch goes on with
-    the next global batch. With a distributed optimizer and another number of ranks it goes on at the same share of the
-    epoch, rounded down, so the rows of up to one batch are trained twice; `hvd.elastic.ElasticSampler` in a loop of
-    your own repeats none.
+    callback. The model must have its weights, by an Input layer or by `build`. After a loss fit goes on with the next
+    batch of the epoch: of the dataset's order, which is a new one if it is shuffled anew in each epoch. With a
+    distributed optimizer and another number of ranks it goes on at the same share of the epoch, rounded down, so the
+    rows of up to one batch are trained twice; `hvd.elastic.ElasticSampler` in a loop of your own repeats none.
 
     Args:
         commit_every: Batches between two commits. There is also one at the end of each epoch.
