@@ -115,13 +115,14 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
 def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     """Options with which the ranks of Open MPI's mpirun outlive the loss of some of them; () where it has none.
 
-    ULFM was run with Open MPI 5.0.10 and later. coll/han, which it chooses for several hosts, does not work after a
+    ULFM was run with Open MPI 5.0.10 and later. Its MPI_Finalize may hang after a rank was killed, unless it is
+    asynchronous. coll/han, which it chooses for several hosts, does not work after a
     failure (https://github.com/open-mpi/ompi/issues/13915).
     """
     version = tuple(int(part) for part in re.findall(r"\d+", mpirun.version)[:3])
     if mpirun.maker != OPEN_MPI or version < (5, 0, 10):
         return ()
-    return ("--with-ft", "ulfm", *(("--mca", "coll", "^han") if hosts > 1 else ()))
+    return ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1", *(("--mca", "coll", "^han") if hosts > 1 else ()))
 
 
 def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Namespace:

@@ -16,6 +16,8 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
 VERDICT_S = 5.0
 # A loss that the ranks have not mended by then is not one that they can mend.
 RECOVERY_LIMIT_S = 15.0
+# mpirun, or a rank in MPI_Finalize, may not end after all ranks have said that they end.
+END_LIMIT_S = 15.0
 LEAVE_CODE = 75
 # The exit code after SIGTERM or SIGUSR1 with all ranks gone at a commit: the job can go on later (EX_TEMPFAIL).
 PREEMPTED_CODE = 75
@@ -105,6 +107,7 @@ class _Generation:
     size: int = 0  # ranks in it now
     committed: int = 0
     lost_at: float = math.inf  # the first loss that is not mended
+    ended_at: float = math.inf  # when the last rank said that it ends
     leaves: str = ""
     is_stopped: bool = False
 
@@ -247,6 +250,8 @@ class Plan:
         if process is None or running is None or process.state != "runs":
             return []
         process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
+        if not any(each.state == "runs" for each in running.processes.values()):
+            running.ended_at = now
         if process.state == "failed":
             running.lost_at = min(running.lost_at, now)
             return [Say(f"rank {process.rank} on {host} ends with exit code {code}" + (f" ({why})" if why else ""))]
@@ -352,6 +357,8 @@ class Plan:
         if running is not None:
             if now - running.lost_at > RECOVERY_LIMIT_S:
                 return self._stop(f"a loss was not mended within {RECOVERY_LIMIT_S:g} s")
+            if now - running.ended_at > END_LIMIT_S:
+                return self._stop(f"all ranks have ended, and mpirun has not within {END_LIMIT_S:g} s")
             return self._grow(now)
         usable = self._usable(now)
         slots = sum(usable.values())

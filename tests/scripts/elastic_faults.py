@@ -23,7 +23,7 @@ from ..support.hosts_in_namespaces import Hosts, two_hosts
 from ..support.jobs import Finished, run_limited
 
 SCRIPT = "tests/scripts/elastic_steps.py"
-EPOCHS = 4
+EPOCHS = 12
 # By name: ranks, options of mpistrat run, and which of the ranks are killed.
 ON_ONE_HOST: dict[str, tuple[int, tuple[str, ...], Callable[[list[int]], list[int]]]] = {
     "a rank": (3, ("--elastic",), lambda ranks: [random.choice(ranks)]),

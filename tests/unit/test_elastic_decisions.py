@@ -495,3 +495,11 @@ def test_a_host_where_nothing_starts_is_left_out() -> None:
     assert job.tick(5.0) == [Start(2, 4, (("a", 2), ("b", 2)))]
     job.generation_over(2, 1, 36.0, has_started=False)
     assert job.tick(40.0) == [Start(3, 2, (("a", 2),))]
+
+
+def test_an_mpirun_that_does_not_end_after_its_ranks_is_stopped() -> None:
+    job = running()
+    job.ended("a", 100, 1, 0, "", 1.0)
+    job.ended("a", 101, 1, 0, "", 2.0)
+    assert job.tick(16.0) == [] and kinds(job.tick(17.1)) == [Stop] and job.tick(18.0) == []
+    assert job.generation_over(1, 1, 19.0) == [Done(0, "")]
