@@ -270,6 +270,8 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
         own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
     losses = Losses(topology, own, {peer: Process(*infos[peer].process)
                                     for peer in topology.local_ranks if peer != rank and infos[peer].process})
+    if len(topology.hosts) > 1:
+        losses.interruption.progress = library.load_mpi().COMM_SELF.Iprobe
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)

@@ -139,12 +139,15 @@ def _print_stacks(job: str) -> None:
     ranks = processes_of(job, "python")
     launchers = [process for process in processes_of(job) if process not in ranks]
     for launcher in launchers:
-        launcher.suspend()  # It would kill the other ranks when it sees the first one end.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher.suspend()  # It would kill the other ranks when it sees the first one end.
     for rank in ranks:
-        rank.send_signal(signal.SIGABRT)  # which faulthandler answers
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(signal.SIGABRT)  # which faulthandler answers
     living_after(job, 5, "python")
     for launcher in launchers:
-        launcher.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher.resume()
 
 
 def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -161,7 +161,7 @@ TOLERANT = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
 
 
 @pytest.mark.parametrize(("version", "hosts", "found"), [
-    ("5.0.11", 1, TOLERANT), ("5.0.11", 2, (*TOLERANT, "--mca", "coll", "^han")), ("5.0.9", 1, ()), ("4.1.4", 1, ()),
+    ("5.0.11", 1, TOLERANT), ("5.0.11", 2, ()), ("5.0.9", 1, ()), ("4.1.4", 1, ()),
     ("5.1.0rc1", 1, TOLERANT),
 ])
 def test_fault_tolerance_is_asked_for_where_it_works(version: str, hosts: int, found: tuple[str, ...]) -> None:

@@ -44,6 +44,7 @@ class MpiControl(ControlPlane):
         self._comm, self._channel, self._wait = comm, channel, wait or peer_wait_without_end()
         self._local = frozenset(local_ranks)
         self._polls = polls or any(peer not in self._local for peer in peers)
+        self._spans_hosts = comm.Get_size() > len(self._local)
         self._status = MPI.Status()
         self._sending: list[tuple[int, MPI.Request, bytes]] = []  # (receiver, request, message)
 
@@ -98,6 +99,9 @@ class MpiControl(ControlPlane):
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         if not self._polls:
             longest_s = MPI_POLL_LONGEST_SLEEP_S if self._channel.is_sending else timeout_s
+            if self._spans_hosts:  # See Interruption.progress.
+                MPI.COMM_SELF.Iprobe()
+                longest_s = min(longest_s, MPI_POLL_LONGEST_SLEEP_S + quiet_s / MPI_POLL_SLEEP_DIVISOR)
             self._channel.wait(min(timeout_s, longest_s), spin_s)
             return
         spin_s = (MPI_POLL_CALLER_SPIN_S if spin_s else MPI_POLL_SPIN_S) - quiet_s

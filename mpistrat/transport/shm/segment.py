@@ -150,6 +150,7 @@ class HostMemory:
             if waited_s < SHM_YIELD_S:
                 os.sched_yield()
             else:
+                self._interruption.progress()
                 time.sleep(SHM_SLEEP_S)
 
     def _error_of(self, other: int) -> EngineError:
