@@ -15,6 +15,7 @@ from reporting import say
 
 import mpistrat
 from mpistrat.api import runtime
+from mpistrat.core.handle import Entry
 from mpistrat.negotiation.fast_path import FastPath
 from tests.support.pretended_hosts import pretend_hosts
 
@@ -22,16 +23,16 @@ times, *ranks_per_host = map(int, sys.argv[1:])
 if ranks_per_host:
     pretend_hosts(*ranks_per_host)
 votes: list[int] = []
-vote = FastPath._vote
+vote = FastPath.vote
 
 
-def count_vote(self: FastPath, number: int, is_ready: bool, now: float) -> None:
+def count_vote(self: FastPath, entry: Entry | None, is_ready: bool, now: float) -> None:
     """Vote as the product does, and remember it."""
-    votes.append(number)
-    vote(self, number, is_ready, now)
+    votes.append(0 if entry is None else entry.request.fingerprint)
+    vote(self, entry, is_ready, now)
 
 
-FastPath._vote = count_vote
+FastPath.vote = count_vote
 mpistrat.init()
 rank, size = mpistrat.rank(), mpistrat.size()
 SIZES = [1, 1000, 30_000, 300_000]
