@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import CollectiveError, ElasticError, RecoveryError
-from ..elastic import member
+from ..elastic import membership
 from ..elastic.commits import CommitId, DamagedCommitError
-from ..elastic.member import Member
 from . import ops, recovery, runtime
 from .elastic_sampler import ElasticSampler
+
+if TYPE_CHECKING:
+    from ..elastic.member import Member
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -72,7 +74,7 @@ class ObjectState:
             RuntimeError: The commit before this one could not be kept.
             MismatchError: On all ranks of an elastic job, if a state with variables finds that they differ.
         """
-        own = member.current()
+        own = membership.current()
         if own is None:
             self.save()
             self.check_host_updates()
@@ -101,7 +103,7 @@ class ObjectState:
 
         It is the state of rank 0; in an elastic job that of the rank with the newest commit, if there is one.
         """
-        own = member.current()
+        own = membership.current()
         root = 0 if own is None else self._restore_newest(own)
         for name in self._samplers():
             getattr(self, name).sync(root or 0)
@@ -156,7 +158,7 @@ class ObjectState:
 
     # -- elastic jobs --------------------------------------------------------------------------------------------------
 
-    def _restore_newest(self, own: Member) -> int | None:
+    def _restore_newest(self, own: "Member") -> int | None:
         """Return to the newest commit on a rank that has it. Collective.
 
         Returns:
@@ -185,7 +187,7 @@ class ObjectState:
             logger.warning("mpistrat: training goes on from %s", newest)
         return None if is_everywhere else root
 
-    def _kept(self, own: Member) -> tuple[CommitId | None, Snapshot | None]:
+    def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
         """The newest commit in the keeper of this host."""
         if own.newest is None:
             return None, None
@@ -221,7 +223,32 @@ class ObjectState:
             setattr(self, name, value)
 
 
-def go_on_after_loss() -> bool:
+def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
+    """Synchronise a state and train; in an elastic job again after each loss, from the last commit. Collective.
+
+    Args:
+        state: The state.
+        train: Trains what is left, and returns the result.
+        when_it_fails: Called with an exception of `train` under way, unless ranks were lost and the others go on.
+    """
+    while True:
+        state.sync()
+        try:
+            return train()
+        except HostsUpdatedInterrupt as interrupt:
+            own = membership.current()
+            if own is None:
+                raise ElasticError("HostsUpdatedInterrupt is for jobs of mpistrat run --elastic") from None
+            own.leave(str(interrupt))
+        except Exception:
+            if not _go_on_after_loss():
+                when_it_fails()
+                raise
+        state.restore()
+        state.on_reset()
+
+
+def _go_on_after_loss() -> bool:
     """Connect the ranks that are left, if an exception was caused by the loss of ranks, in an elastic job. Collective.
 
     If they cannot be connected in these processes, this process ends, and the next generation goes on.
@@ -229,7 +256,7 @@ def go_on_after_loss() -> bool:
     Returns:
         Whether the ranks are connected; else the exception has another cause, or the job ends with its ranks.
     """
-    own = member.current()
+    own = membership.current()
     if own is None or not recovery.can_recover():
         return False
     lost = runtime.current().losses.interruption.error
@@ -254,24 +281,12 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     """
     @functools.wraps(func)
     def synchronised(state: ObjectState, *args: Any, **kwargs: Any) -> R:
-        while True:
-            state.sync()
-            try:
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
-                own = member.current()
-                if own is None:
-                    raise ElasticError("HostsUpdatedInterrupt is for jobs of mpistrat run --elastic") from None
-                own.leave(str(interrupt))
-            except Exception:
-                if go_on_after_loss():
-                    state.restore()
-                    state.on_reset()
-                    continue
-                state.restore()
-                rank = runtime.current().topology.rank if runtime.is_initialized() else 0
-                logger.warning("rank %d: the training function has raised an exception; its state is that of the last "
-                               "commit", rank)
-                raise
+        def return_to_commit() -> None:
+            state.restore()
+            rank = runtime.current().topology.rank if runtime.is_initialized() else 0
+            logger.warning("rank %d: the training function has raised an exception; its state is that of the last "
+                           "commit", rank)
+
+        return keep_going(state, lambda: func(state, *args, **kwargs), return_to_commit)
 
     return synchronised

@@ -19,7 +19,7 @@ from ..core.errors import InvalidRequestError, NotInitializedError, SettingsErro
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
-from ..elastic import member
+from ..elastic import membership
 from ..process import abort, exit_code
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
@@ -120,10 +120,9 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
-        member.join(os.environ)
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
-            member.join(os.environ)
+            membership.join(os.environ)
             if library.is_left_to_init():
                 library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")

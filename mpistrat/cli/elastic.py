@@ -25,7 +25,7 @@ from ..process.launcher_watch import ABORTED
 from .arguments import counted, read_hosts
 from .hostfile import OPEN_MPI, HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
-from .supervisor import Interference, TimeLimits
+from .supervisor import Interference, Outcome, TimeLimits
 
 AUTO, RESTART = "auto", "restart"
 _LOCAL = "localhost"
@@ -65,12 +65,12 @@ def is_asked_for(options: argparse.Namespace) -> bool:
         options.min_np, options.max_np, options.host_discovery_script, options.reset_limit))
 
 
-def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
+def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     """Run an elastic job and return its exit code: 0, or that of the last generation.
 
     Args:
         options: Those of `mpistrat run`.
-        launched: Runs a generation and returns the exit code of its mpirun. It is given the options with the number of
+        launched: Runs a generation and returns how its mpirun has ended. It is given the options with the number of
             ranks and the hosts of the generation, options for mpirun, variables for the ranks, TimeLimits and an
             Interference.
 
@@ -100,9 +100,9 @@ def run(options: argparse.Namespace, launched: Callable[..., int]) -> int:
                     _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
                          f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
                 tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
-                code = launched(_for_generation(options, order), tolerant, service.job(order.generation).variable(),
-                                _LIMITS, control)
-                service.generation_over(order.generation, code, control.has_started)
+                ended = launched(_for_generation(options, order), tolerant, service.job(order.generation).variable(),
+                                 _LIMITS, control)
+                service.generation_over(order.generation, ended.code, ended.has_started)
             elif isinstance(order, Done):
                 service.close()
                 if order.why:
@@ -163,7 +163,6 @@ class _Control(Interference):
         for number in (*_PLANNED, *_URGENT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, handle)
-        # Outside of launch() nothing waits for it, and its default action is to ignore it.
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
@@ -182,7 +181,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
     min_np = 1 if options.min_np is None else options.min_np
     if not 1 <= min_np <= max_np:
         raise LaunchError(f"--min-np {min_np} must be from 1 to --max-np (or -np) {max_np}")
-    cooldown = (30.0, 600.0)
+    cooldown = Limits.cooldown_s
     if options.blacklist_cooldown_range is not None:
         try:
             first, longest = (float(part) for part in options.blacklist_cooldown_range.replace(",", " ").split())

@@ -31,7 +31,7 @@ from .output import Output
 from .rank_shell import in_shell
 from .ssh import hosts_by_ssh, why_unreachable
 from .startup import is_python, variables
-from .supervisor import Interference, Start, TimeLimits, launch
+from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
@@ -88,12 +88,12 @@ def main(argv: list[str]) -> int:
         return 0
     if planned.warning:
         print(f"mpistrat run: {planned.warning}", file=sys.stderr)
-    return launched(planned, options)
+    return launched(planned, options).code
 
 
 def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, str] | None = None,
-             limits: TimeLimits | None = None, interference: Interference | None = None) -> int:
-    """Run the planned job and return its exit code. On the main thread, see supervisor.launch.
+             limits: TimeLimits | None = None, interference: Interference | None = None) -> Outcome:
+    """Run the planned job and return how it has ended. On the main thread, see supervisor.launch.
 
     Args:
         planned, options: What `plan` and `parse` return.
@@ -108,7 +108,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
     return launch(planned.composed(environ), environ, limits=limits or TimeLimits(), output=output, start=start,
-                  interference=interference).code
+                  interference=interference)
 
 
 @dataclass(frozen=True)

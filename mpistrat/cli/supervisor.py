@@ -93,10 +93,12 @@ class Outcome:
     Attributes:
         code: mpirun's exit code, or 128 + the number of the signal that ended it.
         why: Why mpirun was terminated or killed; "" if it has ended by itself.
+        has_started: Whether all ranks had started.
     """
 
     code: int
     why: str
+    has_started: bool = True
 
 
 class Interference:
@@ -106,13 +108,11 @@ class Interference:
         subject: What mpirun runs, for people.
         ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
         why_stop: Why mpirun ends now, once this process has got the signal ABORTED; "" while it goes on.
-        has_started: Whether all ranks have started; `launch` sets it at the end.
     """
 
     subject = "the job"
     ends_all = False
     why_stop = ""
-    has_started = True
 
     def takes(self, number: int) -> bool:
         """Whether the supervisor handles this signal, which mpirun does not get then."""
@@ -207,7 +207,6 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
                    output or Output(), start, speaker, interference or Interference())
         outcome = run.wait()
-        run.note_start()
         run.say_why(outcome.code)
         return outcome
     finally:
@@ -263,16 +262,13 @@ class _Run:
         if code != 0 or self._last_signal is not None or self._interference.ends_all:
             self._kill_remaining()
         if self._is_killed:
-            return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason)
-        return Outcome(code if code >= 0 else 128 - code, "")
+            return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason,
+                           self._has_started)
+        return Outcome(code if code >= 0 else 128 - code, "", self._has_started)
 
     @property
     def _has_started(self) -> bool:
         return self._start is None or self._output.started >= self._start.ranks
-
-    def note_start(self) -> None:
-        """Tell the supervisor of several mpiruns whether all ranks have started."""
-        self._interference.has_started = self._has_started
 
     def say_why(self, code: int) -> None:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""

@@ -19,8 +19,7 @@ class Interruption:
 
     Args:
         is_watched: Whether something watches for lost ranks. Then an error of any kind may be the first sign of one,
-            and `await_error` waits for the
-            watch to name it.
+            and `await_error` waits for the watch to name it.
 
     Attributes:
         progress: Lets MPI go on with what this rank has sent. Waits that do not use MPI call it, in jobs of several

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 from ..process.launch_env import RUN_ELASTIC
 
+LEAVE_CODE = 75  # EX_TEMPFAIL of sysexits.h: a rank ends so that the supervisor starts the next generation.
+
 
 @dataclass(frozen=True)
 class ElasticJob:
@@ -29,9 +31,19 @@ class ElasticJob:
     checkpoint: str = ""
     checkpoint_every: int = 0
 
+    def to_text(self) -> str:
+        """The job as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "ElasticJob":
+        """The job that to_text() has written."""
+        found = json.loads(text)
+        return cls(**{**found, "hosts": tuple(found["hosts"])})
+
     def variable(self) -> dict[str, str]:
         """The environment variable for the ranks."""
-        return {RUN_ELASTIC: json.dumps(asdict(self))}
+        return {RUN_ELASTIC: self.to_text()}
 
     @property
     def key(self) -> bytes:
@@ -42,7 +54,4 @@ class ElasticJob:
 def job_of(environ: Mapping[str, str]) -> ElasticJob | None:
     """The job of a rank with this environment; None if it was started without --elastic."""
     text = environ.get(RUN_ELASTIC)
-    if not text:
-        return None
-    found = json.loads(text)
-    return ElasticJob(**{**found, "hosts": tuple(found["hosts"])})
+    return ElasticJob.from_text(text) if text else None

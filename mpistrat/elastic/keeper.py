@@ -8,7 +8,6 @@ kernel frees it with the keeper.
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from ..process import procfs
 from .job import ElasticJob
@@ -70,11 +68,11 @@ class Keeper:
             except Empty:
                 event = None
             actions = self._state.tick(time.monotonic())
-            if event is None:  # A process that a rank has forked keeps the line of the rank open.
-                actions += [action for line, pid in list(self._state.processes.items()) if procfs.find(pid) is None
-                            for action in self._state.closed(line)]
             if event is not None:
                 actions += self._decide(*event)
+            else:  # A process that a rank has forked keeps the line of the rank open.
+                actions += [action for line, pid in self._state.processes.items() if procfs.find(pid) is None
+                            for action in self._state.closed(line)]
             for action in actions:
                 self._act(action)
 
@@ -102,15 +100,9 @@ class Keeper:
         if kind == "hello":
             self._lines[number] = line
             return state.hello(number, message["rank"], message["pid"], message["generation"], message["launcher"])
-        if kind == "where":
-            index = state.free_index()
+        if kind == "where":  # a commit is, or the next one goes
+            index = message.get("index", state.free_index())
             line.send(kind="there", path=f"/proc/{os.getpid()}/fd/{self._memory[index]}")
-            return []
-        if kind == "read":
-            line.send(kind="there", path=f"/proc/{os.getpid()}/fd/{self._memory[message['index']]}")
-            return []
-        if kind == "newest":
-            line.send(**state.welcome())
             return []
         if kind == "committed":
             self._note_segments(message["pid"])
@@ -118,7 +110,7 @@ class Keeper:
         if kind == "renamed":
             return state.renamed(number, message["rank"], message["size"])
         if kind == "preempted":
-            self._supervisor.send(**message, host=socket.gethostname())
+            self._supervisor.send(**message)
             return []
         return state.ended(number, message["code"], message["why"])
 
@@ -157,8 +149,7 @@ class Keeper:
 
 def main() -> int:
     """Read the job from stdin and serve it. Returns at once if this host has a keeper already."""
-    found: dict[str, Any] = json.load(sys.stdin)
-    job = ElasticJob(**{**found, "hosts": tuple(found["hosts"])})
+    job = ElasticJob.from_text(sys.stdin.read())
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind("\0" + socket_name(job))

@@ -106,16 +106,16 @@ class KeeperState:
             return [Kill(pid)]
         actions = self._newer(generation)
         self._ranks[line] = _Rank(rank, pid, generation, launcher)
-        actions.append(Tell(line, self.welcome()))
+        actions.append(Tell(line, {"kind": "welcome", **self._newest()}))
         actions.append(Tell(None, {"kind": "hello", "rank": rank, "pid": pid, "generation": generation}))
         if self._leave is not None:
             actions.append(Tell(line, self._leave))
         return actions
 
-    def welcome(self) -> dict[str, Any]:
+    def _newest(self) -> dict[str, Any]:
         """What a rank is told about the newest commit."""
         newest = self.newest
-        return {"kind": "welcome", "newest": None if newest is None else
+        return {"newest": None if newest is None else
                 {"generation": newest.id.generation, "number": newest.id.number, "index": newest.index,
                  "nbytes": newest.nbytes, "step": newest.step}}
 
@@ -129,7 +129,7 @@ class KeeperState:
                                 f"{now - self._heard:.1f} s"})]
         slot = Slot(CommitId(rank.generation, number), self.free_index(), nbytes, step)
         self._slots = [*self._slots[-1:], slot]
-        return [Tell(line, {"kind": "kept", "number": number}),
+        return [Tell(line, {"kind": "kept", **self._newest()}),
                 Tell(None, {"kind": "committed", "generation": rank.generation, "number": number, "step": step})]
 
     def renamed(self, line: int, rank: int, size: int) -> list[Action]:

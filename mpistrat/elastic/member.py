@@ -1,11 +1,9 @@
 """A rank of an elastic job: its line to the keeper of its host, the commits that it hands over, and its end.
 
-init() calls `join`, before MPI is initialised. `current` returns the Member to the states and callbacks. One thread
-writes commits, so training goes on meanwhile.
+`membership` makes it, before MPI is initialised. One thread writes commits, so training goes on meanwhile.
 """
 
 import atexit
-import json
 import logging
 import mmap
 import os
@@ -15,8 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -25,40 +22,17 @@ from typing import IO, Any, NoReturn
 from ..core import signal_handlers
 from ..core.errors import ElasticError
 from ..process import exit_code
-from ..process.launch_env import launched_rank
-from ..process.launcher_watch import launcher_here
+from ..process.launcher_watch import end_now, launcher_here
 from . import commits
 from .commits import CommitId, DamagedCommitError, Packed
-from .job import ElasticJob, job_of
+from .job import LEAVE_CODE, ElasticJob
 from .keeper import socket_name
 from .line import Line, Message, connect
 
 logger = logging.getLogger(__name__)
 
-LEAVE_CODE = 75  # EX_TEMPFAIL of sysexits.h: the supervisor is to start the next generation.
 _KEEPER_LIMIT_S = 20.0  # for a keeper to start, and to answer
 _CHECKPOINT = "commit.mpistrat"
-
-_member: "Member | None" = None
-
-
-def current() -> "Member | None":
-    """The connection of this rank to its keeper; None in a job without --elastic, and before init()."""
-    return _member
-
-
-def join(environ: Mapping[str, str]) -> "Member | None":
-    """Connect to the keeper of this host, and start one if there is none. Local. Further calls change nothing.
-
-    Raises:
-        ElasticError: There is no keeper, and none can be started.
-    """
-    global _member
-    job = job_of(environ)
-    if job is not None and _member is None:
-        _member = Member(job, launched_rank(environ))
-    return _member
-
 
 class Member:
     """One rank's part in an elastic job.
@@ -96,7 +70,7 @@ class Member:
     def _take(self, line: Line, message: Message | None) -> None:
         if message is None:
             if not self._has_said_end:
-                _leave_now("the keeper of this host has ended")
+                end_now("the keeper of this host has ended", LEAVE_CODE)
         elif message["kind"] == "leave":
             self.why_leave = message["why"]
         else:
@@ -125,7 +99,7 @@ class Member:
             DamagedCommitError: Its bytes are damaged.
         """
         found = self._welcome["newest"]
-        path = self._ask(kind="read", index=found["index"])["path"]
+        path = self._ask(kind="where", index=found["index"])["path"]
         with open(path, "rb") as file:
             return commits.read(memoryview(mmap.mmap(file.fileno(), found["nbytes"], prot=mmap.PROT_READ)))
 
@@ -184,11 +158,10 @@ class Member:
                 file.truncate(packed.nbytes)
                 with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
                     packed.write(view)
-            answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step,
-                               pid=os.getpid())
+            answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step, pid=os.getpid())
             if answer["kind"] == "refused":
-                _leave_now(f"the keeper has refused a commit: {answer['why']}")
-            self._welcome = self._ask(kind="newest")
+                end_now(f"the keeper has refused a commit: {answer['why']}", LEAVE_CODE)
+            self._welcome = answer
         if is_saved:
             try:
                 commits.save(packed, str(self._checkpoint_path))
@@ -255,16 +228,7 @@ class Member:
         """End this process at once, since it cannot go on and the next generation can. Local."""
         self._has_said_end = True
         self._line.send(kind="ended", code=LEAVE_CODE, why=why)
-        _leave_now(why)
-
-
-def _leave_now(why: str) -> NoReturn:
-    """End this process without waiting for anything. What other ranks have committed is in their keepers."""
-    text = f"[mpistrat] this rank (process {os.getpid()}) ends, because {why}\n"
-    try:
-        os.write(2, text.encode())
-    finally:
-        os._exit(LEAVE_CODE)
+        end_now(why, LEAVE_CODE)
 
 
 def _line_to_keeper(job: ElasticJob) -> Line:
@@ -300,5 +264,5 @@ def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes
     threading.Thread(target=keeper.wait, name="mpistrat-keeper-end", daemon=True).start()
     assert keeper.stdin is not None
     with keeper.stdin as config:
-        config.write(json.dumps(asdict(job)).encode())
+        config.write(job.to_text().encode())
     return keeper

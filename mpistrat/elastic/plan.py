@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from .job import LEAVE_CODE
+
 # Generations in a row that end without a new commit. The next ones would end in the same way.
 _MOST_FRUITLESS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
@@ -18,7 +20,6 @@ VERDICT_S = 5.0
 RECOVERY_LIMIT_S = 15.0
 # mpirun, or a rank in MPI_Finalize, may not end after all ranks have said that they end.
 END_LIMIT_S = 15.0
-LEAVE_CODE = 75
 # The exit code after SIGTERM or SIGUSR1 with all ranks gone at a commit: the job can go on later (EX_TEMPFAIL).
 PREEMPTED_CODE = 75
 
@@ -105,7 +106,7 @@ class _Generation:
     hosts: dict[str, int]
     processes: dict[tuple[str, int], _Process] = field(default_factory=dict)  # by host and process number
     size: int = 0  # ranks in it now
-    committed: int = 0
+    has_committed: bool = False
     lost_at: float = math.inf  # the first loss that is not mended
     ended_at: float = math.inf  # when the last rank said that it ends
     leaves: str = ""
@@ -174,7 +175,7 @@ class Plan:
         return [Say(f"{why}: generation {running.number} ends at its next commit"), Leave(running.number, why)]
 
     def keeper_found(self, host: str) -> list[Action]:
-        """The keeper of a host has connected, or is heard again."""
+        """The keeper of a host has connected."""
         self._kept.add(host)
         return []
 
@@ -230,8 +231,7 @@ class Plan:
     def committed(self, generation: int, number: int, step: str) -> list[Action]:
         """A keeper has kept a commit."""
         if self._running is not None and self._running.number == generation:
-            self._running.committed = max(self._running.committed, number)
-            self._fruitless = 0
+            self._running.has_committed = True
         self.newest = f"commit {number} of generation {generation}" + (f" ({step})" if step else "")
         return []
 
@@ -334,17 +334,21 @@ class Plan:
             return []
         return self._count_failure(running, code, now)
 
+    @property
+    def _last(self) -> str:
+        """The end of a sentence: from which commit the job could go on."""
+        return f"; the last is {self.newest}" if self.newest else ""
+
     def _count_failure(self, running: _Generation, code: int, now: float) -> list[Action]:
         self._resets += 1
-        self._fruitless = 0 if running.committed else self._fruitless + 1
-        last = f"; the last is {self.newest}" if self.newest else ""
+        self._fruitless = 0 if running.has_committed else self._fruitless + 1
         limit = self._limits.resets
         if limit is not None and self._resets > limit:
             return self._finish(Done(code or 1, f"generation {running.number} has failed, and --reset-limit {limit} "
-                                                f"is reached{last}"))
+                                                f"is reached{self._last}"))
         if self._fruitless >= _MOST_FRUITLESS:
             return self._finish(Done(code or 1, f"{self._fruitless} generations in a row have failed before a commit"
-                                                f"{last}"))
+                                                f"{self._last}"))
         wait_s = 0.0 if self._fruitless == 0 else min(_FIRST_BACKOFF_S * 2 ** (self._fruitless - 1), _LONGEST_BACKOFF_S)
         self._start_at = now + max(wait_s, VERDICT_S if self._awaited else 0.0)
         return []
@@ -366,7 +370,7 @@ class Plan:
             if now - self._waits_since > self._limits.timeout_s:
                 return self._finish(Done(1, f"there are {slots} slots, and --min-np {self._limits.min_np} asks for "
                                             f"more. None have come in {self._limits.timeout_s:g} s (--elastic-timeout)"
-                                            + (f"; the last is {self.newest}" if self.newest else "")))
+                                            f"{self._last}"))
             if self._has_said_wait:
                 return []
             self._has_said_wait = True

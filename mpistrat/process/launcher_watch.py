@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 from ..core.tuning import LAUNCHER_POLL_S
 from . import procfs
@@ -53,9 +54,13 @@ class LauncherWatch:
 
 
 def end_without_launcher(launcher: Process) -> None:
+    """End this process and its child processes, because its launcher has ended."""
+    end_now(f"the process that launched it ({launcher.pid}) has ended", 1)
+
+
+def end_now(why: str, code: int) -> NoReturn:
     """End this process and its child processes. Makes no call that can block: no flush, no lock, no MPI."""
-    text = (f"[mpistrat] this rank (process {os.getpid()}) ends, because the process that launched it "
-            f"({launcher.pid}) has ended\n")
+    text = f"[mpistrat] this rank (process {os.getpid()}) ends, because {why}\n"
     try:
         # stderr may be a full pipe without a reader, so the write must not block.
         os.set_blocking(sys.__stderr__.fileno(), False)  # type: ignore[union-attr]
@@ -67,7 +72,7 @@ def end_without_launcher(launcher: Process) -> None:
             os.kill(process.pid, signal.SIGKILL)
         except OSError:
             pass  # It has ended, or belongs to another user.
-    os._exit(1)
+    os._exit(code)
 
 
 def workers_of(pid: int, group: int, found: Iterable[Process]) -> list[Process]:

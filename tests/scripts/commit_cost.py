@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 import mpistrat.tensorflow as hvd
-from mpistrat.elastic import member
+from mpistrat.elastic import membership
 
 hvd.init()
-own = member.current()
+own = membership.current()
 assert own is not None, "start it with mpistrat run --elastic"
 count = int(float(sys.argv[1]) * 1e6 / 4)
 variables = [tf.Variable(tf.ones([count // 8])) for _ in range(8)]

@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 import mpistrat.tensorflow as hvd
-from mpistrat.elastic import member
+from mpistrat.elastic import membership
 
 hvd.init()
-job = member.current().job
+job = membership.current().job
 shared, own = tf.Variable([1.0, 2.0], name="shared"), tf.Variable(0.0, name="own")
 statistics = tf.Variable(0.0, trainable=False, name="statistics")
 

@@ -21,7 +21,7 @@ import numpy as np
 import mpistrat as hvd
 from mpistrat.api.elastic import ObjectState, run
 from mpistrat.api.elastic_sampler import ElasticSampler
-from mpistrat.elastic import member
+from mpistrat.elastic import membership
 
 ROWS, BATCH = 60, 2
 parser = argparse.ArgumentParser()
@@ -32,7 +32,7 @@ parser.add_argument("--log")
 options = parser.parse_args()
 kills = [(int(g), int(r), int(s), when) for g, r, s, when in (each.split(":") for each in options.kill)]
 hvd.init()
-own = member.current()
+own = membership.current()
 generation = own.job.generation if own is not None else 0
 steps_here = 0
 

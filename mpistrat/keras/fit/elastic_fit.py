@@ -12,8 +12,7 @@ from typing import Any
 import keras
 
 from ...api import runtime
-from ...api.elastic import HostsUpdatedInterrupt, Snapshot, go_on_after_loss
-from ...elastic import member
+from ...api.elastic import Snapshot, keep_going
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.elastic import TensorFlowKerasState
 
@@ -103,29 +102,19 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
     """
     global _fits
     _fits += 1
-    own = member.current()
-    assert own is not None
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():
         state = FitState(model, _fits, initial_epoch)
-    state.sync()
-    if state.done_in:
-        logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
-        return keras.callbacks.History()
-    state.rescale()
-    callback.state = state
+
+    def train() -> Any:
+        if state.done_in:
+            logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
+            return keras.callbacks.History()
+        state.rescale()
+        callback.state = state
+        return _with_past(state.past, fit(state.epoch))
+
     try:
-        while True:
-            try:
-                return _with_past(state.past, fit(state.epoch))
-            except HostsUpdatedInterrupt as interrupt:
-                own.leave(str(interrupt))
-            except Exception:
-                if not go_on_after_loss():
-                    raise
-            state.restore()
-            state.on_reset()
-            state.sync()
-            state.rescale()
+        return keep_going(state, train)
     finally:
         callback.state = None
 

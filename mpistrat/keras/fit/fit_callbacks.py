@@ -22,7 +22,7 @@ from keras.callbacks import Callback, CallbackList
 from ...api import runtime
 from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
-from ...elastic import member
+from ...elastic import membership
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
     call = inspect.signature(original).bind(self, *args, **kwargs)
     elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
-    if elastic is None or member.current() is None:
+    if elastic is None or membership.current() is None:
         return _fit_once(original, self, call)
 
     def from_epoch(epoch: int) -> Any:
