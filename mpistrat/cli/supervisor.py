@@ -91,7 +91,7 @@ class Outcome:
     """How a job has ended.
 
     Attributes:
-        code: mpirun's exit code, or 128 + the number of the signal that ended it.
+        code: mpirun's exit code, or 128 + the number of the signal that ended it, or the job before all ranks started.
         why: Why mpirun was terminated or killed; "" if it has ended by itself.
         has_started: Whether all ranks had started.
     """
@@ -257,11 +257,12 @@ class _Run:
             if due is not None:
                 self._is_killed = True
                 self._mpirun.send_signal(due)
-                self._say(f"{self._termination.reason}; it is sent {due.name}")
+                if not self._is_recalled:
+                    self._say(f"{self._termination.reason}; it is sent {due.name}")
         code = self._mpirun.returncode
         if code != 0 or self._last_signal is not None or self._interference.ends_all:
             self._kill_remaining()
-        if self._is_killed:
+        if self._is_killed or self._is_recalled:
             return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason,
                            self._has_started)
         return Outcome(code if code >= 0 else 128 - code, "", self._has_started)
@@ -269,6 +270,15 @@ class _Run:
     @property
     def _has_started(self) -> bool:
         return self._start is None or self._output.started >= self._start.ranks
+
+    @property
+    def _is_recalled(self) -> bool:
+        """Whether a signal has ended the job before all ranks had started.
+
+        mpirun may or may not end by itself then, with a code that says nothing about the job, so this is no matter for
+        the user: the exit code is that of the signal either way, and no line speaks of mpirun.
+        """
+        return self._last_signal is not None and not self._has_started and not self._termination.is_urgent
 
     def say_why(self, code: int) -> None:
         """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
@@ -316,7 +326,9 @@ class _Run:
         until = time.monotonic() + self._limits.left_s
         while left := self._remaining():
             if self._termination.is_urgent or not self._has_started or time.monotonic() >= until:
-                self._say(f"what is left of the job is killed: processes {', '.join(str(each.pid) for each in left)}")
+                if not self._is_recalled:
+                    numbers = ", ".join(str(each.pid) for each in left)
+                    self._say(f"what is left of the job is killed: processes {numbers}")
                 for process in left:
                     with contextlib.suppress(OSError):  # It has just ended.
                         os.kill(process.pid, signal.SIGKILL)

@@ -31,8 +31,10 @@ SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 SUPERVISE = """
 import os, sys
 from mpistrat.cli.mpirun import LaunchCommand
-from mpistrat.cli.supervisor import TimeLimits, launch
-sys.exit(launch(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**eval(sys.argv[1]))).code)
+from mpistrat.cli.supervisor import Start, TimeLimits, launch
+limits = eval(sys.argv[1])
+start = Start(limits.pop("ranks"), 1e4, str) if "ranks" in limits else None
+sys.exit(launch(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**limits), start=start).code)
 """
 
 
@@ -81,7 +83,10 @@ class Run:
 
 @contextlib.contextmanager
 def supervised(*words: str, prefix: Sequence[str] = (), **limits: float) -> Iterator[Run]:
-    """mpirun with these words, under supervision. Limits that are not given are practically infinite."""
+    """mpirun with these words, under supervision. Limits that are not given are practically infinite.
+
+    With `ranks` it waits for so many ranks to say that they start.
+    """
     with tempfile.TemporaryFile() as output:
         run = Run([sys.executable, MPIRUN, *words], prefix, limits, output)
         try:
@@ -133,6 +138,20 @@ def test_mpirun_that_does_not_end_after_a_signal_is_killed() -> None:
         assert run.code() == 130
         assert "got SIGINT\n" in run.output
         assert "mpirun has not ended within 0.5 s after a signal; it is sent SIGKILL\n" in run.output
+
+
+@pytest.mark.parametrize("way", ["ends", "stays"])
+def test_a_signal_before_all_ranks_have_started_is_the_exit_code_however_mpirun_ends(way: str) -> None:
+    with supervised(way, *SLEEP, ranks=2, unstarted_s=2.0) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(signal.SIGTERM)
+        run.await_text("got SIGTERM\n")
+        if way == "ends":
+            run.named("sleep").kill()
+        assert run.code() == 128 + signal.SIGTERM
+        assert "mpistrat run: the job has ended with exit code 143: it was ended by signal 15 (SIGTERM)\n" in run.output
+        assert "mpirun has not ended" not in run.output
+        assert "is killed" not in run.output
 
 
 def test_other_signals_go_to_mpirun_and_end_nothing() -> None:
