@@ -267,8 +267,9 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
         _warn(horovod_warning(os.environ) + handshake.differences(infos))
     if binds:
         own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
-    losses = Losses(topology, own, {peer: Process(*infos[peer].process)
-                                    for peer in topology.local_ranks if peer != rank and infos[peer].process})
+    processes = {peer: Process(*process) for peer in topology.local_ranks
+                 if peer != rank and (process := infos[peer].process) is not None}
+    losses = Losses(topology, own, processes, settings[rank].stopped_limit_s)
     if len(topology.hosts) > 1:
         losses.interruption.progress = library.load_mpi().COMM_SELF.Iprobe
     try:

@@ -60,6 +60,9 @@ class Settings:
     lost_after_s: float = _setting(
         "LOST_AFTER_S", 5.0, "Seconds without an answer after which a host is lost, because it is down or the link to "
         "it is cut. 0: hosts are not probed.", low=0, high=1e5)
+    stopped_limit_s: float = _setting(
+        "STOPPED_LIMIT_S", 0.0, "Seconds after which a rank whose process is stopped (SIGSTOP) is killed, so that an "
+        "elastic job goes on without it. It is reported after 5 s. 0: never.", low=0, high=1e7)
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")

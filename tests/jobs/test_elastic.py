@@ -3,7 +3,7 @@
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,10 +17,10 @@ EPOCHS = 2
 
 
 def elastic(*options: str, script: Sequence[str] = (), way: str = "--elastic",
-            watch: Callable[[str], None] | None = None) -> Finished:
+            watch: Callable[[str], None] | None = None, env: Mapping[str, str] | None = None) -> Finished:
     """Run the script in an elastic job of this host."""
     return run_limited([sys.executable, "-m", "mpistrat", "run", way, *options, sys.executable, SCRIPT, *script],
-                       limit_s=90, watch=watch)
+                       limit_s=90, watch=watch, env=env)
 
 
 def supervisor_of(words: str) -> psutil.Process | None:
@@ -55,6 +55,12 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(rank: int, when: str) 
 def test_two_losses_one_after_the_other() -> None:
     job = elastic("-np", "4", script=["--kill", "1:3:4:after", "1:1:9:before"])
     assert_whole(job, ranks=2, generation=1, most_twice=4)
+
+
+def test_a_rank_that_is_stopped_for_too_long_is_left_out() -> None:
+    job = elastic("-np", "3", script=["--kill", "1:1:5:stop"], env={"MPISTRAT_STOPPED_LIMIT_S": "2"})
+    assert_whole(job, ranks=2, generation=1, most_twice=2)
+    assert "is killed: it has been stopped for 2 s (MPISTRAT_STOPPED_LIMIT_S)" in job.output
 
 
 def test_with_new_processes_after_each_loss() -> None:
