@@ -3,11 +3,14 @@
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+
+from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S
 
 from ..support.jobs import Finished, needs_mpirun, run_limited
 
@@ -93,6 +96,23 @@ def test_the_ranks_and_the_keeper_end_with_a_supervisor_that_is_killed(tmp_path:
     assert job.code == -signal.SIGKILL and job.left == (), job.output
     assert keepers, job.output
     assert not psutil.wait_procs(keepers, timeout=10)[1]
+
+
+def test_a_supervisor_that_was_stopped_learns_what_the_ranks_have_done_meanwhile(tmp_path: Path) -> None:
+    log, stopped = tmp_path / "log", []
+
+    def stop_supervisor(printed: str) -> None:
+        supervisor = supervisor_of(str(log))
+        if log.exists() and supervisor is not None and not stopped:
+            stopped.append(supervisor.pid)
+            supervisor.suspend()
+            time.sleep(HOST_LOST_AFTER_S + 1)
+            supervisor.resume()
+
+    # The ranks are done before the keeper would end them, which has heard nothing either.
+    job = elastic("-np", "2", script=["--pause", "0.1", "--log", str(log)], watch=stop_supervisor)
+    assert_whole(job, ranks=2, generation=1, most_twice=0)
+    assert stopped and "is lost" not in job.output
 
 
 def test_sigterm_ends_the_job_at_a_commit_and_the_next_job_goes_on_from_its_file(tmp_path: Path) -> None:
