@@ -20,6 +20,7 @@ from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
 from ..gpu.executor import GpuExecutor
+from ..process import stacks
 from .backends import Backends
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Group:
         self._device = GpuExecutor(topology, backends.data, settings)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
         self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
-                                        interruption=interruption))
+                                        interruption=interruption, where=stacks.where))
         self.engine.start()
 
     @property

@@ -59,6 +59,7 @@ class Controller:
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
         interruption: Ends the cycles because ranks are lost; None: nothing does.
+        where: Returns where the threads of this process are, for reports on ranks that others wait for.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -68,7 +69,8 @@ class Controller:
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
                  agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
-                 interruption: Interruption | None = None):
+                 interruption: Interruption | None = None, where: Callable[[], str] = str):
+        self._where = where
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -167,13 +169,15 @@ class Controller:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
         self.life.announce_end()
+        has_news = False
         for source, message in messages:
             if source == self._coordinator.parent:
                 self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
+                has_news = True
             else:
-                self._coordinator.receive(source, message, now)
+                has_news = self._coordinator.receive(source, message, now) or has_news
         self._execute_learned(now)
-        is_quiet = not (messages or entries or has_settled or has_finished or self.executor.device.is_busy)
+        is_quiet = not (has_news or entries or has_settled or has_finished or self.executor.device.is_busy)
         announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
@@ -187,7 +191,8 @@ class Controller:
         report = self._coordinator.stalls.report(now)
         if report:
             logger.warning("%s", report)
-        is_busy = bool(has_finished or entries or has_settled or messages or announcement or decision)
+        is_busy = bool(has_finished or entries or has_settled or has_news or announcement
+                       or (decision is not None and decision.is_news))
         if is_busy:
             self._busy_at = self.clock()  # What was executed may have taken long.
         return is_busy
@@ -238,6 +243,8 @@ class Controller:
         # The coordinator learns its numbers before this rank executes it. Children may execute it first, and then send
         # these numbers.
         self._learned.append(_Learned(decision, self._coordinator.learn(decision), message))
+        if self.topology.rank in decision.asks:
+            self._coordinator.answer(self._where())
 
     def _execute_learned(self, now: float) -> None:
         """Execute what rank 0 has decided, as soon as no vote is open."""
