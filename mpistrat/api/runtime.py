@@ -25,6 +25,8 @@ from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..process.procfs import Process
+from ..trace import clocks
+from ..trace.tracer import Tracer
 from ..transport.mpi import library
 from . import handshake, own_cores
 from .backends import backends_alone, backends_over
@@ -228,7 +230,9 @@ def _init_alone() -> Runtime:
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
     losses = Losses(topology)
-    return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption), losses)
+    tracer = Tracer(topology, {}, settings.status_file, os.environ) if settings.recorder else None
+    return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption, tracer), losses,
+                   tracer)
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
@@ -275,7 +279,10 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
-        return Runtime(settings[rank], Group(settings[rank], topology, backends, own, losses.interruption), losses)
+        tracer = Tracer(topology, clocks.measure(own), settings[rank].status_file, os.environ) \
+            if settings[rank].recorder else None
+        group = Group(settings[rank], topology, backends, own, losses.interruption, tracer)
+        return Runtime(settings[rank], group, losses, tracer)
     except BaseException:
         losses.stop()
         raise

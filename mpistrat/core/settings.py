@@ -101,6 +101,11 @@ class Settings:
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
+    recorder: bool = _setting(
+        "RECORDER", True, "0: ranks do not record their operations. Then there is no status file, and no timeline.")
+    status_file: bool = _setting(
+        "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
+        "reads.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)

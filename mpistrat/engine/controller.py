@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.errors import MismatchError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
+from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError, TraceLink
 from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
@@ -28,7 +28,7 @@ from ..core.tuning import ENGINE_SPIN_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
-from ..negotiation.messages import Decision, EndReason
+from ..negotiation.messages import TRACE, Decision, EndReason
 from .executor import Executor
 from .life_cycle import LifeCycle
 from .queue import TensorQueue
@@ -60,6 +60,7 @@ class Controller:
         clock: Seconds, from any origin.
         interruption: Ends the cycles because ranks are lost; None: nothing does.
         where: Returns where the threads of this process are, for reports on ranks that others wait for.
+        trace: The messages of the trace; None: there are none.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -69,8 +70,9 @@ class Controller:
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
                  agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
-                 interruption: Interruption | None = None, where: Callable[[], str] = str):
-        self._where = where
+                 interruption: Interruption | None = None, where: Callable[[], str] = str,
+                 trace: TraceLink | None = None):
+        self._where, self._trace = where, trace or TraceLink()
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -115,9 +117,10 @@ class Controller:
 
     @property
     def may_propose(self) -> bool:
-        """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be announced."""
+        """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be sent."""
         votes = self._fast_path
-        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
+        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested
+                                      or self._trace.outgoing)
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment.
@@ -168,9 +171,14 @@ class Controller:
         elif entries:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
+        if self._trace.outgoing:
+            self._send_trace()  # Before the end is announced: what this rank has sent before that arrives.
         self.life.announce_end()
-        has_news = False
+        has_news = False  # Messages of the trace, and answers, are no news: they come in a deadlock, too.
         for source, message in messages:
+            if message.startswith(TRACE):
+                self._take_trace(source, message)
+                continue
             if source == self._coordinator.parent:
                 self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
                 has_news = True
@@ -196,6 +204,21 @@ class Controller:
         if is_busy:
             self._busy_at = self.clock()  # What was executed may have taken long.
         return is_busy
+
+    def _take_trace(self, source: int, message: bytes) -> None:
+        """Take a message of the trace: one of rank 0 is for all ranks, one of another rank for rank 0."""
+        parent, children = self._coordinator.parent, self._coordinator.children
+        if parent in (None, source):
+            self._trace.receive(message[len(TRACE):])
+        for receiver in children if source == parent else () if parent is None else (parent,):
+            self.control.send(receiver, message)
+
+    def _send_trace(self) -> None:
+        parent = self._coordinator.parent
+        while self._trace.outgoing:
+            message = TRACE + self._trace.outgoing.popleft()
+            for receiver in self._coordinator.children if parent is None else (parent,):
+                self.control.send(receiver, message)
 
     def _submit(self, entries: list[Entry], now: float) -> None:
         """Give the coordinator what was taken from the queue."""
