@@ -16,10 +16,11 @@ COMMANDS = {
     "run": "start a script on several ranks, with mpirun's options filled in",
     "doctor": "show what this machine has, and what will go wrong on the hosts of a job, with the remedies",
     "check": "another name for doctor",
+    "top": "show what the ranks of a running job do, and which is the slowest",
     "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
 }
-# The modules of commands that are not named like them. `check` was the first name of doctor, and stands in scripts.
-_MODULES = {"doctor": "doctor.command", "check": "doctor.command"}
+# The modules of commands that do not have their name. `check` was the first name of doctor, and stands in scripts.
+_MODULES = {"doctor": "doctor.command", "check": "doctor.command", "top": "top.command"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.install import pip_extra
+from ...core.install import pip, pip_extra
 from ...core.topology import describe_by_rank
 from ..arguments import counted
 from .facts import Facts
@@ -322,8 +322,8 @@ def _install(name: str, found: Sequence[str]) -> str:
     if name == "Python":
         return f"make the virtual environment with the same Python on all hosts: python{versions[-1]} -m venv .venv"
     if name == "mpistrat":
-        return "install the same version on all hosts: pip install . in the same checkout"
-    return f"pip install '{name}=={versions[-1]}' on all hosts"
+        return f"install the same version on all hosts: {pip('.')} in the same checkout"
+    return f"{pip(f'{name}=={versions[-1]}')}, on all hosts"
 
 
 def _size(size: int) -> str:
