@@ -1,7 +1,7 @@
-"""Which backends can run in this process, for `mpistrat check`.
+"""Which backends can run in this process, for `mpistrat doctor`.
 
 The dependencies of a backend are imported when it is checked: mpi4py loads an MPI library, and cupy is optional. Called
-by `mpistrat check`, in the process that cli/probe.py starts, and by mpi_built() and its like.
+by `mpistrat doctor`, in the process that cli/probe.py starts, and by mpi_built() and its like.
 """
 
 from dataclasses import dataclass

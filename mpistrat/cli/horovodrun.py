@@ -49,7 +49,7 @@ ARITY = {**dict.fromkeys((*_SETTINGS, "--ssh-port", "--ssh-identity-file", "--ne
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser of `mpistrat run`."""
     group = parser.add_argument_group("options of horovodrun")
-    group.add_argument("--check-build", action="store_true", help="do what mpistrat check does")
+    group.add_argument("--check-build", action="store_true", help="do what mpistrat doctor does")
     for option, (name, unit, text) in _SETTINGS.items():
         group.add_argument(option, dest=name, metavar=unit, help=f"{text}; sets {name}")
     for option, (name, value, text) in _FLAGS.items():

@@ -1,7 +1,7 @@
 """What this machine has, as rows of a table.
 
 `software`, `installed`, `nvidia_gpus` and `has_nvidia_driver` look at the machine; the other functions are pure. Called
-by `mpistrat check`.
+by `mpistrat doctor`.
 """
 
 import ctypes

@@ -14,9 +14,13 @@ from ..core.version import __version__
 
 COMMANDS = {
     "run": "start a script on several ranks, with mpirun's options filled in",
-    "check": "show what this machine has, what is missing, and which backends can run",
+    "doctor": "show what this machine has, and what will go wrong on the hosts of a job, with the remedies",
+    "check": "another name for doctor",
+    "top": "show what the ranks of a running job do, and which is the slowest",
     "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
 }
+# The modules of commands that do not have their name. `check` was the first name of doctor, and stands in scripts.
+_MODULES = {"doctor": "doctor.command", "check": "doctor.command", "top": "top.command"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
@@ -36,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has ended (as in `mpistrat check | head -1`). Without this, Python would print an
+        # The reader of the output has ended (as in `mpistrat doctor | head -1`). Without this, Python would print an
         # error at exit, when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -51,7 +55,7 @@ def _dispatch(command: str, rest: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise LaunchError(_unknown(command))
-    code: int = import_module(f".{command}", __package__).main(rest)
+    code: int = import_module(f".{_MODULES.get(command, command)}", __package__).main(rest)
     return code
 
 

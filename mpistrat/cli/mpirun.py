@@ -1,7 +1,7 @@
 """Find mpirun, identify its maker, and compose the command that starts a job with it.
 
 `compose` is a pure function of plain data. `find_mpirun`, `identify` and `this_machine` look at the machine. The
-options were tried with Open MPI 4.1 and 5.0 and with MPICH 5.0. Called by the launcher and by `mpistrat check`.
+options were tried with Open MPI 4.1 and 5.0 and with MPICH 5.0. Called by the launcher and by `mpistrat doctor`.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 A wrong MPI library or GPU driver can hang or end the process that loads it. So `probe()` starts `python -m
 mpistrat.cli.probe` with a time limit. That process prints each finding as one line, as soon as it has it. Called by
-`mpistrat check`.
+`mpistrat doctor`.
 """
 
 import contextlib

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from ..core.errors import LaunchError
 from ..process.launch_env import RUN_CORES
-from . import check, elastic, horovodrun
+from . import elastic, horovodrun
 from .arguments import Parser, add_launch_options, counted, mpirun_options, read_hosts, split_arguments
+from .doctor import command as doctor
 from .inventory import has_nvidia_driver
 from .mpirun import (
     INTEL_MPI,
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
     """
     options, passed, command = parse(argv)
     if options.check_build:
-        return check.main([])
+        return doctor.main([])
     if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
         return _run_once(command)
     options.np = options.np if options.np is not None else options.max_np

@@ -1,7 +1,7 @@
 """Why mpirun cannot start ranks on other hosts by ssh, and what to do about it.
 
 mpirun says only that a daemon has not reported back, or waits without a limit. Called when a job has not started, and
-by `mpistrat check` before it starts one.
+by `mpistrat doctor` before it starts one.
 """
 
 import contextlib
@@ -51,10 +51,15 @@ def why_unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> str:
         hosts: At least one. Some dozens of them are tried.
         environ: The environment of mpirun, which may have arguments for ssh.
     """
+    return next((" ".join(each) for each in unreachable(hosts, environ).values()), "")
+
+
+def unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """As why_unreachable, for each of the hosts that cannot be reached: a sentence that says why, and the remedy."""
     ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath))
     if ssh is None:
-        return (f"there is no ssh on this host, with which mpirun starts ranks on {hosts[0]}. Install it: apt-get "
-                "install openssh-client")
+        return {hosts[0]: (f"there is no ssh on this host, with which mpirun starts ranks on {hosts[0]}.",
+                           "Install it: apt-get install openssh-client")}
     given = next((environ[name] for name in _SSH_ARGUMENTS if name in environ), "")
     argv = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", *shlex.split(given)]
     tries = {host: subprocess.Popen([*argv, host, "true"], env=dict(environ), stdin=subprocess.DEVNULL,
@@ -62,7 +67,7 @@ def why_unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> str:
              for host in hosts[:_MOST_AT_ONCE]}
     until = time.monotonic() + _LIMIT_S
     failures = {host: _failure(process, until) for host, process in tries.items()}
-    return next((_sentence(host, failure) for host, failure in failures.items() if failure is not None), "")
+    return {host: _sentences(host, failure) for host, failure in failures.items() if failure is not None}
 
 
 def _failure(process: "subprocess.Popen[bytes]", until: float) -> str | None:
@@ -78,6 +83,6 @@ def _failure(process: "subprocess.Popen[bytes]", until: float) -> str | None:
     return next((line.strip() for line in reversed(lines) if line.strip()), "") if process.returncode == 255 else None
 
 
-def _sentence(host: str, failure: str) -> str:
+def _sentences(host: str, failure: str) -> tuple[str, str]:
     remedy = next((remedy.format(host=host) for words, remedy in _REMEDIES if words in failure), _NO_ANSWER)
-    return f"{host} cannot be reached by ssh ({failure.removeprefix('ssh: ') or 'it does not answer'}). {remedy}"
+    return f"{host} cannot be reached by ssh ({failure.removeprefix('ssh: ') or 'it does not answer'}).", remedy

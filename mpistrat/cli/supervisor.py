@@ -11,9 +11,9 @@ from each other, and it may be killed before it can end its ranks. So `launch` d
 - mpirun waits without a limit for hosts that do not answer, and then ignores signals. So where ranks start on other
   hosts it is killed if they have not started in time, and soon after a signal before that.
 - What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
-  stdout and stdin are those of this process.
+  stdout and stdin are those of this process, unless the caller names another stdout.
 
-Called by `mpistrat run` and `mpistrat check`, in their main thread. mpistrat.run starts `mpistrat run`.
+Called by `mpistrat run` and `mpistrat doctor`, in their main thread. mpistrat.run starts `mpistrat run`.
 """
 
 import contextlib
@@ -183,7 +183,7 @@ class Termination:
 
 def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
            output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
-           interference: "Interference | None" = None) -> Outcome:
+           interference: "Interference | None" = None, stdout: int | None = None) -> Outcome:
     """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
 
     Args:
@@ -194,6 +194,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         start: How the ranks start; None: they do not say that they start.
         speaker: The command that prints the last lines.
         interference: What a supervisor of several mpiruns has to say.
+        stdout: A descriptor for mpirun's stdout; None: that of this process.
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -205,7 +206,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
-                   output or Output(), start, speaker, interference or Interference())
+                   output or Output(), start, speaker, interference or Interference(), stdout)
         outcome = run.wait()
         run.say_why(outcome.code)
         return outcome
@@ -222,7 +223,7 @@ class _Run:
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
                  mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str,
-                 interference: "Interference"):
+                 interference: "Interference", stdout: int | None):
         self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
@@ -235,7 +236,7 @@ class _Run:
         sys.stderr.flush()
         source, sink = os.pipe()
         try:
-            self._mpirun = subprocess.Popen(command.argv, env=dict(environ), stderr=sink,
+            self._mpirun = subprocess.Popen(command.argv, env=dict(environ), stdout=stdout, stderr=sink,
                                             preexec_fn=_prepare(mask, os.getpid()))
         except OSError as error:
             os.close(source)

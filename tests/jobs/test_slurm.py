@@ -4,6 +4,7 @@ The batch scripts are those of docs/deploy, with fewer ranks.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -178,3 +179,13 @@ def test_srun_in_a_batch_job_starts_ranks_on_two_nodes(slurm: Slurm) -> None:
     ranks = ranks_of(output)
     assert [size for size, _, _ in ranks] == ["2", "2"], output
     assert {node for _, node, _ in ranks} == set(NODES), output
+
+
+def test_doctor_in_an_allocation_says_which_mpi_of_srun_fits(slurm: Slurm) -> None:
+    line = ["salloc", "--ntasks=2", "--nodes=1", f"--nodelist={HOST}", sys.executable, "-m", "mpistrat", "doctor",
+            "-np", "2", "--json"]
+    job = run_limited(line, env=slurm.environment)
+    found = json.loads(job.output[job.output.index("{\n"):job.output.rindex("\n}") + 2])
+    assert found["observed"]["sizes_of_srun"] == {"": 1, "pmix": 2}, job.output
+    fix, = [each["fix"] for each in found["findings"] if each["subject"] == "pmi"]
+    assert fix == "srun --mpi=pmix -n 2 python train.py"

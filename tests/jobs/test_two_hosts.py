@@ -263,6 +263,24 @@ def test_mpistrat_run_passes_settings_and_the_path_on(hosts: Hosts) -> None:
     assert job.code == 0, job.output
 
 
+def test_doctor_measures_the_link_between_hosts_and_says_that_it_is_slow() -> None:
+    require_namespaces()
+    if not can_make_links():
+        pytest.skip("no /dev/net/tun")
+    with two_hosts(Link(delay_s=0.005, bits_per_s=4e7)) as made:
+        slots = ",".join(f"{name}:1" for name in made.names)
+        job = made.run_line([sys.executable, "-m", "mpistrat", "doctor", "-H", slots, "--json"])
+    found = json.loads(job.output[job.output.index("{\n"):job.output.rindex("\n}") + 2])
+    assert [each["host"] for each in found["observed"]["facts"]] == list(made.names), job.output
+    link, = found["observed"]["links"]
+    assert 5e5 < link["bytes_per_s"] < 6e6
+    assert 0.004 < link["latency_s"] < 0.1
+    texts = [each["text"] for each in found["findings"] if each["subject"] == "links"]
+    assert any("MB per second between" in text for text in texts), texts
+    assert any("a message needs" in text for text in texts), texts
+    assert job.code == 0, job.output  # A slow link fails no job.
+
+
 def test_a_cluster_has_addresses_by_which_the_hosts_reach_each_other(hosts: Hosts) -> None:
     job = hosts.run([2, 2], ["python", "tests/scripts/cluster_formed.py"])
     first, second = hosts.addresses

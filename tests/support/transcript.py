@@ -87,8 +87,8 @@ exit 255
 """
 
 SCENES = (
-    Scene("Is everything there?", "After the installation, `mpistrat check` shows what the machine has.",
-          "", "mpistrat check", 0, ("This machine", "TensorFlow ", "MPI library ", "mpirun ", "Backends",
+    Scene("Is everything there?", "After the installation, `mpistrat doctor` shows what the machine has.",
+          "", "mpistrat doctor", 0, ("This machine", "TensorFlow ", "MPI library ", "mpirun ", "Backends",
                                     "shared_memory yes")),
     Scene("Quick start", "The script of the README on two ranks.",
           "quick_start.py", "mpistrat run -np 2 python quick_start.py", 0, ("Epoch 1/5", "Epoch 5/5", "accuracy: ",
@@ -144,9 +144,9 @@ SCENES = (
           "", "mpistrat run -np 2 -H node9:2 --start-timeout 2 python train.py", 1,
           ("has not started all ranks within 2 s (--start-timeout)", f"{_ENDED} 1: node9 cannot be reached by ssh",
            "Is it on, and does a firewall let ssh through?"), ssh=f"ssh: {_OFF}"),
-    Scene("A check of a host that is off", "`mpistrat check` says it, too, and no process of it is left.",
-          "", "mpistrat check -np 2 -H node9:2", 1,
-          ("All-reduce over 2 ranks", "failed: node9 cannot be reached by ssh",
+    Scene("A check of a host that is off", "`mpistrat doctor` says it, too, and no process of it is left.",
+          "", "mpistrat doctor -H node9:2", 1,
+          ("Looking at 2 ranks", "failure: node9 cannot be reached by ssh",
            "Is it on, and does a firewall let ssh through?"), ssh=f"ssh: {_OFF}"),
     Scene("SIGTERM while a host does not answer", "A batch system, or `timeout`, ends the job before it has started.",
           "", "timeout --preserve-status 2 mpistrat run -np 2 -H node9:2 python train.py", 143,

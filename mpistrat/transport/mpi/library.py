@@ -176,7 +176,7 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
             raise MpistratError(
                 f"{launcher} started {launched} processes, but the MPI library that mpi4py loaded ({library}) sees "
                 "only one: it belongs to another MPI than the launcher, or srun lacks the right --mpi=. Use the mpirun "
-                "of that library ('mpistrat run' finds it; 'mpistrat check' shows it), or point MPI4PY_LIBMPI to the "
+                "of that library ('mpistrat run' finds it; 'mpistrat doctor' shows it), or point MPI4PY_LIBMPI to the "
                 "launcher's libmpi.so.")
         return world
     if isinstance(comm, mpi.Comm):

