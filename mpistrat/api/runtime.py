@@ -20,7 +20,7 @@ from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
-from ..process import abort, exit_code
+from ..process import abort, exit_code, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
@@ -230,7 +230,8 @@ def _init_alone() -> Runtime:
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
     losses = Losses(topology)
-    tracer = Tracer(topology, {}, settings.status_file, os.environ) if settings.recorder else None
+    tracer = Tracer(topology, {}, settings.status_file, os.environ, stacks.main_line) \
+        if settings.recorder else None
     return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption, tracer), losses,
                    tracer)
 
@@ -279,7 +280,8 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
-        tracer = Tracer(topology, clocks.measure(own), settings[rank].status_file, os.environ) \
+        tracer = Tracer(topology, clocks.measure(own), settings[rank].status_file, os.environ,
+                        stacks.main_line) \
             if settings[rank].recorder else None
         group = Group(settings[rank], topology, backends, own, losses.interruption, tracer)
         return Runtime(settings[rank], group, losses, tracer)

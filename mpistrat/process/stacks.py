@@ -1,5 +1,6 @@
 """Where the Python threads of this process are now, in the lines of the user's code. Local; any thread may call it."""
 
+import linecache
 import sys
 import threading
 import traceback
@@ -28,6 +29,16 @@ def where() -> str:
             heading = "in the main thread:" if ident == main else f"in {names.get(ident, 'a thread of a library')}:"
             parts.append("\n".join([heading, *map(str, shown)]))
     return "\n".join(parts[:_MOST_THREADS])
+
+
+def main_line() -> str:
+    """Return the line of the user's code in which the main thread is, or "" if there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [] if frame is None else _users_frames(frame)
+    if not frames:
+        return ""
+    file, line, name = frames[-1]
+    return f'at "{file}", line {line}, in {name}: {linecache.getline(file, line).strip()}'
 
 
 def _every_frame(frame: FrameType) -> list[Frame]:

@@ -21,6 +21,7 @@ from .clocks import Offset
 from .ring import Operation, Traced
 from .status import StatusFile, outstanding, rss_bytes, shares
 from .steps import StepCounter
+from .stragglers import ProcessorUse, StragglerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -38,23 +39,24 @@ class Tracer(TraceLink):
         offsets: On rank 0, the offset of each rank's clock in init(), in nanoseconds.
         writes_status: Whether rank 0 writes the status file.
         environ: See StatusFile.
+        place: Returns where in the script this rank is, for sentences on a rank that is slow.
 
     Attributes:
         rows: Returns the rows that this rank has trained on; None: nobody counts them.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], writes_status: bool,
-                 environ: Mapping[str, str]):
+                 environ: Mapping[str, str], place: Callable[[], str] = str):
         super().__init__()
         self._topology, self._offsets = topology, offsets
-        self._writes_status, self._environ = writes_status, environ
+        self._writes_status, self._environ, self._place = writes_status, environ, place
         self.rows: Callable[[], int] | None = None
         self._traced: Callable[[], Mapping[int, Traced]] = dict
         self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
         self._next: dict[int, int] = {}  # The number of the next operation of each process set.
-        self._steps = StepCounter()
+        self._steps, self._use = StepCounter(), ProcessorUse()
         self._operations = self._bytes = 0
         self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
         self._reports: dict[int, dict[str, Any]] = {}
@@ -93,7 +95,7 @@ class Tracer(TraceLink):
     # -- in the tracer's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        status = self._open_status()
+        status, stragglers = self._open_status(), StragglerWatch()
         began = time.monotonic_ns()
         while not self._ends.wait(_INTERVAL_S):
             now = time.monotonic_ns()
@@ -107,6 +109,9 @@ class Tracer(TraceLink):
             self._reports[0] = report
             if self._topology.size > 1:
                 self._send(_CLOCK + _SENT.pack(now))
+            straggler = stragglers.add(self._reports)
+            if straggler is not None:
+                logger.warning("mpistrat: %s", straggler)
             if status is not None:
                 try:
                     status.write([self._reports[rank] for rank in sorted(self._reports)])
@@ -146,8 +151,10 @@ class Tracer(TraceLink):
     def _report(self, recent: list[Operation], interval: tuple[int, int]) -> dict[str, Any]:
         in_flight = [entry for traced in self._traced().values() for entry in traced.in_flight()]
         computing, waiting, moving = shares(recent, in_flight, interval)
+        cores, delayed = self._use.since_last()
         return {"rank": self._topology.rank, "host": self._topology.host, "pid": os.getpid(),
                 "steps": self._steps.steps, "rows": self.rows and self.rows(), "operations": self._operations,
                 "bytes": self._bytes, "computing": round(computing, 4), "waiting": round(waiting, 4),
-                "moving": round(moving, 4), "rss_bytes": rss_bytes(),
+                "moving": round(moving, 4), "cores": round(cores, 3), "delayed": round(delayed, 3),
+                "place": self._place(), "rss_bytes": rss_bytes(),
                 "outstanding": outstanding(in_flight, interval[1]), "written": time.time()}
