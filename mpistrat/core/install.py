@@ -18,6 +18,7 @@ EXTRAS = {
     "gpu": ("cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"),
     "gpu13": ("cupy-cuda13x", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
     "bench": ("matplotlib", "rich"),
+    "timeline": ("perfetto",),
 }
 
 

@@ -56,6 +56,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     # `mpistrat check` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "cli.bench.labels": {"numpy", "matplotlib"},
+    "trace.files": {"perfetto"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
 }
 
