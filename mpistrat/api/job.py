@@ -46,6 +46,8 @@ class Runtime:
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:
             tracer.start(self._traced, world.engine.controller.control.wake)
+            if settings.timeline not in ("", "DYNAMIC"):
+                tracer.start_timeline(settings.timeline, settings.timeline_mark_cycles, settings.timeline_window)
         losses.when_lost = self._interrupt
         self._in_cluster = False
 
@@ -79,7 +81,7 @@ class Runtime:
         log_step(self.topology.rank, "shutdown begins")
         groups = self._groups()
         self.registry.unbind()
-        self._stop_tracer()
+        self._stop_tracer(closes=False)  # Its last messages are sent before the end is announced.
         had_ended = self.engine.controller.life.ended.is_set()
         # The announcements come first: a rank that waits for this one in any set fails now.
         for group in groups:
@@ -87,6 +89,8 @@ class Runtime:
         for group in groups:
             group.engine.end(self._report_waiting)
         self.losses.stop()  # All ranks have announced their end, or there was an error: they may end now.
+        if self.tracer is not None:
+            self.tracer.close()
         # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
         error = self.world.error
         is_well = error is None or isinstance(error, StallError)
@@ -193,9 +197,11 @@ class Runtime:
     def _traced(self) -> dict[int, Traced]:
         return {number: group.traced for number, group in list(self.registry.groups.items())}
 
-    def _stop_tracer(self) -> None:
+    def _stop_tracer(self, closes: bool = True) -> None:
         if self.tracer is not None:
             self.tracer.stop()
+            if closes:
+                self.tracer.close()
 
     def _report_waiting(self, waited_s: float) -> None:
         log_step(self.topology.rank, "has shut down, and has waited %.0f s for the other ranks to do so", waited_s)

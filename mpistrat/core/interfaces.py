@@ -201,6 +201,10 @@ class ControlPlane(ABC):
         """
 
     @abstractmethod
+    def is_sending_to(self, ranks: Sequence[int]) -> bool:
+        """Whether a message to one of `ranks` waits until it has been sent."""
+
+    @abstractmethod
     def poll(self) -> list[tuple[int, bytes]]:
         """The messages that have arrived, as (sender, message). Does not wait."""
 
@@ -249,7 +253,8 @@ class TraceLink:
 
     Attributes:
         outgoing: What the engine is to send, in order: from rank 0 to all other ranks, from another rank to rank 0. Any
-            thread may append, and then wakes the engine.
+            thread may append, and then wakes the engine. The engine sends one after the other, so that the messages of
+            the negotiation need not wait for many of them.
     """
 
     def __init__(self) -> None:

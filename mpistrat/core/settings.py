@@ -6,6 +6,7 @@ setting, HOROVOD_X becomes MPISTRAT_X. `Settings.from_env` is called by the runt
 
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -103,6 +104,15 @@ class Settings:
         "may use there, unless the launcher has bound the ranks.")
     recorder: bool = _setting(
         "RECORDER", True, "0: ranks do not record their operations. Then there is no status file, and no timeline.")
+    timeline: str = _setting(
+        "TIMELINE", "", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
+        "(Chrome's trace format) or .pftrace (Perfetto's). Empty, or DYNAMIC as in Horovod: none before "
+        "start_timeline.")
+    timeline_mark_cycles: bool = _setting(
+        "TIMELINE_MARK_CYCLES", False, "1: mark in that file when each rank begins to execute what was agreed on.")
+    timeline_steps: str = _setting(
+        "TIMELINE_STEPS", "", "Steps of training that are in that file, as FIRST:END, from 0 and without END. Empty: "
+        "everything.")
     status_file: bool = _setting(
         "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
         "reads.")
@@ -139,6 +149,9 @@ class Settings:
             raise SettingsError(
                 f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS ({settings.stall_abort_s:g}) must be 0 or at least "
                 f"{PREFIX}STALL_CHECK_TIME_SECONDS ({settings.stall_warning_s:g}).")
+        if settings.timeline_steps and settings.timeline_window is None:
+            raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected FIRST:END, for example "
+                                "100:120, with FIRST less than END.")
         return settings
 
     @classmethod
@@ -153,6 +166,12 @@ class Settings:
     def limit_s(self) -> float:
         """Seconds that a rank waits for others at most; 0: no limit."""
         return 0.0 if self.stall_check_disable else self.stall_abort_s
+
+    @property
+    def timeline_window(self) -> tuple[int, int] | None:
+        """`timeline_steps` as numbers; None if it is empty, or has no such form."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.timeline_steps)
+        return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
 
     @property
     def logging_level(self) -> int:

@@ -24,7 +24,7 @@ from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S
+from ..core.tuning import ENGINE_SPIN_S, TRACE_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
@@ -113,7 +113,7 @@ class Controller:
     @property
     def needs_driver(self) -> bool:
         """Whether cycles must go on now; without work it is enough to look at the messages now and then."""
-        return self.has_work or self.life.is_end_announced
+        return self.has_work or self.life.is_end_announced or bool(self._trace.outgoing)
 
     @property
     def may_propose(self) -> bool:
@@ -152,6 +152,8 @@ class Controller:
         else:
             timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
             spins = is_awaited
+        if self._trace.outgoing:
+            timeout_s = min(timeout_s, TRACE_POLL_S)
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -172,8 +174,9 @@ class Controller:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
         if self._trace.outgoing:
-            self._send_trace()  # Before the end is announced: what this rank has sent before that arrives.
-        self.life.announce_end()
+            self._send_trace()
+        else:
+            self.life.announce_end()
         has_news = False  # Messages of the trace, and answers, are no news: they come in a deadlock, too.
         for source, message in messages:
             if message.startswith(TRACE):
@@ -214,10 +217,12 @@ class Controller:
             self.control.send(receiver, message)
 
     def _send_trace(self) -> None:
+        """Send a message of the trace, if there is room for it beside the others."""
         parent = self._coordinator.parent
-        while self._trace.outgoing:
+        receivers = self._coordinator.children if parent is None else (parent,)
+        if not self.control.is_sending_to(receivers):
             message = TRACE + self._trace.outgoing.popleft()
-            for receiver in self._coordinator.children if parent is None else (parent,):
+            for receiver in receivers:
                 self.control.send(receiver, message)
 
     def _submit(self, entries: list[Entry], now: float) -> None:

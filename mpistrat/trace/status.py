@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.handle import Entry
-from .ring import Operation
+from .records import Record
 from .spans import Span, length, union
 
 VERSION = 1
@@ -28,7 +28,7 @@ def status_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
 
 
-def shares(operations: Iterable[Operation], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
+def shares(operations: Iterable[Record], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
     """The shares of an interval in which a rank computed, waited, and moved bytes. Their sum is 1.
 
     It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is

@@ -57,6 +57,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "cli.bench.labels": {"numpy", "matplotlib"},
+    "trace.files": {"perfetto"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
 }
 

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
 from mpistrat.trace import clocks, status
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.ring import Operation, OperationRing, Traced
+from mpistrat.trace.records import Record
+from mpistrat.trace.ring import OperationRing, Traced
 from mpistrat.trace.spans import common, length, union
 from mpistrat.trace.steps import StepCounter
 from mpistrat.trace.tracer import Tracer
@@ -30,8 +32,12 @@ def entry(name: str, array: np.ndarray, kind: str = "allreduce") -> Entry:
     return Entry(request, [array], Handle(name), submitted=time.monotonic_ns())
 
 
-def operation(number: int = 0, submitted: int = 0, agreed: int = 0, delivered: int = 0) -> Operation:
-    return Operation(number, number, entry("x", np.ones(1)).request, 8, submitted, agreed, agreed, delivered, delivered)
+def record(number: int = 0, submitted: int = 0, agreed: int = 0, delivered: int = 0, rank: int = 0,
+           **others: Any) -> Record:
+    fields = {"process_set": 0, "ranks": 2, "backend": "shared_memory", "name": f"x{number}", "kind": "allreduce",
+              "op": "sum", "dtype": "float32", "device": "cpu", "number": number, "bucket": number, "nbytes": 1000,
+              "step": 0, "began": agreed, "ended": delivered}
+    return Record(rank=rank, submitted=submitted, agreed=agreed, delivered=delivered, **{**fields, **others})
 
 
 def gradient(name: str) -> Request:
@@ -107,7 +113,7 @@ def test_spans_are_joined_cut_and_compared() -> None:
 
 
 def test_the_shares_of_a_second_add_up() -> None:
-    done = [operation(0, submitted=10, agreed=30, delivered=40), operation(1, submitted=35, agreed=50, delivered=60)]
+    done = [record(0, submitted=10, agreed=30, delivered=40), record(1, submitted=35, agreed=50, delivered=60)]
     waits = entry("later", np.ones(1))
     waits.submitted = 90
     assert status.shares(done, [waits], (0, 100)) == pytest.approx((0.4, 0.4, 0.2))
@@ -115,7 +121,7 @@ def test_the_shares_of_a_second_add_up() -> None:
 
 
 def test_a_rank_in_join_does_not_wait() -> None:
-    assert status.shares([operation(0, submitted=0, agreed=50, delivered=60)], [], (0, 100)) == (0.9, 0, 0.1)
+    assert status.shares([record(0, submitted=0, agreed=50, delivered=60)], [], (0, 100)) == (0.9, 0, 0.1)
 
 
 def test_the_oldest_operations_are_listed_first() -> None:
