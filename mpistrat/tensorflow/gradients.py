@@ -13,7 +13,8 @@ from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from ..core.tuning import BUCKET_BYTES
 from . import first_steps, names
-from .bridge.cpu import Observer, to_array
+from .bridge.cpu import to_array
+from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .first_steps import FirstSteps

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
@@ -20,13 +19,12 @@ from ..core.topology import Topology
 from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
-from .bridge.cpu import Observer
 from .bridge.differentiable import Gradient, with_gradient
-from .bridge.python_op import host_call
+from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
 from .names import of_gradient
-from .types import Arrays, Tensor
+from .types import Tensor
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
@@ -58,12 +56,11 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
     if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
         return topology.rank, topology.size
 
-    def call() -> Arrays:
+    def read() -> tuple[int, int]:
         topology = topology_of(process_set)
-        return [np.array(topology.rank, np.int32), np.array(topology.size, np.int32)]
+        return topology.rank, topology.size
 
-    with tf.device("CPU:0"):
-        rank, size = cpu.scalars(host_call(call, [], [tf.int32, tf.int32], stateful=True))
+    rank, size = cpu.read_in_graph(read, 2)
     return rank, size
 
 
