@@ -189,7 +189,8 @@ class GatherGradient(Gradient):
         if xla.is_compiled():
             topology, means = topology_of(self.process_set), reduce_dense(upstream, name, ScaledOp(Average),
                                                                           process_set=self.process_set)
-            if any(mean.shape[0] != topology.size * value.shape[0] for mean, value in zip(means, values, strict=True)):
+            if any(None not in (mean.shape[0], value.shape[0]) and mean.shape[0] != topology.size * value.shape[0]
+                   for mean, value in zip(means, values, strict=True)):
                 raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only where all ranks have as "
                                           "many rows. Leave jit_compile out of the function.")
             return [tf.split(mean, topology.size)[topology.rank] for mean in means]
@@ -211,12 +212,10 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
     """
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
-    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device)
-    if not shapes and has_rows and xla.is_compiled():
-        size = topology_of(process_set).size
-        shapes = [tf.TensorShape([size * rows if (rows := t.shape[0]) else rows, *t.shape[1:]]) for t in tensors]
-    elif not shapes:
-        shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    times_rows = 0 if shapes else topology_of(process_set).size
+    run = partial(cpu.run, times_rows=times_rows) if device is None or not has_rows else partial(gpu_graph.gather,
+                                                                                                 device)
+    shapes = shapes or [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
     return run(name, lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors, shapes,
                process_set, observer=observer)
 

@@ -93,7 +93,7 @@ def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, pro
         shapes = [tf.TensorShape([rows_of_ranks(t.shape[0], topology.size)[topology.rank], *t.shape[1:]])
                   if t.shape.rank and t.shape[0] is not None else shape for t, shape in zip(tensors, shapes, strict=True)]
     return cpu.run(name, lambda arrays: reducescatter_request(name, specs_of(arrays), scaled, process_set=process_set),
-                   _on_host(tensors), shapes, process_set)
+                   _on_host(tensors), shapes, process_set, times_rows=0)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int)
     rows, received = cpu.run(
         name, lambda arrays: alltoall_request(name, specs_of(arrays), topology_of(process_set).size,
                                               process_set=process_set),
-        _on_host([tensor, splits]), [shape, splits.shape], process_set)
+        _on_host([tensor, splits]), [shape, splits.shape], process_set, times_rows=0)
     return rows, received
 
 

@@ -58,7 +58,8 @@ _counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.W
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        process_set: int = 0, wait: Wait = Wait.NEVER, observer: Observer | None = None) -> list[tf.Tensor]:
+        process_set: int = 0, wait: Wait = Wait.NEVER, observer: Observer | None = None,
+        times_rows: int = 1) -> list[tf.Tensor]:
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
@@ -69,6 +70,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         process_set: The id of the process set, which `make_request` sets too.
         wait: In a graph, whether the submit waits for the result.
         observer: In a graph, called before the submit.
+        times_rows: In a graph that XLA compiles, where shapes must be known: how many times as many rows as its tensor
+            each result has. 0: `shapes` says how many.
 
     Raises:
         Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.
@@ -77,7 +80,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     if tf.executing_eagerly():
         return _run_eagerly(make_request, tensors, shapes)
     if xla.is_compiled():
-        return compiled.run(name, make_request, tensors, shapes, process_set, observer)
+        return compiled.run(name, make_request, tensors, shapes, process_set, observer, times_rows)
     require_function()
     dtypes = [t.dtype for t in tensors]
     if not all(map(_may_be_in_branches, dtypes)):

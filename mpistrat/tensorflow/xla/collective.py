@@ -29,20 +29,22 @@ from .link import linked
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        process_set: int, observer: Observer | None) -> list[tf.Tensor]:
+        process_set: int, observer: Observer | None, times_rows: int) -> list[tf.Tensor]:
     """Run one collective in a graph that XLA compiles; the arguments are those of cpu.run. Collective.
 
     Raises:
-        InvalidRequestError: XLA cannot compile collectives in this process, or not this one: a shape of a tensor or of
-            a result is not known, or it has no type for a dtype.
+        InvalidRequestError: XLA cannot compile collectives in this process, or not this one: the shape of a result
+            depends on other ranks, or XLA has no type for a dtype.
     """
     context.require()
+    if times_rows:
+        shapes = [tf.TensorShape([times_rows * rows if (rows := t.shape[0]) else rows, *t.shape[1:]])
+                  if t.shape.rank else t.shape for t in tensors]
     for tensor, shape in zip(tensors, shapes, strict=True):
-        if not (tensor.shape.is_fully_defined() and shape.is_fully_defined()):
+        if shape.rank is None or not (times_rows or shape.is_fully_defined()):
             raise InvalidRequestError(
-                f"{name}: XLA compiles a collective only where the shapes of the tensor and of its result are known "
-                f"when the function is traced. Received: {tensor.shape}, and {shape} for the result. Leave jit_compile "
-                "out of the function, or give the tensor a static shape.")
+                f"{name}: XLA must know the shape of the result when it compiles a collective. It is {shape} here, for "
+                f"a tensor of the shape {tensor.shape}. Leave jit_compile out of the function.")
         if not has_type(tensor.dtype):
             raise InvalidRequestError(f"{name}: XLA cannot compile a collective of {tensor.dtype.name}. Leave "
                                       "jit_compile out of the function, or cast the tensor.")
@@ -53,7 +55,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
                              observer)
     dtypes = [tf.int32, *[t.dtype for t in tensors], *[tf.int64] * counts]
     outputs = in_order(lambda: linked(lambda link: custom_call(
-        site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts])))
+        site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts],
+        times_rows)))
     site.belongs_to(outputs[0].op)
     if counts:
         execution.number = outputs.pop()

@@ -47,14 +47,15 @@ def has_type(dtype: tf.DType) -> bool:
 
 
 def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
-                shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+                shapes: Sequence[tf.TensorShape], times_rows: int = 1) -> list[tf.Tensor]:
     """Make the node, which has no gradient.
 
     Args:
         target: What is called.
-        inputs: At least one, of known shapes.
+        inputs: At least one, of known ranks. Extents that are not known here are known when XLA compiles.
         dtypes: The dtypes of the results, at least one.
-        shapes: Their shapes, which are known.
+        shapes: Their shapes. Extents that are not known follow from the input with the same place.
+        times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
     """
     _register()
     number = next(_numbers)
@@ -64,31 +65,60 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     returned = [(dtype, tuple(shape.as_list())) for dtype, shape in zip(dtypes, shapes, strict=True)]
     with stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"XlaCallModule": _NO_GRADIENT}):
         outputs: list[tf.Tensor] = xla_call_module(
-            args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned),
+            args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned, times_rows),
             Sout=[list(shape) for _, shape in returned], Tout=list(dtypes), platforms=["CPU"])
     set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
     return list(outputs)
 
 
-_Tensors = Sequence[tuple[tf.DType, tuple[int, ...]]]
+_Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 
-def _program(number: int, given: _Tensors, returned: _Tensors) -> str:
-    """The program of one call. Without layouts XLA would choose the order of dimensions in memory."""
-    operands = ", ".join(f"%arg{i}" for i in range(len(given)))
+def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int) -> str:
+    """The program of one call. Without layouts XLA would choose the order of dimensions in memory.
+
+    If there are unknown extents, the shapes of all results are operands too. The compiler computes and removes them.
+    """
+    known = all(None not in shape for _, shape in returned)
+    shapes = [] if known else [(tf.int32, (len(shape),)) for _, shape in returned]
+    lines = [_shape_of_result(i, given, returned[i][1], times_rows) for i in range(len(shapes))]
+    operands = ", ".join([*(f"%arg{i}" for i in range(len(given))), *(f"%s{i}" for i in range(len(shapes)))])
     parameters = ", ".join(f"%arg{i}: {_type(*each)}" for i, each in enumerate(given))
-    types_in, types = (", ".join(_type(*each) for each in tensors) for tensors in (given, returned))
-    results = ", ".join(f"%0#{i}" for i in range(len(returned))) if len(returned) > 1 else "%0"
-    return (f"module @mpistrat {{ func.func public @main({parameters}) -> ({types}) {{\n"
-            f"%0{f':{len(returned)}' if len(returned) > 1 else ''} = stablehlo.custom_call @{_NAME}({operands}) "
-            f"{{api_version = 4 : i32, has_side_effect = true, backend_config = {{target = {number} : i64}}, "
-            f"operand_layouts = [{_layouts(given)}], result_layouts = [{_layouts(returned)}]}} "
-            f": ({types_in}) -> ({types})\n"
-            f"return {results} : {types} }} }}")
+    types = ", ".join(_type(*each) for each in returned)
+    indices = list(range(len(given), len(given) + len(shapes)))
+    where = "" if known else f", indices_of_shape_operands = dense<{indices}> : tensor<{len(shapes)}xi64>"
+    results = ", ".join(f"%r#{i}" for i in range(len(returned)))
+    lines += [
+        f"%r:{len(returned)} = stablehlo.custom_call @{_NAME}({operands}) {{api_version = 4 : i32, "
+        f"has_side_effect = true, backend_config = {{target = {number} : i64}}, "
+        f"operand_layouts = [{_layouts([*given, *shapes])}], result_layouts = [{_layouts(returned)}]{where}}} : "
+        f"({', '.join(_type(*each) for each in [*given, *shapes])}) -> ({types})",
+        f"return {results} : {types}"]
+    body = "\n".join(lines)
+    return (f"module @mpistrat attributes {{jax.uses_shape_polymorphism = {'false' if known else 'true'}}} {{\n"
+            f"func.func public @main({parameters}) -> ({types}) {{\n{body}\n}}\n}}")
 
 
-def _type(dtype: tf.DType, shape: tuple[int, ...]) -> str:
-    return f"tensor<{''.join(f'{extent}x' for extent in shape)}{_TYPES[dtype]}>"
+def _shape_of_result(place: int, given: _Tensors, shape: tuple[int | None, ...], times_rows: int) -> str:
+    """The lines that compute the shape of a result, `%s` and its place."""
+    name, lines = f"%s{place}", []
+    for i, extent in enumerate(shape):
+        if extent is not None:
+            lines.append(f"{name}e{i} = stablehlo.constant dense<{extent}> : tensor<1xi32>")
+            continue
+        lines += [
+            f"{name}d{i} = stablehlo.get_dimension_size %arg{place}, dim = {i} : ({_type(*given[place])}) -> tensor<i32>",
+            f"{name}t{i} = stablehlo.constant dense<{1 if i else times_rows}> : tensor<i32>",
+            f"{name}p{i} = stablehlo.multiply {name}d{i}, {name}t{i} : tensor<i32>",
+            f"{name}e{i} = stablehlo.reshape {name}p{i} : (tensor<i32>) -> tensor<1xi32>"]
+    extents, types = ", ".join(f"{name}e{i}" for i in range(len(shape))), ", ".join(["tensor<1xi32>"] * len(shape))
+    lines.append(f"{name} = stablehlo.concatenate {extents}, dim = 0 : ({types}) -> tensor<{len(shape)}xi32>" if shape
+                 else f"{name} = stablehlo.constant dense<> : tensor<0xi32>")
+    return "\n".join(lines)
+
+
+def _type(dtype: tf.DType, shape: tuple[int | None, ...]) -> str:
+    return f"tensor<{''.join(('?' if extent is None else str(extent)) + 'x' for extent in shape)}{_TYPES[dtype]}>"
 
 
 def _layouts(tensors: _Tensors) -> str:
