@@ -99,6 +99,9 @@ class Settings:
     pin_gpu: bool = _setting(
         "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
         "each rank as pin_gpu() does.")
+    xla: bool = _setting(
+        "XLA", True, "0: XLA compiles no collectives: they are an error in a function with jit_compile=True, and Keras "
+        "models are trained without XLA.")
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
