@@ -16,6 +16,7 @@ COMMANDS = {
     "run": "start a script on several ranks, with mpirun's options filled in",
     "check": "show what this machine has, what is missing, and which backends can run",
     "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
+    "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
 }
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
