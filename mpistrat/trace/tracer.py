@@ -74,7 +74,7 @@ class Tracer(TraceLink):
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
-        self._next: dict[int, int] = {}  # The number of the next operation of each process set.
+        self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps, self._use = StepCounter(), ProcessorUse()
         self._operations = self._bytes = self._lost = 0
         self._recent: list[Record] = []  # since the last report
@@ -206,6 +206,13 @@ class Tracer(TraceLink):
     # -- in the tracer's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._report_and_write()
+        except Exception:  # Of any kind: a defect of the trace is no reason to end the training.
+            logger.warning("mpistrat: rank %d reports nothing any more, and sends nothing for a timeline",
+                           self._topology.rank, exc_info=True)
+
+    def _report_and_write(self) -> None:
         status, stragglers = self._open_status(), StragglerWatch()
         began = time.monotonic_ns()
         operations = 0
@@ -218,6 +225,9 @@ class Tracer(TraceLink):
             with self._lock:
                 self._read()
                 self._write_records()
+                is_over = self._window is not None and (self._steps.steps or 0) > self._window[1]
+                if self._timeline is not None and is_over and not self._awaited:
+                    self._end_timeline("")
             now = time.monotonic_ns()
             if now - began < _INTERVAL_S * 1e9:
                 continue
@@ -268,10 +278,10 @@ class Tracer(TraceLink):
             operations = traced.ring.since(expected)
             if not operations:
                 continue
-            self._next[number] = operations[-1].number + 1
-            self._operations += operations[-1].number + 1 - expected
+            self._next[number] = operations[-1].serial + 1
+            self._operations += operations[-1].serial + 1 - expected
             if window is not None:
-                self._lost += operations[0].number - expected
+                self._lost += operations[0].serial - expected
             for each in operations:
                 self._bytes += each.nbytes  # Of those that are kept: the ring may be too small.
                 records.append(record_of(self._topology.rank, each, traced, self._steps.add(each.request)))
@@ -293,7 +303,7 @@ class Tracer(TraceLink):
         self._lost = 0
 
     def _write_records(self) -> None:
-        """On rank 0, write what other ranks have sent, and end a window that is over."""
+        """On rank 0, write what other ranks have sent."""
         while self._incoming:
             message = self._incoming.popleft()
             if message.startswith(_RECORDS):
@@ -302,9 +312,6 @@ class Tracer(TraceLink):
                 rank, lost = _COUNTS.unpack(message[1:])
                 self._awaited.discard(rank)
                 self._timeline.lost += lost
-        if self._timeline is not None and self._window is not None and not self._awaited and \
-                (self._steps.steps or 0) > self._window[1]:
-            self._end_timeline("")
 
     def _add(self, records: list[Record]) -> None:
         if self._timeline is None or not records:
