@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
-_TIMELINE = ("there is no timeline yet. Profile a rank with tf.profiler, or measure the collectives with "
-             "`mpistrat bench`.")
 _INTERNAL = "it is internal to Horovod. "
 _TORCH = ("there is no binding for PyTorch. The collectives of `import mpistrat` take and return torch's tensors, see "
           "examples/torch_digits.py.")
@@ -19,8 +17,6 @@ _RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, o
 _OWN_MODULE = "it is a module that is imported by itself: import {0}."
 
 EVERYWHERE = {
-    "start_timeline": _TIMELINE,
-    "stop_timeline": _TIMELINE,
     "torch": _TORCH,
     "mxnet": "there is no binding for MXNet. The collectives of `import mpistrat` take numpy arrays.",
     "spark": f"there is no integration with Spark; {_RUNNER}",

@@ -3,6 +3,7 @@
 All are local, except for those that add and remove process sets.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..transport.mpi import library
 from . import runtime
 from .availability import cupy_problem
 from .process_sets import ProcessSet
+
+logger = logging.getLogger(__name__)
 
 
 def rank() -> int:
@@ -53,6 +56,36 @@ def hosts() -> tuple[str, ...]:
 def is_homogeneous() -> bool:
     """Return whether every host has the same number of ranks."""
     return runtime.current().topology.is_homogeneous
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to write the operations of all ranks to a file, which rank 0 writes. Local.
+
+    What rank 0 passes counts; on other ranks the call does nothing. `mpistrat timeline FILE` reads the file. What keeps
+    it from being written is a warning: the path cannot be written, the disk is full, or a timeline is being written
+    already.
+
+    Args:
+        file_path: Ends in .json (Chrome's trace format) or .pftrace (Perfetto's, which needs the package perfetto). A
+            file of this name is replaced.
+        mark_cycles: Whether to mark when each rank begins to execute what the ranks have agreed on.
+    """
+    tracer = runtime.current().tracer
+    if tracer is None:
+        logger.warning("mpistrat: there is no timeline, because MPISTRAT_RECORDER=0.")
+    else:
+        tracer.start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the file of start_timeline, or of MPISTRAT_TIMELINE. Local; without such a file it does nothing.
+
+    Rank 0 waits a moment for the last operations of the other ranks; on these the call does nothing. shutdown() calls
+    it.
+    """
+    tracer = runtime.current().tracer
+    if tracer is not None:
+        tracer.stop_timeline()
 
 
 def role(jobs: dict[str, int] | None = None) -> Role:

@@ -28,6 +28,8 @@ from .basics import (
     rocm_built,
     role,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from .ops import allgather_object, broadcast_object
 from .process_sets import ProcessSet, global_process_set
@@ -39,5 +41,5 @@ __all__ = [
     "broadcast_object", "ccl_built", "cluster_spec", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "gpu_available", "hosts", "init", "is_homogeneous",
     "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "rank", "remove_process_set", "rocm_built", "role", "shard", "shutdown", "size",
+    "rank", "remove_process_set", "rocm_built", "role", "shard", "shutdown", "size", "start_timeline", "stop_timeline",
 ]

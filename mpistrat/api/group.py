@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.interfaces import TraceLink
 from ..core.interruption import Interruption
 from ..core.request import allgather_request, specs_of
 from ..core.settings import Settings
 from ..core.topology import Topology
+from ..core.tuning import RECORDED_OPERATIONS
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
 from ..gpu.executor import GpuExecutor
+from ..process import stacks
+from ..trace.ring import OperationRing, Traced
 from .backends import Backends
 
 if TYPE_CHECKING:
@@ -35,22 +39,27 @@ class Group:
         backends: Of these ranks.
         comm: These ranks; None for one rank.
         interruption: Ends the engine, and the waits of the backends, which have it too.
+        trace: The messages that the engine of all ranks sends for the trace; None: none.
 
     Attributes:
         topology, comm: The arguments.
         engine: Executes the collectives of the group.
+        traced: What is recorded of it.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-                 interruption: Interruption):
+                 interruption: Interruption, trace: TraceLink | None = None):
         self.topology, self.comm = topology, comm
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
-        self._device = GpuExecutor(topology, backends.data, settings)
-        executor = Executor(backends.data, topology, settings.fusion_bytes, self._device)
-        self.engine = Engine(Controller(topology, backends.control, executor, settings, backends.agreement,
-                                        interruption=interruption))
+        ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0)
+        self._device = GpuExecutor(topology, backends.data, settings, ring)
+        executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring)
+        controller = Controller(topology, backends.control, executor, settings, backends.agreement,
+                                interruption=interruption, where=stacks.where, trace=trace)
+        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
+        self.engine = Engine(controller)
         self.engine.start()
 
     @property

@@ -38,7 +38,7 @@ class RankInfo:
         versions: Python's version and those of packages, by name; "none" for a package that is not installed.
         script: A digest of the script.
         cpus: The CPUs that it may use.
-        process: Its process, as the fields of procfs.Process; [] where /proc does not show it.
+        process: Its process, as the first four fields of procfs.Process; None where /proc does not show it.
     """
 
     host: str
@@ -48,7 +48,7 @@ class RankInfo:
     versions: dict[str, str]
     script: str
     cpus: list[int]
-    process: list[int]
+    process: tuple[int, int, int, int] | None
 
 
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
@@ -75,10 +75,10 @@ def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) 
     return from_texts(comm.allgather(to_text(own)))
 
 
-def own_process() -> list[int]:
+def own_process() -> tuple[int, int, int, int] | None:
     """This process, as RankInfo.process."""
     found = procfs.find(os.getpid())
-    return [] if found is None else list(dataclasses.astuple(found))
+    return None if found is None else (found.pid, found.started, found.parent, found.group)
 
 
 def to_text(info: RankInfo) -> str:

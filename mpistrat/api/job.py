@@ -15,6 +15,8 @@ from ..core.stalls import describe_wait
 from ..core.topology import Topology
 from ..engine.engine import Engine
 from ..process import abort
+from ..trace.ring import Traced
+from ..trace.tracer import Tracer
 from ..transport.mpi import library
 from .group import Group
 from .losses import Losses
@@ -36,11 +38,16 @@ class Runtime:
         world: All ranks of the job, with the engine that executes their collectives.
         registry: The process sets.
         losses: The ranks that have ended in the middle of the job.
+        tracer: Reports what the engines do; None: MPISTRAT_RECORDER=0.
     """
 
-    def __init__(self, settings: Settings, world: Group, losses: Losses):
-        self.settings, self.world, self.losses = settings, world, losses
+    def __init__(self, settings: Settings, world: Group, losses: Losses, tracer: Tracer | None):
+        self.settings, self.world, self.losses, self.tracer = settings, world, losses, tracer
         self.registry = Registry(world, settings, losses.interruption)
+        if tracer is not None:
+            tracer.start(self._traced, world.engine.controller.control.wake)
+            if settings.timeline not in ("", "DYNAMIC"):
+                tracer.start_timeline(settings.timeline, settings.timeline_mark_cycles, settings.timeline_window)
         losses.when_lost = self._interrupt
         self._in_cluster = False
 
@@ -74,6 +81,7 @@ class Runtime:
         log_step(self.topology.rank, "shutdown begins")
         groups = self._groups()
         self.registry.unbind()
+        self._stop_tracer(closes=False)  # Its last messages are sent before the end is announced.
         had_ended = self.engine.controller.life.ended.is_set()
         # The announcements come first: a rank that waits for this one in any set fails now.
         for group in groups:
@@ -81,6 +89,8 @@ class Runtime:
         for group in groups:
             group.engine.end(self._report_waiting)
         self.losses.stop()  # All ranks have announced their end, or there was an error: they may end now.
+        if self.tracer is not None:
+            self.tracer.close()
         # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
         error = self.world.error
         is_well = error is None or isinstance(error, StallError)
@@ -139,6 +149,7 @@ class Runtime:
     def leave(self) -> None:
         """End on this rank only, which is then lost for the others. Local."""
         log_step(self.topology.rank, "leaves the other ranks")
+        self._stop_tracer()
         self.losses.stop()
         self.lose(())
         for group in self._groups():
@@ -153,6 +164,7 @@ class Runtime:
         Raises:
             RecoveryError: An engine has not ended within the limit.
         """
+        self._stop_tracer()
         self.losses.stop()
         assert self.losses.interruption.error is not None
         self.losses.interruption.error.__traceback__ = None  # Its frames refer to memory that is to be freed.
@@ -166,6 +178,7 @@ class Runtime:
     def abandon(self, reason: str) -> None:
         """End on this rank only, because other ranks have died. Local. `reason` names them."""
         log_step(self.topology.rank, "ends without the other ranks: %s", reason)
+        self._stop_tracer()
         self.losses.stop()
         if self.comm is not None:
             library.finalize_without_barrier(library.load_mpi())
@@ -180,6 +193,15 @@ class Runtime:
     def _groups(self) -> list[Group]:
         """The groups that this rank is in. Ascending by id, so that all ranks close them in the same order."""
         return [group for _, group in sorted(self.registry.groups.items())]
+
+    def _traced(self) -> dict[int, Traced]:
+        return {number: group.traced for number, group in list(self.registry.groups.items())}
+
+    def _stop_tracer(self, closes: bool = True) -> None:
+        if self.tracer is not None:
+            self.tracer.stop()
+            if closes:
+                self.tracer.close()
 
     def _report_waiting(self, waited_s: float) -> None:
         log_step(self.topology.rank, "has shut down, and has waited %.0f s for the other ranks to do so", waited_s)

@@ -4,7 +4,10 @@ If the MPI library can go on without them, all engines of this rank end with Ran
 `recover`. Otherwise mpirun ends the job. If it has not done so after a moment, this rank does.
 """
 
+import contextlib
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STOPPED_S = 5.0  # after which a process that is stopped is reported
 _LAUNCHER_S = 2.0  # mpirun ends the job 0.4 s after a rank has ended, and then prints what has ended it.
 
 
@@ -34,6 +38,7 @@ class Losses:
         topology: All ranks of the job.
         comm: These ranks; None for one rank.
         processes: Those of the other ranks of this host, by rank.
+        stopped_limit_s: Seconds after which a rank that is stopped is killed; 0: never.
 
     Attributes:
         interruption: Ends the waits of this rank.
@@ -43,8 +48,9 @@ class Losses:
     """
 
     def __init__(self, topology: Topology, comm: "MPI.Comm | None" = None,
-                 processes: Mapping[int, Process] | None = None):
+                 processes: Mapping[int, Process] | None = None, stopped_limit_s: float = 0.0):
         self._topology, self._comm, self._processes = topology, comm, processes or {}
+        self._stopped_limit_s = stopped_limit_s
         self.is_tolerant = False
         if comm is not None:
             from ..transport.mpi import ulfm
@@ -58,7 +64,29 @@ class Losses:
         if topology.size > 1:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
             self._neighbours = Neighbours(self._processes, others, self._have_ended,
-                                          self._failed_ranks if self.is_tolerant else None)
+                                          self._failed_ranks if self.is_tolerant else None, self._beside(),
+                                          self._is_stopped)
+
+    def _beside(self) -> int | None:
+        """The next rank of this host, in a circle, so that each is looked at by one other."""
+        here = self._topology.local_ranks
+        following = here[(here.index(self._topology.rank) + 1) % len(here)]
+        return following if following in self._processes else None
+
+    def _is_stopped(self, rank: int, seconds: float) -> None:
+        """A rank of this host has been stopped for so long; 0.0: it goes on."""
+        pid, host = self._processes[rank].pid, self._topology.host_of[rank]
+        if not seconds:
+            logger.info("rank %d on %s (process %d) goes on after it was stopped", rank, host, pid)
+        elif self._stopped_limit_s and seconds >= self._stopped_limit_s:
+            logger.warning("mpistrat: rank %d on %s (process %d) is killed: it has been stopped for %g s "
+                           "(MPISTRAT_STOPPED_LIMIT_S).", rank, host, pid, seconds)
+            with contextlib.suppress(ProcessLookupError):  # It has just ended.
+                os.kill(pid, signal.SIGKILL)
+        elif seconds == _STOPPED_S:
+            logger.warning("mpistrat: rank %d on %s (process %d) has been stopped for %g s, by a signal (SIGSTOP) or a "
+                           "debugger. The other ranks wait for it. To let it go on: kill -CONT %d", rank, host, pid,
+                           seconds, pid)
 
     def _failed_ranks(self) -> list[int]:
         """The ranks of which MPI reports that they have failed, such as those of other hosts."""

@@ -20,11 +20,13 @@ from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
-from ..process import abort, exit_code
+from ..process import abort, exit_code, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..process.procfs import Process
+from ..trace import clocks
+from ..trace.tracer import Tracer
 from ..transport.mpi import library
 from . import handshake, own_cores
 from .backends import backends_alone, backends_over
@@ -228,7 +230,10 @@ def _init_alone() -> Runtime:
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
     losses = Losses(topology)
-    return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption), losses)
+    tracer = Tracer(topology, {}, settings.status_file, os.environ, stacks.main_line) \
+        if settings.recorder else None
+    return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption, tracer), losses,
+                   tracer)
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
@@ -267,14 +272,19 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
         _warn(horovod_warning(os.environ) + handshake.differences(infos))
     if binds:
         own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
-    losses = Losses(topology, own, {peer: Process(*infos[peer].process)
-                                    for peer in topology.local_ranks if peer != rank and infos[peer].process})
+    processes = {peer: Process(*process) for peer in topology.local_ranks
+                 if peer != rank and (process := infos[peer].process) is not None}
+    losses = Losses(topology, own, processes, settings[rank].stopped_limit_s)
     if len(topology.hosts) > 1:
         losses.interruption.progress = library.load_mpi().COMM_SELF.Iprobe
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
-        return Runtime(settings[rank], Group(settings[rank], topology, backends, own, losses.interruption), losses)
+        tracer = Tracer(topology, clocks.measure(own), settings[rank].status_file, os.environ,
+                        stacks.main_line) \
+            if settings[rank].recorder else None
+        group = Group(settings[rank], topology, backends, own, losses.interruption, tracer)
+        return Runtime(settings[rank], group, losses, tracer)
     except BaseException:
         losses.stop()
         raise

@@ -178,6 +178,9 @@ class Entry:
         arrays: C-contiguous numpy arrays, or GpuInputs if the request's device is a GPU.
         is_awaited: Whether the submitting thread blocks until the request is complete.
         origin: The node that has submitted it; None: no graph has.
+        submitted: When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
+        agreed: When this rank learned that all ranks had submitted it.
+        number: Its place in the order in which the ranks of its process set execute, the same on all of them.
     """
 
     request: Request
@@ -185,3 +188,6 @@ class Entry:
     handle: Handle
     is_awaited: bool = False
     origin: Origin | None = None
+    submitted: int = 0
+    agreed: int = 0
+    number: int = 0

@@ -1,10 +1,13 @@
 """Interfaces of the backends: DataPlane for arrays, ControlPlane for messages, DeviceExecutor for GPU tensors.
 
+Recorder and TraceLink are what the engine knows of the trace, which records its operations (trace/).
+
 Only the thread that drives the engine calls them, except `wake`. A DataPlane method is collective unless its docstring
 says otherwise: the engine calls it on all ranks in the same order, with arguments on which the ranks have agreed.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
@@ -198,6 +201,10 @@ class ControlPlane(ABC):
         """
 
     @abstractmethod
+    def is_sending_to(self, ranks: Sequence[int]) -> bool:
+        """Whether a message to one of `ranks` waits until it has been sent."""
+
+    @abstractmethod
     def poll(self) -> list[tuple[int, bytes]]:
         """The messages that have arrived, as (sender, message). Does not wait."""
 
@@ -222,6 +229,40 @@ class ControlPlane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Deliver all messages, and release all resources. May be called twice."""
+
+
+class Recorder:
+    """Gets what an engine has executed. This base class is for an engine whose operations nobody records."""
+
+    def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
+        """An entry is complete: its handle has the result. Local; takes a microsecond at most.
+
+        Args:
+            entry: The entry.
+            bucket: The number of the first entry in the same reduction.
+            began: When the reduction began, as time.monotonic_ns(). That of the first one, if the entry has several.
+            ended: When it ended. That of the last one.
+        """
+        return
+
+
+class TraceLink:
+    """The messages of the trace, which travel over the control plane of all ranks, along the tree of negotiation.
+
+    This base class has no messages.
+
+    Attributes:
+        outgoing: What the engine is to send, in order: from rank 0 to all other ranks, from another rank to rank 0. Any
+            thread may append, and then wakes the engine. The engine sends one after the other, so that the messages of
+            the negotiation need not wait for many of them.
+    """
+
+    def __init__(self) -> None:
+        self.outgoing: deque[bytes] = deque()
+
+    def receive(self, message: bytes) -> None:
+        """A message has arrived. Called in the thread that drives; returns at once."""
+        return
 
 
 class Outcome(IntEnum):

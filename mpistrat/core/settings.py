@@ -6,6 +6,7 @@ setting, HOROVOD_X becomes MPISTRAT_X. `Settings.from_env` is called by the runt
 
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -60,6 +61,9 @@ class Settings:
     lost_after_s: float = _setting(
         "LOST_AFTER_S", 5.0, "Seconds without an answer after which a host is lost, because it is down or the link to "
         "it is cut. 0: hosts are not probed.", low=0, high=1e5)
+    stopped_limit_s: float = _setting(
+        "STOPPED_LIMIT_S", 0.0, "Seconds after which a rank whose process is stopped (SIGSTOP) is killed, so that an "
+        "elastic job goes on without it. It is reported after 5 s. 0: never.", low=0, high=1e7)
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")
@@ -95,9 +99,26 @@ class Settings:
     pin_gpu: bool = _setting(
         "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
         "each rank as pin_gpu() does.")
+    xla: bool = _setting(
+        "XLA", True, "0: XLA compiles no collectives: they are an error in a function with jit_compile=True, and Keras "
+        "models are trained without XLA.")
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
+    recorder: bool = _setting(
+        "RECORDER", True, "0: ranks do not record their operations. Then there is no status file, and no timeline.")
+    timeline: str = _setting(
+        "TIMELINE", "", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
+        "(Chrome's trace format) or .pftrace (Perfetto's). Empty, or DYNAMIC as in Horovod: none before "
+        "start_timeline.")
+    timeline_mark_cycles: bool = _setting(
+        "TIMELINE_MARK_CYCLES", False, "1: mark in that file when each rank begins to execute what was agreed on.")
+    timeline_steps: str = _setting(
+        "TIMELINE_STEPS", "", "Steps of training that are in that file, as FIRST:END, from 0 and without END. Empty: "
+        "everything.")
+    status_file: bool = _setting(
+        "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
+        "reads.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)
@@ -131,6 +152,9 @@ class Settings:
             raise SettingsError(
                 f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS ({settings.stall_abort_s:g}) must be 0 or at least "
                 f"{PREFIX}STALL_CHECK_TIME_SECONDS ({settings.stall_warning_s:g}).")
+        if settings.timeline_steps and settings.timeline_window is None:
+            raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected FIRST:END, for example "
+                                "100:120, with FIRST less than END.")
         return settings
 
     @classmethod
@@ -145,6 +169,12 @@ class Settings:
     def limit_s(self) -> float:
         """Seconds that a rank waits for others at most; 0: no limit."""
         return 0.0 if self.stall_check_disable else self.stall_abort_s
+
+    @property
+    def timeline_window(self) -> tuple[int, int] | None:
+        """`timeline_steps` as numbers; None if it is empty, or has no such form."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.timeline_steps)
+        return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
 
     @property
     def logging_level(self) -> int:

@@ -109,9 +109,12 @@ class Service:
         self._events.put((line, message))
 
     def _run(self) -> None:
-        beat_at = 0.0
+        beat_at = time.monotonic()
         while True:
             now = time.monotonic()
+            if now > beat_at + _SILENT_S:
+                # This process was stopped, and has not listened. Messages of keepers may wait, with ends of ranks.
+                self._heard = dict.fromkeys(self._heard, now)
             if now >= beat_at:
                 beat_at = now + BEAT_S
                 for line in list(self._keepers):

@@ -19,16 +19,16 @@ import numpy as np
 
 from ..core.errors import MismatchError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
+from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError, TraceLink
 from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S
+from ..core.tuning import ENGINE_SPIN_S, TRACE_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
-from ..negotiation.messages import Decision, EndReason
+from ..negotiation.messages import TRACE, Decision, EndReason
 from .executor import Executor
 from .life_cycle import LifeCycle
 from .queue import TensorQueue
@@ -59,6 +59,8 @@ class Controller:
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
         interruption: Ends the cycles because ranks are lost; None: nothing does.
+        where: Returns where the threads of this process are, for reports on ranks that others wait for.
+        trace: The messages of the trace; None: there are none.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -68,7 +70,9 @@ class Controller:
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
                  agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
-                 interruption: Interruption | None = None):
+                 interruption: Interruption | None = None, where: Callable[[], str] = str,
+                 trace: TraceLink | None = None):
+        self._where, self._trace = where, trace or TraceLink()
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -109,13 +113,14 @@ class Controller:
     @property
     def needs_driver(self) -> bool:
         """Whether cycles must go on now; without work it is enough to look at the messages now and then."""
-        return self.has_work or self.life.is_end_announced
+        return self.has_work or self.life.is_end_announced or bool(self._trace.outgoing)
 
     @property
     def may_propose(self) -> bool:
-        """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be announced."""
+        """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be sent."""
         votes = self._fast_path
-        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
+        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested
+                                      or self._trace.outgoing)
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment.
@@ -147,6 +152,8 @@ class Controller:
         else:
             timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
             spins = is_awaited
+        if self._trace.outgoing:
+            timeout_s = min(timeout_s, TRACE_POLL_S)
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -166,14 +173,22 @@ class Controller:
         elif entries:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
-        self.life.announce_end()
+        if self._trace.outgoing:
+            self._send_trace()
+        else:
+            self.life.announce_end()
+        has_news = False  # Messages of the trace, and answers, are no news: they come in a deadlock, too.
         for source, message in messages:
+            if message.startswith(TRACE):
+                self._take_trace(source, message)
+                continue
             if source == self._coordinator.parent:
                 self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
+                has_news = True
             else:
-                self._coordinator.receive(source, message, now)
+                has_news = self._coordinator.receive(source, message, now) or has_news
         self._execute_learned(now)
-        is_quiet = not (messages or entries or has_settled or has_finished or self.executor.device.is_busy)
+        is_quiet = not (has_news or entries or has_settled or has_finished or self.executor.device.is_busy)
         announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
@@ -187,10 +202,28 @@ class Controller:
         report = self._coordinator.stalls.report(now)
         if report:
             logger.warning("%s", report)
-        is_busy = bool(has_finished or entries or has_settled or messages or announcement or decision)
+        is_busy = bool(has_finished or entries or has_settled or has_news or announcement
+                       or (decision is not None and decision.is_news))
         if is_busy:
             self._busy_at = self.clock()  # What was executed may have taken long.
         return is_busy
+
+    def _take_trace(self, source: int, message: bytes) -> None:
+        """Take a message of the trace: one of rank 0 is for all ranks, one of another rank for rank 0."""
+        parent, children = self._coordinator.parent, self._coordinator.children
+        if parent in (None, source):
+            self._trace.receive(message[len(TRACE):])
+        for receiver in children if source == parent else () if parent is None else (parent,):
+            self.control.send(receiver, message)
+
+    def _send_trace(self) -> None:
+        """Send a message of the trace, if there is room for it beside the others."""
+        parent = self._coordinator.parent
+        receivers = self._coordinator.children if parent is None else (parent,)
+        if not self.control.is_sending_to(receivers):
+            message = TRACE + self._trace.outgoing.popleft()
+            for receiver in receivers:
+                self.control.send(receiver, message)
 
     def _submit(self, entries: list[Entry], now: float) -> None:
         """Give the coordinator what was taken from the queue."""
@@ -238,6 +271,8 @@ class Controller:
         # The coordinator learns its numbers before this rank executes it. Children may execute it first, and then send
         # these numbers.
         self._learned.append(_Learned(decision, self._coordinator.learn(decision), message))
+        if self.topology.rank in decision.asks:
+            self._coordinator.answer(self._where())
 
     def _execute_learned(self, now: float) -> None:
         """Execute what rank 0 has decided, as soon as no vote is open."""

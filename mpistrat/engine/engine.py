@@ -24,6 +24,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
+from time import monotonic_ns
 
 import numpy as np
 
@@ -79,7 +80,7 @@ class Engine:
             EngineError: The engine has ended.
         """
         handle = Handle(request.name)
-        self._put(Entry(request, arrays, handle, origin=origin))
+        self._put(Entry(request, arrays, handle, origin=origin, submitted=monotonic_ns()))
         return handle
 
     def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf,
@@ -93,7 +94,7 @@ class Engine:
         if thread in handles.drivers:
             handles.require_no_driver(request.name)  # Raises the error. Not always called: a call takes longer.
         handle = Handle(request.name)
-        entry = Entry(request, arrays, handle, is_awaited=True, origin=origin)
+        entry = Entry(request, arrays, handle, True, origin, monotonic_ns())
         drives: list[bool] = []
         may_drive = self._thread is None or not signal_handlers.may_interrupt()
         try:

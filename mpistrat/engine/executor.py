@@ -6,6 +6,7 @@ Called by the controller, in the thread that drives.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from time import monotonic_ns
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
-from ..core.interfaces import DataPlane, DeviceExecutor, Prepared
+from ..core.interfaces import DataPlane, DeviceExecutor, Prepared, Recorder
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType, Request
@@ -27,19 +28,23 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(slots=True)
 class _Partial:
-    """The results of an entry that shares a bucket, or has several, and how many results are missing."""
+    """The results of an entry that shares a bucket, or has several, and how many are missing; its first bucket."""
 
     results: list[Any]
     missing: int
+    first: "_Job"
 
 
 @dataclass(slots=True)
 class _Job:
-    """A bucket in execution: what is reduced, and to where."""
+    """A bucket in execution: what is reduced, and to where; the number of its first entry, and when it was reduced."""
 
     bucket: FusionBucket
     sources: Sequence[np.ndarray]
     targets: list[np.ndarray]
+    number: int
+    began: int = 0
+    ended: int = 0
 
 
 class Executor:
@@ -50,9 +55,12 @@ class Executor:
         topology: The ranks.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
+        recorder: Gets the entries of tensors on the CPU that are complete.
     """
 
-    def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor):
+    def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,
+                 recorder: Recorder):
+        self._recorder, self._executed = recorder, 0
         self._data, self._topology, self._fusion_bytes, self.device = data, topology, fusion_bytes, device
         self._rank, self._size = topology.rank, topology.size
         self._pool = ResultPool()
@@ -76,10 +84,16 @@ class Executor:
         if not entries:
             return
         prepared, self._prepared = self._prepared, None
+        now = monotonic_ns()
+        for number, entry in enumerate(entries, self._executed):
+            entry.agreed, entry.number = now, number
+        self._executed += len(entries)
         # It was prepared for an average over all ranks.
         if prepared is not None and len(entries) == 1 and prepared[0] is entries[0] and divisor is None:
             prepared[1].finish(all_ready)
+            ended = monotonic_ns()
             entries[0].handle.complete(list(prepared[1].targets))
+            self._recorder.add(entries[0], entries[0].number, now, ended)
             self._pool.end_round()
             return
         if all_ready:
@@ -96,6 +110,7 @@ class Executor:
         for entry in entries:
             if not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
                 entry.handle.complete([])
+                self._recorder.add(entry, entry.number, entry.agreed, entry.agreed)
             elif not is_fused(entry.request):
                 self._run_single(entry)
         self._pool.end_round()
@@ -141,33 +156,38 @@ class Executor:
             sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
                            [entries[place].arrays[i] for place, i in bucket.members])
             targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
-            jobs.append(_Job(bucket, sources, targets))
+            jobs.append(_Job(bucket, sources, targets, entries[bucket.members[0][0]].number))
         return jobs
 
     def _run(self, job: _Job) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
+        job.began = monotonic_ns()
         if request.kind is CollectiveType.ALLREDUCE:
             self._data.allreduce(sources, targets, job.bucket.reduction)
         else:
             self._broadcast(sources, targets, request.root_rank)
+        job.ended = monotonic_ns()
 
     def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
         """Store the job's results in their entries, and complete the entries that have all results."""
         bucket = job.bucket
         if bucket.whole is not None:
             entries[bucket.whole].handle.complete(job.targets)
+            self._recorder.add(entries[bucket.whole], job.number, job.began, job.ended)
             return
-        done = []
+        done: list[tuple[Entry, _Partial]] = []
         for (place, i), result in zip(bucket.members, job.targets, strict=True):
             partial = partials.get(place)
             if partial is None:
                 count = len(entries[place].arrays)
-                partial = partials[place] = _Partial([None] * count, count)
+                partial = partials[place] = _Partial([None] * count, count, job)
             partial.results[i] = result
             partial.missing -= 1
             if partial.missing == 0:
-                done.append((entries[place].handle, partial.results))
-        complete_all(done)
+                done.append((entries[place], partial))
+        complete_all((entry.handle, partial.results) for entry, partial in done)
+        for entry, partial in done:
+            self._recorder.add(entry, partial.first.number, partial.first.began, job.ended)
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:
@@ -180,12 +200,15 @@ class Executor:
         unpack(packed, targets)
 
     def _run_single(self, entry: Entry) -> None:
+        began = monotonic_ns()
         try:
             results = _SINGLE[entry.request.kind](self, entry)
         except InvalidRequestError as error:  # The same on all ranks.
             entry.handle.fail(error)
         else:
+            ended = monotonic_ns()
             entry.handle.complete(results)
+            self._recorder.add(entry, entry.number, began, ended)
 
     def _allgather(self, entry: Entry) -> list[np.ndarray]:
         arrays = _arrays(entry)

@@ -15,7 +15,7 @@ from ..core.interfaces import ControlPlane, RankLeftError
 from ..core.interruption import Interruption
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
-from ..negotiation.messages import Announcement, Decision, EndReason
+from ..negotiation.messages import TRACE, Announcement, Decision, EndReason
 from .broken_off import BrokenOffError
 from .executor import Executor
 from .queue import TensorQueue
@@ -135,6 +135,8 @@ class LifeCycle:
         """What the rank says that has left a collective; "" if it says nothing for a moment."""
         for _ in range(_LAST_MESSAGE_LOOKS):
             for source, message in self._control.poll():
+                if message.startswith(TRACE):
+                    continue
                 text = Decision.from_bytes(message).end_text if source == self._coordinator.parent else \
                     Announcement.from_bytes(message).failure
                 if text:

@@ -16,7 +16,7 @@ import numpy as np
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
-from ..core.interfaces import DataPlane, DeviceExecutor
+from ..core.interfaces import DataPlane, DeviceExecutor, Recorder
 from ..core.protocols import Array
 from ..core.request import CollectiveType
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
@@ -40,6 +40,7 @@ class _Batch:
     works: list[tuple[Entry, list[Any]]]
     completions: list[Completion]
     since: float
+    began: int
 
 
 class GpuExecutor(DeviceExecutor):
@@ -49,11 +50,13 @@ class GpuExecutor(DeviceExecutor):
         topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
+        recorder: Gets the entries that are complete.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, topology: Topology, host: DataPlane, settings: Settings,
+    def __init__(self, topology: Topology, host: DataPlane, settings: Settings, recorder: Recorder,
                  clock: Callable[[], float] = time.monotonic):
+        self._recorder = recorder
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
         self._rank, self._size = topology.rank, topology.size
         self._limit_s = settings.limit_s
@@ -94,6 +97,7 @@ class GpuExecutor(DeviceExecutor):
     def _enqueue(self, device: GpuDevice, entries: Sequence[Entry], divisor: int | None) -> None:
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
+        began = time.monotonic_ns()
         # The splits of an all-to-all are on the host.
         events = [array.ready for entry in entries for array in entry.arrays
                   if isinstance(array, GpuInput) and array.ready is not None]
@@ -124,7 +128,7 @@ class GpuExecutor(DeviceExecutor):
         self._underway, now = [], self._clock()
         if not self._batches:
             self._progress = now
-        self._batches.append(_Batch(works, [backend.finish() for backend in self._backends], now))
+        self._batches.append(_Batch(works, [backend.finish() for backend in self._backends], now, began))
 
     def poll(self) -> bool:
         if not self._batches:
@@ -133,7 +137,10 @@ class GpuExecutor(DeviceExecutor):
         with self._device.current():
             finished = False
             while self._batches and all(completion.done for completion in self._batches[0].completions):
-                complete_all((entry.handle, results) for entry, results in self._batches.popleft().works)
+                batch, ended = self._batches.popleft(), time.monotonic_ns()
+                complete_all((entry.handle, results) for entry, results in batch.works)
+                for entry, _ in batch.works:
+                    self._recorder.add(entry, batch.works[0][0].number, batch.began, ended)
                 finished = True
             if finished:
                 self._progress = self._clock()

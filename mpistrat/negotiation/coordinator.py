@@ -80,8 +80,12 @@ class Coordinator:
         """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
         self._subtree.must_end_vote = True
 
-    def receive(self, source: int, data: bytes, now: float) -> None:
-        """Take the Announcement of a child.
+    def answer(self, text: str) -> None:
+        """Tell rank 0 where this rank is: the last decision has asked for it."""
+        self._subtree.places[self.rank] = text
+
+    def receive(self, source: int, data: bytes, now: float) -> bool:
+        """Take the Announcement of a child. Returns whether it has more than answers.
 
         Raises:
             MessageError: `data` is not an announcement, or is not for this rank.
@@ -101,6 +105,8 @@ class Coordinator:
             self.fail(message.failure, message.is_stalled)
         if message.ends_vote:
             self.request_vote_end()
+        subtree.places.update(message.places)
+        return any(message[:-1])
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
         """Take a decision of rank 0. Returns the requests to execute, in order.
@@ -173,10 +179,11 @@ class Coordinator:
         requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
         new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
-        if not (ids or requests or new_ended or failure or ends_vote or new_joined):
+        places = subtree.take_places()
+        if not (ids or requests or new_ended or failure or ends_vote or new_joined or places):
             return None
         return Announcement(tuple(ids), tuple(requests), new_ended, failure, ends_vote,
-                            failure is not None and ended.is_stall, new_joined)
+                            failure is not None and ended.is_stall, new_joined, places)
 
     def _incomplete_to_pass_on(self, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
         """The incomplete requests that rank 0 needs, each with the ranks that have submitted it.

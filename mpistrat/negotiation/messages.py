@@ -2,6 +2,7 @@
 
 The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
 code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
+A message that begins with TRACE is none of the negotiation: it belongs to whoever records the operations (trace/).
 init() has compared the versions of the ranks, so reading checks the form and not each value. Bytes that are no message
 are a MessageError. The coordinator makes and reads the messages, the controller sends them. Pure.
 """
@@ -16,7 +17,7 @@ import msgpack
 from ..core.errors import MessageError
 from ..core.request import Request
 
-_NUMBERS, _ANNOUNCEMENT, _DECISION = b"\1", b"\2", b"\3"
+_NUMBERS, _ANNOUNCEMENT, _DECISION, TRACE = b"\1", b"\2", b"\3", b"\4"
 _NUMBERS_HEADER = _NUMBERS + bytes(7)  # The numbers are aligned to 8 bytes.
 
 _Message = TypeVar("_Message", "Announcement", "Decision")
@@ -59,6 +60,7 @@ class Announcement(NamedTuple):
         ends_vote: A rank has voted, and other ranks have not: rank 0 must end the vote.
         is_stalled: The engine failed because it had waited too long for other ranks.
         joined: Ranks of the subtree that have called join(), in the order in which they did so.
+        places: Ranks of the subtree that were asked where they are, each with its answer.
     """
 
     ids: tuple[int, ...] = ()
@@ -68,6 +70,7 @@ class Announcement(NamedTuple):
     ends_vote: bool = False
     is_stalled: bool = False
     joined: tuple[int, ...] = ()
+    places: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:
         """The byte form."""
@@ -109,6 +112,7 @@ class Decision(NamedTuple):
         opens_vote: After this decision all ranks vote; see fast_path.py.
         absent: For each item of `agreed`, the ranks that have joined and take part without a tensor; (): none in all.
         last_joined: The rank that was the last to join, if all ranks have joined now.
+        asks: Ranks that are to answer where they are, because a report on them is due.
     """
 
     agreed: tuple[int | tuple[int | None, Request], ...] = ()
@@ -119,6 +123,12 @@ class Decision(NamedTuple):
     opens_vote: bool = False
     absent: tuple[tuple[int, ...], ...] = ()
     last_joined: tuple[int, ...] = ()
+    asks: tuple[int, ...] = ()
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it has more than questions."""
+        return any(self[:-1])
 
     def to_bytes(self) -> bytes:
         """The byte form."""
@@ -126,7 +136,7 @@ class Decision(NamedTuple):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)
         return _fields_to_bytes(_DECISION, (agreed, self.errors, self.ended, self.end and self.end.value, self.end_text,
-                                            self.opens_vote, self.absent, self.last_joined))
+                                            self.opens_vote, self.absent, self.last_joined, self.asks))
 
     @classmethod
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":

@@ -152,6 +152,26 @@ def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], af
             "MPISTRAT_DEADLOCK_S (0: never).")
 
 
+def describe_places(topology: Topology, asked: Sequence[int], places: Mapping[int, str]) -> str:
+    """Paragraphs that say where ranks are in their program, each of which begins a new line.
+
+    Args:
+        topology: Where the ranks are, seen from rank 0.
+        asked: The ranks that were asked.
+        places: What they have answered.
+    """
+    lines = []
+    for rank in asked:
+        who = f"Rank {topology.job_ranks[rank]} on {topology.host_of[rank]}"
+        if rank in places:
+            lines.append(f"\n{who} is here, {places[rank]}")
+        else:
+            lines.append(f"\n{who} has not answered where it is: its engine waits in a collective, or the process is "
+                         "stopped or very busy, or a thread of it keeps Python's interpreter lock (py-spy dump --pid "
+                         "PID, on that host, shows which).")
+    return "".join(lines)
+
+
 def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
                     now: float | None = None) -> str:
     parts = []

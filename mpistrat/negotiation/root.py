@@ -52,15 +52,16 @@ class Root:
         if agreed:
             joined.note_progress(now)
         have_all_joined = len(joined.ranks) == subtree.node.size and end is None
+        asks = self._stalls.asks(now, quiet_s)
         sends_ended = bool(subtree.ended.completed) and not self._is_end_sent
         ends_vote = subtree.take_vote_end()
-        if self._is_finished or not (agreed or errors or end or sends_ended or ends_vote or have_all_joined):
+        if self._is_finished or not (agreed or errors or end or sends_ended or ends_vote or have_all_joined or asks):
             return None
         self._is_end_sent = self._is_end_sent or sends_ended
         self._is_finished = end is not None
         return Decision(tuple(agreed), tuple(errors), sends_ended, end, text,
                         absent=tuple(absent) if agreed and any(absent) else (),
-                        last_joined=(joined.ranks[-1],) if have_all_joined else ())
+                        last_joined=(joined.ranks[-1],) if have_all_joined else (), asks=asks)
 
     def _completed_by_joins(self) -> list[Pending]:
         """What is complete because all ranks that miss have joined."""

@@ -1,6 +1,7 @@
 """Requests that are incomplete for too long: when to look, what to report, when to end. Pure: time is an argument.
 
-Rank 0 reports them, and ends the engines at the limit. Called by the coordinator, by root.py and by the controller.
+Rank 0 reports them, and ends the engines at the limit. Shortly before that it asks the ranks that others wait for where
+they are. Called by the coordinator, by root.py and by the controller.
 """
 
 import math
@@ -12,9 +13,11 @@ from ..core.tuning import (
     STALL_SHORTEST_POLL_S,
     STALL_WARNING_LOOKS,
 )
-from .reports import describe_deadlock, describe_stall
+from .reports import describe_deadlock, describe_places, describe_stall
 from .subtree import Subtree
 from .tree import depth_of
+
+_MOST_ASKED = 4  # ranks; a report on more would be too long to read
 
 
 class StallWatch:
@@ -37,6 +40,8 @@ class StallWatch:
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._last_report = 0.0
         self._next_look = 0.0  # for the limit
+        self._next_ask = 0.0
+        self._asked: tuple[int, ...] = ()
 
     def abort_after(self, seconds: float, setting: str) -> None:
         """From now on, end the engines when a request has been incomplete for so long. `setting` names the cause."""
@@ -59,6 +64,33 @@ class StallWatch:
         """The names incomplete for more than `limit_s`, each with the ranks of the subtree that miss."""
         return {name: pending.missing() for name, pending in self._subtree.incomplete().items()
                 if now - pending.since > limit_s}
+
+    def asks(self, now: float, quiet_s: float) -> tuple[int, ...]:
+        """On rank 0, the ranks to ask now where they are, because a report or an end is due soon.
+
+        Args:
+            now: The time.
+            quiet_s: As for `deadlock`.
+        """
+        poll_s = self.poll_s()
+        if poll_s is None or now < self._next_ask:
+            return ()
+        self._next_ask = now + poll_s / 2
+        ahead_s = 2 * poll_s  # Looks are `poll_s` apart at most, so the ranks have as long to answer.
+        limits = [] if self.abort_s is None else [self.abort_s]
+        if self.warning_s is not None and now - self._last_report > self.warning_s - ahead_s:
+            limits.append(self.warning_s)
+        missing: set[int] = set()
+        for pending in self._subtree.incomplete().values():
+            if now - pending.since > min(limits, default=math.inf) - ahead_s:
+                missing.update(pending.missing())
+        if not missing and self.deadlock_s is not None and quiet_s > self.deadlock_s / 2 and self._do_all_wait():
+            missing.update(range(self._subtree.node.size))
+        if missing:
+            self._next_ask = now + 2 * ahead_s  # The report comes before that, up to `poll_s` late.
+            self._asked = tuple(sorted(missing)[:_MOST_ASKED])
+            self._subtree.places.clear()
+        return self._asked if missing else ()
 
     def report(self, now: float) -> str | None:
         """On rank 0, the warning that is due now, if any; each stall is reported every `warning_s`."""
@@ -100,11 +132,16 @@ class StallWatch:
         late_s = (self.pass_on_s + (self.poll_s() or 0.0)) * max(depth_of(subtree.node.size - 1) - 1, 0)
         if quiet_s < self.deadlock_s + late_s:
             return None
-        incomplete = subtree.incomplete()
-        waiting = set().union(*(pending.present() for pending in incomplete.values()))
-        if len(waiting) < subtree.node.size:
+        if not self._do_all_wait():
             return None
-        return describe_deadlock(subtree.topology, incomplete, self.deadlock_s)
+        return describe_deadlock(subtree.topology, subtree.incomplete(), self.deadlock_s) + self._places()
+
+    def _do_all_wait(self) -> bool:
+        incomplete = self._subtree.incomplete().values()
+        return len(set().union(*(pending.present() for pending in incomplete))) == self._subtree.node.size
 
     def _describe(self, stalled: dict[str, list[int]], now: float) -> str:
-        return describe_stall(self._subtree.topology, self._subtree.incomplete(), stalled, now)
+        return describe_stall(self._subtree.topology, self._subtree.incomplete(), stalled, now) + self._places()
+
+    def _places(self) -> str:
+        return describe_places(self._subtree.topology, self._asked, self._subtree.places)

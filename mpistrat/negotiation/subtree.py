@@ -113,6 +113,7 @@ class Subtree:
         numbers: The numbers that stand for requests.
         pending: The incomplete requests, by name.
         joined, ended: The ranks in these states.
+        places: What ranks have answered that were asked where they are, since it was passed on, or asked again.
         must_end_vote: Some rank has asked for a decision, which ends an open vote.
     """
 
@@ -121,6 +122,7 @@ class Subtree:
         self.numbers = RequestNumbers(cache_capacity)
         self.pending: dict[str, Pending] = {}
         self.joined, self.ended = JoinedRanks(node), EndedRanks()
+        self.places: dict[int, str] = {}
         self.must_end_vote = False
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
 
@@ -143,6 +145,11 @@ class Subtree:
         """Whether some rank has asked for the end of the vote since the last call."""
         asked, self.must_end_vote = self.must_end_vote, False
         return asked
+
+    def take_places(self) -> tuple[tuple[int, str], ...]:
+        """What ranks have answered since the last call."""
+        places, self.places = tuple(self.places.items()), {}
+        return places
 
     def incomplete(self) -> dict[str, Pending]:
         """What some ranks miss, by name, with the join if some ranks have joined."""

@@ -1,10 +1,11 @@
-"""Watches the processes of the other ranks of this host, and tells when one of them has ended in the middle of the job.
+"""Watches the processes of the other ranks of this host: tells when one has ended in the middle of the job, or stands.
 
 mpirun mostly ends the job within half a second then. Sometimes it does not see the end: a shell around the rank lives
 on, or the job is to go on without the rank. And the other ranks, which wait in shared memory, see nothing.
 
 The kernel reports the end of a process by a descriptor (pidfd, from Linux 5.3 on). Without these the processes are
-looked up now and then. A process that is stopped, or busy, has not ended. Ranks in containers with processes of their
+looked up now and then. A process that is stopped, or busy, has not ended. One that is stopped is looked for in /proc,
+by one other rank. Ranks in containers with processes of their
 own are not watched: a process of that number has another start time here.
 """
 
@@ -13,6 +14,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 
 from ..core.tuning import LAUNCHER_POLL_S
@@ -21,6 +23,7 @@ from .procfs import Process
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # between two looks at what the launcher reports of ranks that are not watched here
+_STOP_LOOK_S = 1.0  # between two looks whether a process is stopped; each costs 0.02 ms
 
 
 class Neighbours:
@@ -32,11 +35,18 @@ class Neighbours:
         when_ended: Called in a thread of this object. It must not call `stop`.
         reported: Returns the ranks of which something else knows that they have ended. It is called 20 times a second,
             if there are ranks whose processes cannot be watched; None: there is nothing else.
+        beside: One of `processes`, of which this rank tells that it is stopped; None: of none.
+        when_stopped: Called with this rank every second while it is stopped, with the seconds since then during which
+            this process has run: a batch system may stop all of them. Called with 0.0 when it goes on.
     """
 
     def __init__(self, processes: Mapping[int, Process], others: Collection[int],
-                 when_ended: Callable[[list[int]], None], reported: Callable[[], Collection[int]] | None = None):
+                 when_ended: Callable[[list[int]], None], reported: Callable[[], Collection[int]] | None = None,
+                 beside: int | None = None, when_stopped: Callable[[int, float], None] = lambda *_: None):
         self._when_ended = when_ended
+        self._beside, self._when_stopped = beside, when_stopped
+        self._beside_process = None if beside is None else processes.get(beside)
+        self._stopped_looks = 0
         self._known: set[int] = set()
         self._poller = select.poll()
         self._descriptors: dict[int, int] = {}  # pidfd: rank
@@ -75,6 +85,8 @@ class Neighbours:
 
     def _run(self) -> None:
         wait_s = [_LOOK_S] * (self._reported is not None) + [LAUNCHER_POLL_S] * bool(self._processes)
+        wait_s += [_STOP_LOOK_S] * (self._beside_process is not None)
+        look_at = time.monotonic() + _STOP_LOOK_S
         while True:
             ready = [descriptor for descriptor, _ in self._poller.poll(min(wait_s) * 1000 if wait_s else None)]
             if self._stopped in ready:
@@ -88,3 +100,18 @@ class Neighbours:
             if new:
                 self._known |= ended
                 self._when_ended(new)
+            if time.monotonic() >= look_at:
+                self._look_beside()
+                look_at = time.monotonic() + _STOP_LOOK_S
+
+    def _look_beside(self) -> None:
+        """Tell whether the process beside this one is stopped, or goes on."""
+        if self._beside is None or self._beside_process is None:
+            return
+        if self._beside_process.is_stopped():
+            self._stopped_looks += 1
+            self._when_stopped(self._beside, self._stopped_looks * _STOP_LOOK_S)
+        elif self._stopped_looks:
+            self._stopped_looks = 0
+            if self._beside not in self._known:
+                self._when_stopped(self._beside, 0.0)

@@ -5,8 +5,9 @@ Any process may call the functions.
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+_STOPPED = "Tt"  # by a signal, or by a debugger
 _ENDED = "ZX"  # Zombies stay listed until their parent has collected their exit code.
 
 
@@ -19,17 +20,24 @@ class Process:
         started: Its start time, in clock ticks since boot. `pid` and `started` together identify a process.
         parent: The number of its parent process; 0 if the parent is in another container.
         group: Its process group.
+        state: The kernel's letter for what it does.
     """
 
     pid: int
     started: int
     parent: int
     group: int
+    state: str = field(default="", compare=False)
 
     def is_alive(self) -> bool:
         """Whether the process has not ended."""
         now = find(self.pid)
         return now is not None and now.started == self.started
+
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped: it exists, and does nothing until it gets SIGCONT."""
+        now = find(self.pid)
+        return now is not None and now.started == self.started and now.state in _STOPPED
 
 
 def find(pid: int) -> Process | None:
@@ -48,7 +56,7 @@ def parse_stat(text: str) -> Process | None:
     state, parent, group, *others = tail.split()
     if state in _ENDED:
         return None
-    return Process(int(head.split(" ", 1)[0]), int(others[16]), int(parent), int(group))
+    return Process(int(head.split(" ", 1)[0]), int(others[16]), int(parent), int(group), state)
 
 
 def running() -> list[Process]:

@@ -33,8 +33,8 @@ from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
-from .bridge.cpu import Observer
 from .bridge.own_executor import SynchronousExecution
+from .bridge.submission import Observer
 from .types import Variable
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
 from ..core.tuning import BUCKET_BYTES
 from . import first_steps, names
-from .bridge.cpu import Observer, to_array
+from .bridge.cpu import to_array
+from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .first_steps import FirstSteps
@@ -21,6 +22,7 @@ from .identity import IdentitySet
 from .lists import all_true, number_of, place_in, reduce_tensors
 from .timed_steps import count_step
 from .types import OptionalGradient, Tensor, Variable
+from .xla import context as xla
 
 Groups = int | list[list[Variable]] | None
 
@@ -230,9 +232,10 @@ class GradientReducer:
         checks = self.checks or first_steps.of_tapes(
             names.eager(purpose, process_set) if tf.executing_eagerly() else purpose, self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
-        # after the callback that reads the variable. What follows on a tape is not known here.
-        may_read = self.checks_weights and (tf.executing_eagerly() or (self.checks is not None
-                                                                       and not self.changes_early))
+        # after the callback that reads the variable. What follows on a tape is not known here. While a function runs
+        # that XLA has compiled, TensorFlow locks the variables that it changes.
+        may_read = self.checks_weights and (tf.executing_eagerly() or (
+            self.checks is not None and not self.changes_early and not xla.is_compiled()))
         if may_read and not tf.executing_eagerly():
             variables = first_steps.read_alone(variables, purpose)
         label_by_id = dict(zip(map(id, sources), labels, strict=True))

@@ -9,24 +9,23 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
-from ..core.errors import MpistratError
+from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
-from .bridge.cpu import Observer
 from .bridge.differentiable import Gradient, with_gradient
-from .bridge.python_op import host_call
+from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
 from .names import of_gradient
-from .types import Arrays, Tensor
+from .types import Tensor
+from .xla import context as xla
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
@@ -58,12 +57,11 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
     if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
         return topology.rank, topology.size
 
-    def call() -> Arrays:
+    def read() -> tuple[int, int]:
         topology = topology_of(process_set)
-        return [np.array(topology.rank, np.int32), np.array(topology.size, np.int32)]
+        return topology.rank, topology.size
 
-    with tf.device("CPU:0"):
-        rank, size = cpu.scalars(host_call(call, [], [tf.int32, tf.int32], stateful=True))
+    rank, size = cpu.read_in_graph(read, 2)
     return rank, size
 
 
@@ -172,10 +170,10 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int,
-           observer: Observer | None = None) -> list[tf.Tensor]:
+def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int, observer: Observer | None = None,
+           shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
-    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer),
+    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer, shapes=shapes),
                          GatherGradient(name, process_set), tensors)
 
 
@@ -188,6 +186,14 @@ class GatherGradient(Gradient):
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name = of_gradient(self.name, self.process_set)
+        if xla.is_compiled():
+            topology, means = topology_of(self.process_set), reduce_dense(upstream, name, ScaledOp(Average),
+                                                                          process_set=self.process_set)
+            if any(None not in (mean.shape[0], value.shape[0]) and mean.shape[0] != topology.size * value.shape[0]
+                   for mean, value in zip(means, values, strict=True)):
+                raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only where all ranks have as "
+                                          "many rows. Leave jit_compile out of the function.")
+            return [tf.split(mean, topology.size)[topology.rank] for mean in means]
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
@@ -195,13 +201,21 @@ class GatherGradient(Gradient):
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
 
 
-def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0,
-                observer: Observer | None = None) -> list[tf.Tensor]:
-    """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable."""
+def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observer: Observer | None = None,
+                shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
+    """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable.
+
+    Args:
+        tensors, name, process_set, observer: As in cpu.run.
+        shapes: Those of the results, if they are known. XLA must know them; by default it takes it that all ranks have
+            as many rows.
+    """
     device = gpu_graph.device_of(tensors)
     has_rows = all(t.shape.rank for t in tensors)
-    run = cpu.run if device is None or not has_rows else partial(gpu_graph.gather, device)
-    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    times_rows = 0 if shapes else topology_of(process_set).size
+    run = partial(cpu.run, times_rows=times_rows) if device is None or not has_rows else partial(gpu_graph.gather,
+                                                                                                 device)
+    shapes = shapes or [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
     return run(name, lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors, shapes,
                process_set, observer=observer)
 

@@ -7,15 +7,12 @@ before another init(), returns what is true when it runs. All functions are loca
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
 from ..core.errors import InvalidRequestError, MpistratError
 from .bridge import cpu
-from .bridge.python_op import host_call
 from .bridge.tf_errors import as_tf_error
-from .types import Arrays
 
 # What process_set_included_op returns in place of 0 and 1; Horovod's numbers.
 _NOT_INITIALIZED = -1
@@ -83,11 +80,6 @@ def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
         except MpistratError as error:
             raise as_tf_error(error) from error
 
-    def call() -> Arrays:
-        return [np.array(read(), np.int32)]
-
-    cpu.require_function()
+    result, = cpu.read_in_graph(lambda: [read()], 1)
     with tf.device("CPU:0"):
-        # Stateful, since TensorFlow would compute a stateless node without inputs once, when it optimises the graph.
-        result, = cpu.scalars(host_call(call, [], [tf.int32], stateful=True))
         return tf.identity(result, name=name)

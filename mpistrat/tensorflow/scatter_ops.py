@@ -21,7 +21,7 @@ from ..core.request import (
     scaled_op,
     specs_of,
 )
-from ..core.rows import even_splits, no_int32_splits
+from ..core.rows import even_splits, no_int32_splits, rows_of_ranks
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
 from .bridge.tf_errors import as_tf_error
@@ -30,6 +30,7 @@ from .lists import gather, number_of, place_in, topology_of
 from .names import of_gradient
 from .ops import Reducible, as_tensor, name_of, without_autograph
 from .types import OptionalGradient, Tensor
+from .xla import context as xla
 
 
 @without_autograph
@@ -86,9 +87,13 @@ def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], 
 
 
 def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, process_set: int) -> list[tf.Tensor]:
+    topology = topology_of(process_set)
     shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    if xla.is_compiled():
+        shapes = [tf.TensorShape([rows_of_ranks(t.shape[0], topology.size)[topology.rank], *t.shape[1:]])
+                  if t.shape.rank and t.shape[0] is not None else shape for t, shape in zip(tensors, shapes, strict=True)]
     return cpu.run(name, lambda arrays: reducescatter_request(name, specs_of(arrays), scaled, process_set=process_set),
-                   _on_host(tensors), shapes, process_set)
+                   _on_host(tensors), shapes, process_set, times_rows=0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class ReduceScatterGradient(Gradient):
         factor = prescale * postscale
         if op is Sum:
             factor *= tf.cast(place_in(self.process_set)[1], tf.float64)
-        gathered = gather(of_gradient(self.name, self.process_set), upstream, self.process_set)
+        gathered = gather(of_gradient(self.name, self.process_set), upstream, self.process_set,
+                          shapes=[value.shape for value in values])
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 
 
@@ -179,7 +185,7 @@ def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int)
     rows, received = cpu.run(
         name, lambda arrays: alltoall_request(name, specs_of(arrays), topology_of(process_set).size,
                                               process_set=process_set),
-        _on_host([tensor, splits]), [shape, splits.shape], process_set)
+        _on_host([tensor, splits]), [shape, splits.shape], process_set, times_rows=0)
     return rows, received
 
 

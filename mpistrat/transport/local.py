@@ -54,6 +54,9 @@ class ThreadControl(ControlPlane):
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
         """Do nothing: `send` delivers messages at once."""
 
+    def is_sending_to(self, ranks: Sequence[int]) -> bool:
+        return False
+
     def poll(self) -> list[tuple[int, bytes]]:
         messages = self._group.messages[self._rank]
         return [messages.popleft() for _ in range(len(messages))]

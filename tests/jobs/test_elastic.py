@@ -3,11 +3,14 @@
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+
+from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S
 
 from ..support.jobs import Finished, needs_mpirun, run_limited
 
@@ -17,10 +20,10 @@ EPOCHS = 2
 
 
 def elastic(*options: str, script: Sequence[str] = (), way: str = "--elastic",
-            watch: Callable[[str], None] | None = None) -> Finished:
+            watch: Callable[[str], None] | None = None, env: Mapping[str, str] | None = None) -> Finished:
     """Run the script in an elastic job of this host."""
     return run_limited([sys.executable, "-m", "mpistrat", "run", way, *options, sys.executable, SCRIPT, *script],
-                       limit_s=90, watch=watch)
+                       limit_s=90, watch=watch, env=env)
 
 
 def supervisor_of(words: str) -> psutil.Process | None:
@@ -57,6 +60,12 @@ def test_two_losses_one_after_the_other() -> None:
     assert_whole(job, ranks=2, generation=1, most_twice=4)
 
 
+def test_a_rank_that_is_stopped_for_too_long_is_left_out() -> None:
+    job = elastic("-np", "3", script=["--kill", "1:1:5:stop"], env={"MPISTRAT_STOPPED_LIMIT_S": "2"})
+    assert_whole(job, ranks=2, generation=1, most_twice=2)
+    assert "is killed: it has been stopped for 2 s (MPISTRAT_STOPPED_LIMIT_S)" in job.output
+
+
 def test_with_new_processes_after_each_loss() -> None:
     job = elastic("-np", "2", script=["--kill", "1:1:5:before", "2:0:3:after"], way="--elastic=restart")
     assert_whole(job, ranks=2, generation=3, most_twice=0)
@@ -87,6 +96,23 @@ def test_the_ranks_and_the_keeper_end_with_a_supervisor_that_is_killed(tmp_path:
     assert job.code == -signal.SIGKILL and job.left == (), job.output
     assert keepers, job.output
     assert not psutil.wait_procs(keepers, timeout=10)[1]
+
+
+def test_a_supervisor_that_was_stopped_learns_what_the_ranks_have_done_meanwhile(tmp_path: Path) -> None:
+    log, stopped = tmp_path / "log", []
+
+    def stop_supervisor(printed: str) -> None:
+        supervisor = supervisor_of(str(log))
+        if log.exists() and supervisor is not None and not stopped:
+            stopped.append(supervisor.pid)
+            supervisor.suspend()
+            time.sleep(HOST_LOST_AFTER_S + 1)
+            supervisor.resume()
+
+    # The ranks are done before the keeper would end them, which has heard nothing either.
+    job = elastic("-np", "2", script=["--pause", "0.1", "--log", str(log)], watch=stop_supervisor)
+    assert_whole(job, ranks=2, generation=1, most_twice=0)
+    assert stopped and "is lost" not in job.output
 
 
 def test_sigterm_ends_the_job_at_a_commit_and_the_next_job_goes_on_from_its_file(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_the_other_host_goes_on_from_its_own_commits(hosts: Hosts) -> None:
     assert f"{hosts.names[1]} is lost" in job.output
 
 
+def test_a_host_that_returns_is_taken_in_again(hosts: Hosts) -> None:
+    job = elastic(hosts, "--kill", "1:2:5:host", "--pause", "0.3", options=("--blacklist-cooldown-range", "1", "1"))
+    assert_whole(job, ranks=4, generation=3, most_twice=6)
+    assert f"{hosts.names[1]} is lost" in job.output
+    assert "there is room for 4 ranks instead of 2" in job.output
+
+
 def test_one_side_of_a_cut_link_goes_on(hosts: Hosts) -> None:
     with hosts.mended_after():
         job = elastic(hosts, "--kill", "1:0:5:cut")

@@ -1,5 +1,6 @@
 """Rows per second: the line at the end of fit, and the callback Throughput, in Horovod's way and under MPIStrategy."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,26 @@ def test_the_callback_does_not_make_a_strategy_reduce_the_logs_of_each_step() ->
         model = new_model(is_distributed=False)
     model.fit(*points(16), batch_size=8, verbose=0, callbacks=[hvd.callbacks.Throughput()])
     assert model._mpistrat_logs_wanted is False
+
+
+@pytest.mark.skipif(mpistrat.size() == 1, reason="one rank waits for nobody")
+def test_a_rank_that_is_slow_in_each_step_is_named_by_the_chief(caplog: pytest.LogCaptureFixture) -> None:
+    last = mpistrat.size() - 1
+    variable = tf.Variable(tf.ones(3))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            with mpistrat.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_sum(variable * variable)
+            tape.gradient(loss, [variable])
+            if mpistrat.rank() == last:
+                time.sleep(0.05)
+
+    named = f"rank {last} on "
+    for _ in range(20):  # Of a second or two each. The first three are enough, but on a machine that is very busy.
+        train(20)
+        if mpistrat.broadcast_object(named in caplog.text, root_rank=0, name="is named"):
+            break
+    if mpistrat.rank() == 0:
+        assert "is slower than the others" in caplog.text
+        assert "It has used 0." in caplog.text and "time.sleep(0.05)" in caplog.text

@@ -3,9 +3,9 @@
 usage: mpistrat run --elastic -np 3 python tests/scripts/elastic_steps.py [--kill GENERATION:RANK:STEP:WHEN ...]
            [--epochs N] [--pause S] [--log FILE]
 
-WHEN is where in the step the rank kills itself: "before" the reduction, "after" it, or "while" it commits. "host" kills
-all processes of the rank's network namespace, and "cut" takes down its link, before the reduction. The ranks of the
-last generation print how often the rows were trained, and the steps.
+WHEN is where in the step the rank kills itself: "before" the reduction, "after" it, or "while" it commits. Before the
+reduction, "stop" stops its process, "host" kills all processes of its network namespace, and "cut" takes down its link.
+The ranks of the last generation print how often the rows were trained, and the steps.
 """
 
 import argparse
@@ -78,6 +78,8 @@ def train(state: Any) -> None:
         for start in range(0, len(rows), BATCH):
             steps_here += 1
             perhaps_die("before")
+            if (generation, hvd.rank(), steps_here, "stop") in kills:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if (generation, hvd.rank(), steps_here, "host") in kills:
                 log("loses its host")
                 lose_host()

@@ -579,6 +579,53 @@ def test_a_stall_is_reported_again_after_a_while_and_only_by_rank_0() -> None:
     assert job.nodes[1].stalls.report(1000.0) is None
 
 
+def answer_all(job: Job) -> list[int]:
+    """Let all ranks act, and those that are asked answer. Returns the ranks that were asked."""
+    before = len(job.decisions)
+    job.settle()
+    asked = [rank for decision, _ in job.decisions[before:] for rank in decision.asks]
+    for rank in asked:
+        job.nodes[rank].answer(f"in the main thread:\n  line {rank}")
+    job.settle()
+    return asked
+
+
+@pytest.mark.parametrize(("size", "missing"), [(2, [1]), (2, [0]), (40, [3, 39])])
+def test_ranks_that_others_wait_for_are_asked_where_they_are_before_the_report(size: int, missing: list[int]) -> None:
+    job = Job(size)
+    job.submit_all(allreduce("a"), but=missing)
+    # A rank between two others passes an incomplete request on after half of the time.
+    for job.now in (0.0, 31.0, 57.0):
+        assert answer_all(job) == []
+    job.now = 58.5
+    assert answer_all(job) == missing
+    assert answer_all(job) == []
+    text = job.nodes[0].stalls.report(92.0)
+    assert text is not None
+    for rank in missing:
+        assert f"\nRank {rank} on  is here, in the main thread:\n  line {rank}" in text
+    job.now = 151.0
+    assert answer_all(job) == missing  # Again, before the next report.
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    job = Job(2)
+    job.submit(0, allreduce("a"))
+    job.settle()
+    job.settle(59.0)
+    text = job.nodes[0].stalls.report(61.0)
+    assert text is not None
+    assert "\nRank 1 on  has not answered where it is: its engine waits" in text
+
+
+def test_answers_are_no_news() -> None:
+    assert not Decision(asks=(1,)).is_news
+    assert Decision((1,), asks=(1,)).is_news
+    root = Job(2).nodes[0]
+    assert root.receive(1, Announcement(places=((1, "there"),)).to_bytes(), 0.0) is False
+    assert root.receive(1, Announcement(ends_vote=True).to_bytes(), 0.0) is True
+
+
 def test_what_is_complete_is_no_stall() -> None:
     job = Job(3)
     job.submit_all(allreduce("a"), but=[1])

@@ -13,7 +13,7 @@ from mpistrat.core.settings import Settings
 FIRST = RankInfo("a host", 0, Settings(stall_warning_s=0.1 + 0.2), "",
                      {"Python": "3.11", "keras": "none"}, "0" * 64, [0, 1], [4711, 12, 1, 4711])
 OTHER = dataclasses.replace(FIRST, host="another", memory_group=2**31 - 1, settings=None, problem="MPISTRAT_X: ä",
-                            versions={"Python": "3.12", "keras": "none"}, cpus=[], process=[])
+                            versions={"Python": "3.12", "keras": "none"}, cpus=[], process=None)
 
 
 @pytest.mark.parametrize("info", [FIRST, OTHER], ids=lambda info: info.host)

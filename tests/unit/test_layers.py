@@ -25,12 +25,13 @@ PACKAGES: dict[str, set[str]] = {
     "transport": {"core"},
     "gpu": {"core"},
     "engine": {"core", "negotiation"},
+    "trace": {"core"},
     "process": {"core"},
     "elastic": {"core", "process"},
-    "api": {"core", "negotiation", "transport", "gpu", "engine", "process", "elastic"},
+    "api": {"core", "negotiation", "transport", "gpu", "engine", "trace", "process", "elastic"},
     "tensorflow": {"core", "gpu", "process", "api"},
     "keras": {"core", "process", "elastic", "api", "tensorflow"},
-    "cli": {"core", "negotiation", "process", "elastic", "api", "keras", ""},
+    "cli": {"core", "negotiation", "trace", "process", "elastic", "api", "keras", ""},
     "": {"core", "api"},
     "__main__": {"cli"},
 }
@@ -45,7 +46,7 @@ MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
-    "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
+    "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
@@ -56,6 +57,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "cli.bench.labels": {"numpy", "matplotlib"},
+    "trace.files": {"perfetto"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
 }
 

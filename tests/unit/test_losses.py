@@ -24,7 +24,7 @@ from mpistrat.core.errors import EngineError, LostRank, RanksLostError, Recovery
 from mpistrat.core.interruption import Interruption
 from mpistrat.core.request import allgather_request, specs_of
 from mpistrat.core.topology import Topology
-from mpistrat.process import abort, procfs
+from mpistrat.process import abort, neighbours, procfs
 from mpistrat.process.neighbours import Neighbours
 from mpistrat.process.procfs import Process
 from mpistrat.process.silent_hosts import SilentHosts
@@ -171,6 +171,48 @@ def test_the_end_of_a_process_is_noticed(sleeper: "subprocess.Popen[bytes]", has
     watch.stop()
     watch.stop()
     assert ended.empty()
+
+
+def test_a_process_that_is_stopped_is_told_of_until_it_goes_on(sleeper: "subprocess.Popen[bytes]",
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_STOP_LOOK_S", 0.05)
+    told: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+    watch = Neighbours({3: process_of(sleeper)}, [3], lambda _: None, beside=3,
+                       when_stopped=lambda *stop: told.put(stop))
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.2)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert [told.get(timeout=LIMIT_S) for _ in range(2)] == [(3, 0.05), (3, 0.1)]
+    sleeper.send_signal(signal.SIGCONT)
+    assert 0.0 in (told.get(timeout=LIMIT_S)[1] for _ in range(10))
+    watch.stop()
+
+
+def test_each_rank_of_a_host_is_looked_at_by_one_other() -> None:
+    topology = Topology(0, ("a", "b", "a", "a"))
+    processes = {rank: Process(0, 0, 0, 0) for rank in range(4)}
+    looked_at = []
+    for rank in (0, 2, 3):
+        losses = Losses(Topology(rank, topology.host_of), processes={each: processes[each] for each in (0, 2, 3)})
+        looked_at.append(losses._beside())
+        losses.stop()
+    assert sorted(looked_at) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("limit_s", "is_killed"), [(0.0, False), (8.0, True)])
+def test_a_rank_that_is_stopped_is_reported_and_killed_if_the_settings_say_so(
+        sleeper: "subprocess.Popen[bytes]", caplog: pytest.LogCaptureFixture, limit_s: float, is_killed: bool) -> None:
+    losses = Losses(Topology(0, ("here",) * 2), processes={1: process_of(sleeper)}, stopped_limit_s=limit_s)
+    losses.stop()
+    for seconds in range(1, 10):
+        losses._is_stopped(1, float(seconds))
+    assert caplog.text.count(f"rank 1 on here (process {sleeper.pid}) has been stopped for 5 s") == 1
+    assert f"kill -CONT {sleeper.pid}" in caplog.text
+    assert ("is killed: it has been stopped for 8 s (MPISTRAT_STOPPED_LIMIT_S)" in caplog.text) is is_killed
+    if is_killed:
+        assert sleeper.wait(LIMIT_S) == -signal.SIGKILL
+    else:
+        assert sleeper.poll() is None
 
 
 def test_a_process_of_another_container_is_not_watched(sleeper: "subprocess.Popen[bytes]") -> None:

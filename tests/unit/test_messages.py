@@ -38,6 +38,7 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     Announcement(failure="a name of a file that is not UTF-8: \udcff"),
     Announcement(ids=(2**63 - 1,), ends_vote=True),
     Announcement(joined=(7, 2)),
+    Announcement(places=((7, "in the main thread:\n  here"),)),
     Announcement(ids=(3,), requests=((PLAIN, (1, 2)),))])
 def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> None:
     copy = Announcement.from_bytes(message.to_bytes())
@@ -52,6 +53,7 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
     Decision((3,), opens_vote=True),
     Decision((3, (None, PLAIN)), absent=((), (0, 5))),
     Decision(last_joined=(0,)),
+    Decision(asks=(0, 3)),
     *(Decision((1,), (), False, end, "why: ü") for end in EndReason)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
     copy = Decision.from_bytes(message.to_bytes())

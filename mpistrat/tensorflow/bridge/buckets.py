@@ -12,8 +12,10 @@ import tensorflow as tf
 from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
+from ..xla import context as xla
 from . import cpu, gpu_graph
-from .cpu import Observer, Wait
+from .cpu import Wait
+from .submission import Observer
 
 
 @dataclass
@@ -91,8 +93,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         return []
     places = places or range(len(tensors))
     device = gpu_graph.device_of(tensors)
-    if tf.executing_eagerly():
-        # Nothing overlaps with an eager call, and the engine's fusion buffer packs the tensors.
+    if tf.executing_eagerly() or xla.is_compiled():
+        # Nothing overlaps with an eager call or a custom call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
     else:
         # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager

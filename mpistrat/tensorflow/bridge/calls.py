@@ -58,13 +58,23 @@ class CallSite:
         self.running: list[int] = []  # Operations on lists are atomic.
 
     def belongs_to(self, submit: tf.Operation) -> None:
-        """Note the node, which is a callback."""
+        """Note the node, which is a callback, or a custom call of XLA's."""
         graph = weakref.ref(tf.compat.v1.get_default_graph())
         self.origin = Origin(functools.partial(_place_of, submit.name, graph), names.is_in_order(self.name))
-        _sites[submit.get_attr("token")] = self
+        _sites[_key_of(submit.node_def)] = self
 
 
+# The attribute by which a custom call of XLA's is known; a callback has its token.
+SITE_ATTRIBUTE = "_mpistrat_site"
 _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictionary()
+
+
+def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
+    """What stands for the call of a node in `_sites`; b"" for other nodes."""
+    for name in ("token", SITE_ATTRIBUTE):
+        if name in node.attr:
+            return bytes(node.attr[name].s)
+    return b""
 
 
 def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
@@ -90,7 +100,7 @@ def _sites_in(function: _Function) -> tuple[CallSite, ...]:
     todo, seen = [function.cached_definition], {""}
     while todo:
         for node in todo.pop().node_def:
-            if "token" in node.attr and (site := _sites.get(node.attr["token"].s)) is not None:
+            if (site := _sites.get(_key_of(node))) is not None:
                 found[site] = None
             for name in _functions_of(node):
                 if name not in seen:

@@ -16,12 +16,10 @@ ten milliseconds at most. A small list is usually complete by then, and the same
 two nodes are in a branch that does not run. (Each switch of threads costs as much as reducing a megabyte.)
 """
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
-from operator import attrgetter
 
 import numpy as np
 import tensorflow as tf
@@ -29,27 +27,17 @@ import tensorflow as tf
 from ...api import runtime
 from ...core.errors import InvalidRequestError, MpistratError
 from ...core.memory import ALIGNMENT
-from ...core.request import Request
 from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
-from ...gpu.arrays import GpuInput
 from ..types import Arrays
+from ..xla import collective as compiled
+from ..xla import context as xla
 from . import executions, gpu_eager
-from ._private import is_compiled_by_xla
-from .calls import CallSite
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
 from .executions import Execution
 from .program_order import in_order
 from .python_op import host_call
+from .submission import HostCallSite, MakeRequest, Observer
 from .tf_errors import as_tf_error
-
-# Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
-MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
-# Called when a collective of a graph runs, before its arrays are submitted: with the arrays of this rank, and with the
-# part of names that stands for the thread that runs the graph. Returns whether it wants to be called again. What it
-# raises becomes the error of the graph. It must not refer to the graph, and must not change the arrays or keep them.
-Observer = Callable[[Sequence[np.ndarray], str], bool]
-
-_SHAPE = attrgetter("shape")
 
 
 class Wait(Enum):
@@ -70,7 +58,8 @@ _counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.W
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        process_set: int = 0, wait: Wait = Wait.NEVER, observer: Observer | None = None) -> list[tf.Tensor]:
+        process_set: int = 0, wait: Wait = Wait.NEVER, observer: Observer | None = None,
+        times_rows: int = 1) -> list[tf.Tensor]:
     """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
 
     Args:
@@ -81,6 +70,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         process_set: The id of the process set, which `make_request` sets too.
         wait: In a graph, whether the submit waits for the result.
         observer: In a graph, called before the submit.
+        times_rows: In a graph that XLA compiles, where shapes must be known: how many times as many rows as its tensor
+            each result has. 0: `shapes` says how many.
 
     Raises:
         Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.
@@ -88,6 +79,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """
     if tf.executing_eagerly():
         return _run_eagerly(make_request, tensors, shapes)
+    if xla.is_compiled():
+        return compiled.run(name, make_request, tensors, shapes, process_set, observer, times_rows)
     require_function()
     dtypes = [t.dtype for t in tensors]
     if not all(map(_may_be_in_branches, dtypes)):
@@ -140,13 +133,22 @@ def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return tensors
 
 
+def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
+    """Call `read` when the graph runs, and return its results as int32 scalars. Local."""
+    if xla.is_compiled():
+        return compiled.read_in_graph(read, count)
+    require_function()
+
+    def call() -> Arrays:
+        return [np.array(value, np.int32) for value in read()]
+
+    with tf.device("CPU:0"):
+        # Stateful, since TensorFlow would compute a stateless node without inputs once, when it optimises the graph.
+        return scalars(host_call(call, [], [tf.int32] * count, stateful=True))
+
+
 def require_function() -> None:
     """Raise InvalidRequestError if the current graph cannot contain a collective."""
-    graph = tf.compat.v1.get_default_graph()
-    if is_compiled_by_xla(graph):
-        raise InvalidRequestError(
-            "a collective cannot be compiled by XLA. Write model.compile(..., jit_compile=False), or leave jit_compile "
-            "out of the tf.function that averages.")
     if not tf.inside_function():
         raise InvalidRequestError("collectives work eagerly and in tf.function, not in a tf.compat.v1 graph that a "
                                   "session runs. Put the step into a tf.function.")
@@ -166,46 +168,30 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
     return [to_tensor(result) for result in results]
 
 
-class _CpuCallSite(CallSite):
-    """The callbacks of one collective in a graph. Several executions may be in flight.
-
-    `make_request` must not refer to the graph either.
-    """
+class _CpuCallSite(HostCallSite):
+    """The callbacks of one collective in a graph."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[tf.DType],
                  counter: _CollectiveCounter, wait: Wait, execution: Execution, observer: Observer | None):
-        super().__init__(name, process_set)
-        self._make_request, self._counter, self._wait = make_request, counter, wait
-        self._observer = observer
-        self._has_past, self._counts = execution.is_past, execution.number is None
+        super().__init__(name, process_set, make_request, execution, observer)
+        self._counter, self._wait = counter, wait
         counter.count += 1
         self._position = counter.count
         self._nothing = [] if wait is Wait.NEVER else [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
-        self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
 
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result.
 
         A node that may wait also returns the results, with a "done" ticket, or empty arrays in their place.
         """
-        arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
-        past = int(arrays.pop()) if self._has_past else None
-        if self._observer is not None and not self._observer(arrays, self.thread):
-            self._observer = None
-        shapes, name = list(map(_SHAPE, arrays)), self.thread + self.name
-        if self._latest is None or self._latest[:2] != (shapes, name):
-            self._latest = shapes, name, dataclasses.replace(self._make_request(arrays), name=name, in_graph=True)
-        request, group = self._latest[2], runtime.group_of(self.name, self.process_set)
-        number = group.next_number(("execution", name)) if self._counts else 0
-        if past is not None:
-            request = dataclasses.replace(request, name=name + executions.suffix(past))
+        its = self.submission(inputs)
         if self._wait is Wait.ALWAYS or (self._wait is Wait.IF_LAST and self._position == self._counter.count):
-            handle = group.engine.run(request, arrays, SUBMIT_WAIT_S, self.origin)
+            handle = its.group.engine.run(its.request, its.arrays, SUBMIT_WAIT_S, self.origin)
             if handle.is_done:
-                return [*COMPLETIONS.done_ticket(number), *handle.wait()]
+                return [*COMPLETIONS.done_ticket(its.number), *handle.wait()]
         else:
-            handle = group.engine.submit(request, arrays, self.origin)
-        return [*COMPLETIONS.ticket_for(handle, number), *self._nothing]
+            handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        return [*COMPLETIONS.ticket_for(handle, its.number), *self._nothing]
 
     def fetch(self, ticket: np.int64) -> Arrays:
         """Return the results, or raise the collective's error."""

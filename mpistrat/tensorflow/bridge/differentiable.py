@@ -15,6 +15,7 @@ from typing import ClassVar
 import tensorflow as tf
 
 from ..types import OptionalGradient
+from ..xla import context as xla
 from . import executions
 from ._private import could_possibly_record, record_operation, set_node_attribute
 from .executions import Execution
@@ -81,7 +82,8 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _REGISTERED}):
         outputs = tf.identity_n(inputs)
     known = {"kind": type(gradient).__name__, "fields": asdict(gradient), "count": count,
-             "number": None if execution.number is None else execution.number.name, "is_past": execution.is_past}
+             "number": None if execution.number is None else execution.number.name, "is_past": execution.is_past,
+             "is_compiled": xla.is_compiled()}
     set_node_attribute(outputs[0].op, _ATTRIBUTE, tf.compat.v1.AttrValue(s=json.dumps(known).encode()))
     record_operation(_REGISTERED, outputs, inputs, backward)  # For tapes in the function; others call _registered.
     return list(outputs[:count])
@@ -104,6 +106,8 @@ def _registered(node: tf.Operation, *upstream: tf.Tensor) -> list[OptionalGradie
     known = json.loads(node.get_attr(_ATTRIBUTE))
     count = known["count"]
     gradient = Gradient.kinds[known["kind"]](**known["fields"])
+    if known["is_compiled"]:
+        xla.note_gradient()
     number = known["number"] and node.graph.get_tensor_by_name(known["number"])
     return [None] * count + _gradients(gradient, list(node.inputs)[count:], upstream[:count],
                                        Execution(number, known["is_past"]))

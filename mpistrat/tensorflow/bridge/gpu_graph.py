@@ -47,12 +47,12 @@ from ..types import Arrays
 from . import cpu, executions, gpu_eager
 from .calls import CallSite
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
-from .cpu import MakeRequest, Observer
 from .executions import Execution
 from .gpu_memory import Shared, copied, shared, without_elements
 from .own_executor import SynchronousExecution
 from .program_order import in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
+from .submission import MakeRequest, Observer
 
 logger = logging.getLogger(__name__)
 

@@ -50,13 +50,14 @@ def _write(handle: tf.Tensor) -> tf.Operation:
 
 def _token() -> tf.Tensor | None:
     """The token's handle as a tensor of the current graph; None in the gradient of a function."""
-    path = _path_from_function(tf.compat.v1.get_default_graph())
-    if _is_gradient(path[0]):
-        return None
-    seen = _handle()
-    for graph in path:
-        seen = graph.capture(seen)
-    return seen
+    return None if is_gradient(current_function()) else capture_in_order(_handle())
+
+
+def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
+    """The handle of a variable as a tensor of the current graph, which is not in the gradient of a function."""
+    for graph in _path_from_function(tf.compat.v1.get_default_graph()):
+        handle = graph.capture(handle)
+    return handle
 
 
 def current_function() -> tf.Graph:
@@ -94,7 +95,8 @@ def _path_from_function(graph: tf.Graph) -> list[tf.Graph]:
     return path
 
 
-def _is_gradient(function: tf.Graph) -> bool:
+def is_gradient(function: tf.Graph) -> bool:
+    """Whether a function is the gradient of a function."""
     return getattr(function, "name", "").startswith("__backward_")
 
 

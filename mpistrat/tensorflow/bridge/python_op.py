@@ -25,10 +25,10 @@ from .own_executor import is_asynchronous
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
 # of its graph, even if other functions still call it.
-_functions: "weakref.WeakKeyDictionary[tf.Graph, list[Callable[..., object]]]" = weakref.WeakKeyDictionary()
+_called: "weakref.WeakKeyDictionary[tf.Graph, list[object]]" = weakref.WeakKeyDictionary()
 
 # In asynchronous execution, a function that was called but has not run yet may be deleted together with its graph.
-_kept: list[Callable[..., object]] = []
+_kept: list[object] = []
 
 _thread = threading.local()
 
@@ -83,15 +83,20 @@ def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequ
 
 
 def _kept_by_graph(function: Callable[..., object]) -> str:
-    """Return a token for the function, and keep it alive as long as the current graph or one of those around it."""
-    if is_asynchronous():
-        _kept.append(function)
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None and graph.building_function:
-        _functions.setdefault(graph, []).append(function)
-        graph = graph.outer_graph
+    """Return a token for the function, and keep it in the graph."""
+    keep_in_graph(function)
     token: str = insert_function(function)
     return token
+
+
+def keep_in_graph(called: object) -> None:
+    """Keep what a node calls alive as long as the current graph or one of those around it."""
+    if is_asynchronous():
+        _kept.append(called)
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph.building_function:
+        _called.setdefault(graph, []).append(called)
+        graph = graph.outer_graph
 
 
 def keep_thread_state() -> None:

@@ -14,8 +14,8 @@ from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ReduceOp, ScaledOp, Sum
 from ...core.tuning import BUCKET_BYTES
 from .. import gradients, lists
-from ..bridge.cpu import Observer
 from ..bridge.program_order import complete_in_order
+from ..bridge.submission import Observer
 from ..gradients import GradientOptions
 from ..lists import broadcast_list, gather_list, reduce_tensors
 from ..names import made

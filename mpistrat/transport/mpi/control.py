@@ -60,6 +60,9 @@ class MpiControl(ControlPlane):
         if self._missing(ranks):
             self._wait.until(lambda: self._has_flushed(ranks), lambda: self._missing(ranks), limit_s=limit_s)
 
+    def is_sending_to(self, ranks: Sequence[int]) -> bool:
+        return bool(self._missing(ranks))
+
     def _has_flushed(self, ranks: Sequence[int]) -> bool:
         self._channel.flush()
         self._comm.Iprobe()  # Lets MPI make progress here, which a receiver in an earlier collective may depend on.

@@ -1,0 +1,62 @@
+"""Which graphs XLA compiles, and whether collectives may be in them."""
+
+import weakref
+from functools import cache
+
+import tensorflow as tf
+
+from ...api import runtime
+from ...core.errors import InvalidRequestError
+from ..bridge._private import in_xla_context, is_compiled_by_xla
+from ..bridge.program_order import current_function, function_of
+from . import ffi
+
+# The gradients of compiled functions. TensorFlow compiles them too, but traces them outside of XLA's context.
+_gradients: "weakref.WeakSet[tf.Graph]" = weakref.WeakSet()
+
+
+def is_compiled() -> bool:
+    """Whether XLA is going to compile what is being traced."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return is_compiled_by_xla(graph) or function_of(graph) in _gradients
+
+
+def note_gradient() -> None:
+    """The function that is being traced is the gradient of one that XLA compiles."""
+    _gradients.add(current_function())
+
+
+def compiled_function() -> tf.Graph:
+    """The outermost function around what is being traced that XLA compiles as a whole."""
+    function = current_function()
+    # The context is that of the graph that calls the function, or else of the function itself.
+    while not (in_xla_context(function) or in_xla_context(function.outer_graph)):
+        function = function_of(function.outer_graph)
+    return function
+
+
+def why_not() -> str:
+    """Why XLA cannot compile collectives in this process; "" if it can."""
+    if ffi.api() is None:
+        return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
+    if _has_gpu():
+        return "for GPUs that was not tried"
+    if runtime.is_initialized() and not runtime.current().settings.xla:
+        return "MPISTRAT_XLA=0 switches it off"
+    return ""
+
+
+@cache
+def _has_gpu() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def require() -> None:
+    """Raise InvalidRequestError if XLA cannot compile collectives in this process."""
+    reason = why_not()
+    if reason:
+        raise InvalidRequestError(
+            "a collective cannot be compiled by XLA. Write model.compile(..., jit_compile=False), or leave jit_compile "
+            f"out of the tf.function that averages. ({reason[0].upper()}{reason[1:]}.)")

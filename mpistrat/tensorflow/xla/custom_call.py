@@ -1,0 +1,163 @@
+"""The custom call: a node of a graph that XLA compiles to a call of Python.
+
+The program that the node stands for is text, in StableHLO. It has the number of the call's *target*, a Python object.
+As with host_call, the target lives as long as the Python object of the graph.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import tensorflow as tf
+
+from ...core.errors import EngineError, MpistratError
+from ..bridge._private import set_node_attribute, stop_recording, xla_call_module
+from ..bridge.calls import SITE_ATTRIBUTE
+from ..bridge.python_op import keep_in_graph, keep_thread_state
+from ..bridge.tf_errors import as_tf_error
+from . import ffi
+
+_NAME = "mpistrat"
+_NO_GRADIENT = "MpistratNoGradient"
+_STABLEHLO = 9  # the version of the node; with this one TensorFlow takes text
+_TYPES = {
+    tf.bool: "i1", tf.int8: "i8", tf.int16: "i16", tf.int32: "i32", tf.int64: "i64", tf.uint8: "ui8",
+    tf.uint16: "ui16", tf.uint32: "ui32", tf.uint64: "ui64", tf.float16: "f16", tf.bfloat16: "bf16",
+    tf.float32: "f32", tf.float64: "f64", tf.complex64: "complex<f32>", tf.complex128: "complex<f64>",
+}
+
+
+class Target(Protocol):
+    """What is called. It must not refer to the graph."""
+
+    def execute(self, call: ffi.Call) -> None:
+        """Called when compiled code comes to the call, in any thread. What it raises becomes the error of the step."""
+
+
+_numbers = itertools.count(1)
+_targets: "weakref.WeakValueDictionary[int, Target]" = weakref.WeakValueDictionary()
+
+
+def has_type(dtype: tf.DType) -> bool:
+    """Whether tensors of this dtype can be arguments and results."""
+    return dtype in _TYPES
+
+
+def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
+                shapes: Sequence[tf.TensorShape], times_rows: int = 1) -> list[tf.Tensor]:
+    """Make the node, which has no gradient.
+
+    Args:
+        target: What is called.
+        inputs: At least one, of known ranks. Extents that are not known here are known when XLA compiles.
+        dtypes: The dtypes of the results, at least one.
+        shapes: Their shapes. Extents that are not known follow from the input with the same place.
+        times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
+    """
+    _register()
+    number = next(_numbers)
+    _targets[number] = target
+    keep_in_graph(target)
+    given = [(t.dtype, tuple(t.shape.as_list())) for t in inputs]
+    returned = [(dtype, tuple(shape.as_list())) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    with stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"XlaCallModule": _NO_GRADIENT}):
+        outputs: list[tf.Tensor] = xla_call_module(
+            args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned, times_rows),
+            Sout=[list(shape) for _, shape in returned], Tout=list(dtypes), platforms=["CPU"])
+    set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
+    return list(outputs)
+
+
+_Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
+
+
+def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int) -> str:
+    """The program of one call. Without layouts XLA would choose the order of dimensions in memory.
+
+    If there are unknown extents, the shapes of all results are operands too. The compiler computes and removes them.
+    """
+    known = all(None not in shape for _, shape in returned)
+    shapes = [] if known else [(tf.int32, (len(shape),)) for _, shape in returned]
+    lines = [_shape_of_result(i, given, returned[i][1], times_rows) for i in range(len(shapes))]
+    operands = ", ".join([*(f"%arg{i}" for i in range(len(given))), *(f"%s{i}" for i in range(len(shapes)))])
+    parameters = ", ".join(f"%arg{i}: {_type(*each)}" for i, each in enumerate(given))
+    types = ", ".join(_type(*each) for each in returned)
+    indices = list(range(len(given), len(given) + len(shapes)))
+    where = "" if known else f", indices_of_shape_operands = dense<{indices}> : tensor<{len(shapes)}xi64>"
+    results = ", ".join(f"%r#{i}" for i in range(len(returned)))
+    lines += [
+        f"%r:{len(returned)} = stablehlo.custom_call @{_NAME}({operands}) {{api_version = 4 : i32, "
+        f"has_side_effect = true, backend_config = {{target = {number} : i64}}, "
+        f"operand_layouts = [{_layouts([*given, *shapes])}], result_layouts = [{_layouts(returned)}]{where}}} : "
+        f"({', '.join(_type(*each) for each in [*given, *shapes])}) -> ({types})",
+        f"return {results} : {types}"]
+    body = "\n".join(lines)
+    return (f"module @mpistrat attributes {{jax.uses_shape_polymorphism = {'false' if known else 'true'}}} {{\n"
+            f"func.func public @main({parameters}) -> ({types}) {{\n{body}\n}}\n}}")
+
+
+def _shape_of_result(place: int, given: _Tensors, shape: tuple[int | None, ...], times_rows: int) -> str:
+    """The lines that compute the shape of a result, `%s` and its place."""
+    name, lines = f"%s{place}", []
+    for i, extent in enumerate(shape):
+        if extent is not None:
+            lines.append(f"{name}e{i} = stablehlo.constant dense<{extent}> : tensor<1xi32>")
+            continue
+        lines += [
+            f"{name}d{i} = stablehlo.get_dimension_size %arg{place}, dim = {i} : ({_type(*given[place])}) -> tensor<i32>",
+            f"{name}t{i} = stablehlo.constant dense<{1 if i else times_rows}> : tensor<i32>",
+            f"{name}p{i} = stablehlo.multiply {name}d{i}, {name}t{i} : tensor<i32>",
+            f"{name}e{i} = stablehlo.reshape {name}p{i} : (tensor<i32>) -> tensor<1xi32>"]
+    extents, types = ", ".join(f"{name}e{i}" for i in range(len(shape))), ", ".join(["tensor<1xi32>"] * len(shape))
+    lines.append(f"{name} = stablehlo.concatenate {extents}, dim = 0 : ({types}) -> tensor<{len(shape)}xi32>" if shape
+                 else f"{name} = stablehlo.constant dense<> : tensor<0xi32>")
+    return "\n".join(lines)
+
+
+def _type(dtype: tf.DType, shape: tuple[int | None, ...]) -> str:
+    return f"tensor<{''.join(('?' if extent is None else str(extent)) + 'x' for extent in shape)}{_TYPES[dtype]}>"
+
+
+def _layouts(tensors: _Tensors) -> str:
+    return ", ".join(f"dense<{list(reversed(range(len(shape)))) if shape else ''}> : tensor<{len(shape)}xindex>"
+                     for _, shape in tensors)
+
+
+@tf.RegisterGradient(_NO_GRADIENT)
+def _no_gradient(node: tf.Operation, *upstream: tf.Tensor) -> list[None]:
+    return [None] * len(node.inputs)
+
+
+_registering = threading.Lock()
+
+
+@cache
+def _registered() -> None:
+    ffi.register(_NAME, "Host", _execute)
+
+
+def _register() -> None:
+    with _registering:
+        _registered()
+
+
+def _execute(call: ffi.Call) -> tuple[str, int] | None:
+    keep_thread_state()
+    target = _targets.get(call.number)
+    try:
+        if target is None:
+            raise EngineError("a compiled function with a collective was called after its tf.function was deleted, or "
+                              "in another process than the one that has traced it.")
+        target.execute(call)
+    except BaseException as error:
+        return described(error)
+    return None
+
+
+def described(error: BaseException) -> tuple[str, int]:
+    """The text of an error, and the code that makes TensorFlow raise the class of tf.errors that Horovod raises."""
+    shown = as_tf_error(error) if isinstance(error, MpistratError) else error
+    return f"{type(error).__name__}: {error}", getattr(shown, "error_code", ffi.UNKNOWN)

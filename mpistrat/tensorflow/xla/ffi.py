@@ -1,0 +1,246 @@
+"""XLA's FFI, the C API for functions that compiled code calls, by ctypes. Nothing here knows of collectives.
+
+The structures are those of
+https://github.com/tensorflow/tensorflow/blob/v2.21.0/third_party/xla/xla/ffi/api/c_api.h
+with their names. XLA promises that an interface works for at least 12 months after the next one appears. Each structure
+begins with its size, by which XLA knows the version.
+
+A handler runs in the thread that has called the compiled function, or in one of the threads in which XLA computes. The
+latter may be only one, and other compiled functions need it. So a handler must not wait for other ranks there. It
+returns a *future* instead, and any thread completes that later. XLA runs on what does not depend on the call, and keeps
+the memory of arguments and results until the future is complete.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p, sizeof
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+UNKNOWN = 2  # XLA_FFI_Error_Code; the codes are TensorFlow's
+_METADATA_EXTENSION = 1
+_EXECUTE = 3
+_MAJOR = 0
+
+
+class ByteSpan(Structure):
+    _fields_ = (("ptr", c_char_p), ("len", c_size_t))
+
+
+class Version(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("major", c_int), ("minor", c_int))
+
+
+class Metadata(Structure):
+    """Without its last field, which only handlers with a state set."""
+
+    _fields_ = (("struct_size", c_size_t), ("version", Version), ("traits", c_uint32))
+
+
+class Extension(Structure):
+    """XLA_FFI_Metadata_Extension, which begins as all extensions."""
+
+    _fields_ = (("struct_size", c_size_t), ("type", c_int), ("next", c_void_p), ("metadata", POINTER(Metadata)))
+
+
+class Buffer(Structure):
+    """One argument or result: `dims` has `rank` extents. In C order, as the caller asks for in the program."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("dtype", c_int), ("data", c_void_p),
+                ("rank", c_int64), ("dims", POINTER(c_int64)))
+
+
+class Buffers(Structure):
+    """XLA_FFI_Args and XLA_FFI_Rets."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("size", c_int64), ("types", c_void_p),
+                ("buffers", POINTER(POINTER(Buffer))))
+
+
+class Scalar(Structure):
+    _fields_ = (("dtype", c_int), ("value", POINTER(c_int64)))
+
+
+class Attributes(Structure):
+    """Sorted by name. Our calls have one, an integer of 64 bits."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("size", c_int64), ("types", c_void_p),
+                ("names", c_void_p), ("attrs", POINTER(POINTER(Scalar))))
+
+
+class CallFrame(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", POINTER(Extension)), ("api", c_void_p),
+                ("ctx", c_void_p), ("stage", c_int), ("args", Buffers), ("rets", Buffers), ("attrs", Attributes),
+                ("future", c_void_p))
+
+
+class Bundle(Structure):
+    _fields_ = (("instantiate", c_void_p), ("prepare", c_void_p), ("initialize", c_void_p), ("execute", c_void_p))
+
+
+class RegisterArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("name", ByteSpan), ("platform", ByteSpan),
+                ("bundle", Bundle), ("traits", c_uint32))
+
+
+class ErrorCreateArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("message", c_char_p), ("code", c_int32))
+
+
+class ErrorMessageArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("error", c_void_p), ("message", c_char_p))
+
+
+class ErrorDestroyArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("error", c_void_p))
+
+
+class FutureCreateArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p))
+
+
+class FutureAvailableArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p))
+
+
+class FutureErrorArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p), ("error", c_void_p))
+
+
+_FUNCTIONS = ("error_create", "error_message", "error_destroy", "handler_register", "stream_get", "type_register",
+              "context_get", "state_set", "state_get", "memory_allocate", "memory_free", "pool_schedule",
+              "pool_threads", "future_create", "future_available", "future_error")
+
+
+class Api(Structure):
+    """XLA_FFI_Api as far as it is used here: the functions have no names of their own in the library."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("version", Version), ("internal", c_void_p),
+                *((name, c_void_p) for name in _FUNCTIONS))
+
+
+# A function of the API, and a handler, return an error or NULL. The interpreter's lock is released meanwhile, since a
+# future that becomes available may run code of XLA's.
+_ApiFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_Handler = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))
+_handlers: list[Any] = []  # XLA calls them until the process ends.
+
+
+@cache
+def api() -> Api | None:
+    """The API of the TensorFlow that is loaded; None: it has none, or one of another kind."""
+    try:
+        library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
+        get = library.XLA_FFI_GetApi
+    except (OSError, AttributeError):  # Other platforms, and TensorFlow before 2.21.
+        return None
+    get.restype = POINTER(Api)
+    found: Api = get().contents
+    return found if found.version.major == _MAJOR and found.struct_size >= sizeof(Api) else None
+
+
+def _call(function: str, arguments: Structure) -> None:
+    """Call a function of the API; raise RuntimeError with its error."""
+    arguments.struct_size = sizeof(arguments)
+    error = _ApiFunction(getattr(api(), function))(byref(arguments))
+    if error:
+        text = ErrorMessageArgs(error=error)
+        _call("error_message", text)
+        message = text.message.decode()
+        _call("error_destroy", ErrorDestroyArgs(error=error))
+        raise RuntimeError(f"XLA's FFI refuses {function}: {message}")
+
+
+def _error(message: str, code: int) -> int:
+    """A new error, which belongs to XLA as soon as it gets it."""
+    own = api()
+    assert own is not None
+    arguments = ErrorCreateArgs(sizeof(ErrorCreateArgs), None, message.encode(), code)
+    error: int = _ApiFunction(own.error_create)(byref(arguments))
+    return error
+
+
+def view(buffer: Buffer, dtype: Any) -> np.ndarray:
+    """The memory of an argument or a result."""
+    shape = buffer.dims[:buffer.rank]
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_char * nbytes).from_address(buffer.data)
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+
+
+class Call:
+    """A call of the handler by compiled code.
+
+    Attributes:
+        number: The integer that the program passes.
+    """
+
+    def __init__(self, frame: CallFrame):
+        self._frame = frame
+        self._future: int | None = None
+        self.number: int = frame.attrs.attrs[0].contents.value[0]
+
+    def arguments(self, dtypes: Sequence[Any]) -> list[np.ndarray]:
+        """Views of the arguments. They must not be written."""
+        return [view(self._frame.args.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+
+    def results(self, dtypes: Sequence[Any]) -> list[np.ndarray]:
+        """Views of the memory in which XLA expects the results."""
+        return [view(self._frame.rets.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+
+    def complete_later(self) -> "Future":
+        """Let the handler return before the results are there."""
+        created = FutureCreateArgs()
+        _call("future_create", created)
+        self._frame.future = created.future
+        return Future(created.future)
+
+
+class Future:
+    """A call that is not complete. It must be completed once, by any thread."""
+
+    def __init__(self, pointer: int):
+        self._pointer = pointer
+
+    def set_available(self) -> None:
+        """The results are there."""
+        _call("future_available", FutureAvailableArgs(future=self._pointer))
+
+    def set_error(self, message: str, code: int) -> None:
+        """The call has failed, and with it the execution of the compiled function."""
+        _call("future_error", FutureErrorArgs(future=self._pointer, error=_error(message, code)))
+
+
+def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int] | None]) -> None:
+    """Register the handler of the custom calls with this name. Once in a process.
+
+    Args:
+        name: As in the programs.
+        platform: "Host" for code on the CPU. "CUDA" is accepted too, and there the arguments are in a GPU's memory; no
+            handler of ours has run there.
+        execute: Called for each call. It returns None, or the text and the code of an error. It must not raise.
+    """
+    def handle(pointer: Any) -> int | None:
+        frame = pointer.contents
+        if frame.extension_start and frame.extension_start.contents.type == _METADATA_EXTENSION:
+            # XLA asks what the handler needs.
+            metadata, own = frame.extension_start.contents.metadata.contents, api()
+            assert own is not None
+            metadata.version.major, metadata.version.minor, metadata.traits = own.version.major, own.version.minor, 0
+            return None
+        assert frame.stage == _EXECUTE
+        failure = execute(Call(frame))
+        return None if failure is None else _error(*failure)
+
+    handler = _Handler(handle)
+    _handlers.append(handler)
+    label, where = name.encode(), platform.encode()
+    _call("handler_register", RegisterArgs(
+        name=ByteSpan(label, len(label)), platform=ByteSpan(where, len(where)),
+        bundle=Bundle(execute=ctypes.cast(handler, c_void_p))))

@@ -1,0 +1,90 @@
+"""Operations as they travel to rank 0, and as a timeline has them. Pure functions.
+
+A message is JSON. It can be read without any earlier one, and is small: MPI sends a message of a few KB at once, a
+larger one only when the receiver answers.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..core.request import CollectiveType
+from .ring import Operation, Traced
+
+_MESSAGE_BYTES = 3000
+_MOST_CHARACTERS = 200  # of a name
+NO_STEP = -1
+
+
+class Record(NamedTuple):
+    """An operation of one rank. Times are nanoseconds, in a message of that rank's clock, in a timeline of rank 0's.
+
+    Attributes:
+        rank: The rank of the job.
+        process_set: The id of the process set.
+        ranks: How many ranks the set has.
+        backend: What reduces tensors on CPUs.
+        name: The name of the operation.
+        kind: "allreduce" and so on, a value of CollectiveType.
+        op: The reduction; "" for an operation that does not reduce.
+        dtype: That of the tensors; joined by "+" if there are several.
+        device: "cpu" or "gpu".
+        number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation.
+        step: The step of training, from 0; NO_STEP before the first one.
+    """
+
+    rank: int
+    process_set: int
+    ranks: int
+    backend: str
+    name: str
+    kind: str
+    op: str
+    dtype: str
+    device: str
+    number: int
+    bucket: int
+    nbytes: int
+    step: int
+    submitted: int
+    agreed: int
+    began: int
+    ended: int
+    delivered: int
+
+    def shifted(self, offset: int) -> "Record":
+        """The same on a clock that is `offset` nanoseconds behind."""
+        return self._replace(submitted=self.submitted and self.submitted - offset, agreed=self.agreed - offset,
+                             began=self.began - offset, ended=self.ended - offset, delivered=self.delivered - offset)
+
+
+_HEAD = Record._fields.index("number")  # The fields from here on differ among operations of one name.
+
+
+def record_of(rank: int, operation: Operation, traced: Traced, step: int | None) -> Record:
+    """The record of an operation of a rank."""
+    request = operation.request
+    is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
+    return Record(rank, request.process_set, traced.ranks, traced.backend, request.name[:_MOST_CHARACTERS],
+                  request.kind.value, request.reduce_op.name.lower() if is_reduced else "",
+                  "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
+                  operation.bucket, operation.nbytes, NO_STEP if step is None else step, *operation[4:])
+
+
+def to_messages(records: Sequence[Record]) -> list[bytes]:
+    """Messages with these records, in order."""
+    if not records:
+        return []
+    heads: dict[tuple[Any, ...], int] = {}
+    rows = [[heads.setdefault(record[:_HEAD], len(heads)), *record[_HEAD:]] for record in records]
+    message = json.dumps([list(heads), rows], separators=(",", ":")).encode()
+    if len(message) <= _MESSAGE_BYTES or len(records) == 1:
+        return [message]
+    half = len(records) // 2
+    return to_messages(records[:half]) + to_messages(records[half:])
+
+
+def from_message(message: bytes) -> Iterable[Record]:
+    """The inverse of to_messages, for one of them."""
+    heads, rows = json.loads(message)
+    return [Record(*heads[head], *row) for head, *row in rows]

@@ -1,0 +1,30 @@
+"""Spans of time: (begin, end) in nanoseconds. Pure functions."""
+
+from collections.abc import Iterable, Sequence
+
+Span = tuple[int, int]
+
+
+def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
+    """The same time as disjoint spans in order, and only what is `within` a span."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if within is not None:
+            begin, end = max(begin, within[0]), min(end, within[1])
+        if end <= begin:
+            continue
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def length(disjoint: Sequence[Span]) -> int:
+    """The nanoseconds of spans that do not overlap."""
+    return sum(end - begin for begin, end in disjoint)
+
+
+def common(first: Sequence[Span], second: Sequence[Span]) -> int:
+    """The nanoseconds that are in both. Each of the two has disjoint spans."""
+    return length(first) + length(second) - length(union([*first, *second]))

@@ -1,0 +1,102 @@
+"""The status file: what each rank does now, written by rank 0 once a second, for `mpistrat top`.
+
+The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, which only the user may read. It is there
+from the first second of a job to its end.
+"""
+
+import json
+import os
+import platform
+import stat
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.handle import Entry
+from .records import Record
+from .spans import Span, length, union
+
+VERSION = 1
+_MOST_OUTSTANDING = 8  # operations that are listed for a rank
+_MOST_CHARACTERS = 120  # of a name
+
+
+def status_directory(environ: Mapping[str, str]) -> Path:
+    """The directory with the status files of this user's jobs on this host. It need not exist."""
+    return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
+
+
+def shares(operations: Iterable[Record], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
+    """The shares of an interval in which a rank computed, waited, and moved bytes. Their sum is 1.
+
+    It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is
+    delivered. Otherwise it computes. While it waits, other threads may compute.
+    """
+    done = list(operations)
+    moving = length(union([(each.agreed, each.delivered) for each in done], interval))
+    outstanding = length(union([*((each.submitted or each.agreed, each.delivered) for each in done),
+                                *((entry.submitted, interval[1]) for entry in in_flight if entry.submitted)], interval))
+    whole = max(interval[1] - interval[0], 1)
+    return 1 - outstanding / whole, (outstanding - moving) / whole, moving / whole
+
+
+def outstanding(in_flight: Iterable[Entry], now: int) -> list[dict[str, Any]]:
+    """The operations that have been outstanding for longest: their names, and for how many seconds."""
+    oldest = sorted((entry for entry in in_flight if entry.submitted), key=lambda entry: entry.submitted)
+    return [{"name": entry.request.name[:_MOST_CHARACTERS], "since_s": round((now - entry.submitted) / 1e9, 3)}
+            for entry in oldest[:_MOST_OUTSTANDING]]
+
+
+def rss_bytes() -> int:
+    """The memory of this process that is in RAM; 0 where /proc does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class StatusFile:
+    """Writes the status file of a job. On rank 0.
+
+    Args:
+        size: The number of ranks.
+        environ: Names the directory, and the job if a launcher has named it.
+
+    Raises:
+        OSError: There is no directory that only this user may read, and it cannot be made.
+    """
+
+    def __init__(self, size: int, environ: Mapping[str, str]):
+        directory = status_directory(environ)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        # In /tmp another user may have made it first.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{directory} is not a directory that only this user may read.")
+        name = f"{platform.node()}-{os.getpid()}"
+        self.path = directory / f"{name}.json"
+        self._pid = os.getpid()
+        self._head = {"version": VERSION, "job": environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID") or name,
+                      "started": time.time(), "size": size, "script": sys.argv[0] if sys.argv else ""}
+
+    def write(self, ranks: Sequence[dict[str, Any]]) -> None:
+        """Replace the file, whole: a reader sees the old one or the new one.
+
+        Args:
+            ranks: The latest report of each rank that has sent one.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({**self._head, "written": time.time(), "ranks": ranks}))
+        new.replace(self.path)
+
+    def remove(self) -> None:
+        """Remove the file. May be called twice; in a forked process it does nothing."""
+        if os.getpid() == self._pid:
+            self.path.unlink(missing_ok=True)
+            self.path.with_suffix(".new").unlink(missing_ok=True)

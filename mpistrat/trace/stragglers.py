@@ -1,0 +1,113 @@
+"""Stragglers: the rank for which the others wait, and what it does meanwhile. Pure, but for `ProcessorUse`.
+
+The rank that comes last to a collective waits for nobody. So the slowest rank is the one that waits least, and what the
+others wait longer than it is what it costs.
+"""
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from time import monotonic_ns
+from typing import Any
+
+_INTERVALS = 10  # that are kept
+_LEAST_INTERVALS, _LEAST_STEPS = 2, 10  # before a rank is named
+_LAST_IN = 0.9  # of the intervals
+_LEAST_COST = 0.1  # of the time
+_MUCH_DELAY, _LITTLE_USE = 0.2, 0.5
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank for which the others wait.
+
+    Attributes:
+        rank, host: Which one.
+        cost: The share of the time that the others wait longer for other ranks than it does.
+        cause: What it does meanwhile, as the end of a sentence.
+    """
+
+    rank: int
+    host: str
+    cost: float
+    cause: str
+
+    def __str__(self) -> str:
+        return (f"rank {self.rank} on {self.host} is slower than the others, which wait for it {self.cost:.0%} of the "
+                f"time. {self.cause}")
+
+
+class StragglerWatch:
+    """Finds the straggler of a job in the reports that all ranks make in the same intervals. Names each rank once."""
+
+    def __init__(self) -> None:
+        self._intervals: deque[Mapping[int, Mapping[str, Any]]] = deque(maxlen=_INTERVALS)
+        self._named: set[int] = set()
+
+    def add(self, reports: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
+        """Add the reports of an interval, by rank. Returns a straggler that was not named before, if there is one."""
+        if len(reports) < 2 or any(report["steps"] is None for report in reports.values()):
+            return None
+        self._intervals.append(dict(reports))
+        # An interval without a step, such as one of a validation, says nothing.
+        trained = [late for early, late in zip(self._intervals, list(self._intervals)[1:], strict=False)
+                   if early.keys() == late.keys() and all(late[rank]["steps"] > early[rank]["steps"] for rank in late)]
+        first, last = self._intervals[0], self._intervals[-1]
+        steps = min(last[rank]["steps"] - first.get(rank, last[rank])["steps"] for rank in last)
+        if len(trained) < _LEAST_INTERVALS or steps < _LEAST_STEPS:
+            return None
+        latest = [min(interval, key=lambda rank: interval[rank]["waiting"]) for interval in trained]
+        rank = max(set(latest), key=latest.count)
+        others = [report["waiting"] for interval in trained for each, report in interval.items() if each != rank]
+        cost = fmean(others) - fmean(interval[rank]["waiting"] for interval in trained)
+        if rank in self._named or latest.count(rank) < _LAST_IN * len(latest) or cost < _LEAST_COST:
+            return None
+        self._named.add(rank)
+        return Straggler(rank, last[rank]["host"], cost, cause_of([interval[rank] for interval in trained]))
+
+
+def cause_of(reports: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on what a rank has done, by its reports of some intervals."""
+    delayed, cores = (fmean(report[key] for report in reports) for key in ("delayed", "cores"))
+    places = [report["place"] for report in reports if report["place"]]
+    place = max(reversed(places), key=places.count, default="")  # Of those seen as often, the latest.
+    at = f" Its main thread was {place}" if place else ""
+    if delayed > _MUCH_DELAY:
+        return (f"Other processes run on its cores: its threads were ready, and have waited for a core for "
+                f"{delayed:.1f} s in each second.{at}")
+    if cores < _LITTLE_USE:
+        return (f"It has used {cores:.2f} cores, so it waits for something that is not computed: data of the input "
+                f"pipeline, a file, a lock, or a sleep.{at}")
+    return f"It computes: it has used {cores:.1f} cores. It has more to do than the others, or slower cores.{at}"
+
+
+class ProcessorUse:
+    """How much of the processor this process uses, and waits for. Read from /proc; (0, 0) without it."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def since_last(self) -> tuple[float, float]:
+        """Return, since the last call, the cores in use, and the seconds in each second that ready threads waited."""
+        before, self._before = self._before, self._now()
+        elapsed, used, delayed = (now - then for now, then in zip(self._before, before, strict=True))
+        return (used / elapsed, max(delayed, 0) / elapsed) if elapsed > 0 else (0.0, 0.0)
+
+    @staticmethod
+    def _now() -> tuple[int, int, int]:
+        """The time, the processor time of all threads, and for how long they were ready and had no core; in ns."""
+        times = os.times()
+        delayed = 0
+        try:
+            threads = os.listdir("/proc/self/task")
+        except OSError:
+            threads = []
+        for thread in threads:
+            try:
+                with open(f"/proc/self/task/{thread}/schedstat") as file:
+                    delayed += int(file.read().split()[1])
+            except (OSError, IndexError):  # The thread has ended, or the kernel does not count.
+                continue
+        return monotonic_ns(), int((times.user + times.system) * 1e9), delayed
