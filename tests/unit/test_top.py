@@ -14,9 +14,10 @@ import pytest
 
 from mpistrat.cli.main import main
 from mpistrat.cli.top import command
-from mpistrat.cli.top.status import Found, directory_of, parse, read
+from mpistrat.cli.top.status import Found, parse, read
 from mpistrat.cli.top.summary import Stall, summarize
 from mpistrat.core.install import pip_extra
+from mpistrat.trace.status import status_directory
 
 NOW = 1000.0
 
@@ -49,7 +50,7 @@ def later(job: dict[str, Any], seconds: float, steps: int) -> dict[str, Any]:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    made = directory_of(os.environ, os.getuid())
+    made = status_directory(os.environ)
     made.mkdir(mode=0o700)
     return made
 
@@ -58,11 +59,6 @@ def put(directory: Path, text: str | dict[str, Any], name: str = "job.json") -> 
     path = directory / name
     path.write_text(text if isinstance(text, str) else json.dumps(text))
     return path
-
-
-def test_where_the_files_are() -> None:
-    assert directory_of({}, 7) == Path("/tmp/mpistrat-7")
-    assert directory_of({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == Path("/run/user/7/mpistrat-7")
 
 
 def test_a_good_file_is_read(directory: Path) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import LaunchError, MissingDependencyError
 from ...core.install import pip_extra
+from ...trace.status import status_directory
 from ..arguments import Parser
 from . import prometheus
-from .status import Found, JobStatus, directory_of, read
+from .status import Found, JobStatus, read
 from .summary import Summary, summarize
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.prometheus:
         prometheus.require()
-    directory, uid = directory_of(os.environ, os.getuid()), os.getuid()
+    directory, uid = status_directory(os.environ), os.getuid()
     found = read(directory, uid, time.time())
     jobs = _chosen(found, options.job)
     if not jobs:

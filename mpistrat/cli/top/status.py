@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...process import procfs
+from ...trace.status import VERSION
 
-VERSION = 1
 # A rank, or a job, of which nothing was heard for so long is called silent.
 SILENT_S = 10.0
 
@@ -75,11 +75,6 @@ class Found:
 
     jobs: tuple[JobStatus, ...]
     problems: tuple[str, ...] = ()
-
-
-def directory_of(environ: Mapping[str, str], uid: int) -> Path:
-    """Where the status files of a user are."""
-    return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp", f"mpistrat-{uid}")
 
 
 def read(directory: Path, uid: int, time_s: float) -> Found:
