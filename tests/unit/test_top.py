@@ -25,7 +25,7 @@ NOW = 1000.0
 def rank(number: int, **changes: Any) -> dict[str, Any]:
     return {"rank": number, "host": f"node{number // 2 + 1}", "pid": os.getpid(), "steps": 100, "rows": 3200,
             "operations": 400, "bytes": 10_000, "computing": 0.8, "waiting": 0.15, "moving": 0.05,
-            "rss_bytes": 1 << 30, "outstanding": [], "written": NOW, **changes}
+            "rss_bytes": 1 << 30, "cores": 0.9, "delayed": 0.0, "place": "", "outstanding": [], "written": NOW, **changes}
 
 
 def content(*ranks: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_what_nothing_counts_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("waiting, slowest, why", [
-    ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39%; ranks of its host may share its cores"),
+    ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39% of the time, and it 2%. It computes: it has used 0.9 cores."),
     ((0.1, 0.11, 0.1, 0.12), None, "all ranks wait for each other alike"),
     ((0.4,), None, "there is one rank"),
 ])
@@ -172,7 +172,7 @@ def test_once(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "train.py 2 ranks on 1 host" in out
     assert "10 steps and 640 rows per second of all ranks; communication 31% of the time" in out
-    assert "The slowest is rank 1: it computes 90% of the time, and the others wait 50%" in out
+    assert "The slowest is rank 1: the others wait 50% of the time, and it 2%. It computes" in out
     assert "1.00 GB" in out
 
 

@@ -37,6 +37,9 @@ class RankStatus:
         operations, bytes: Collectives since the start, and what they have reduced or sent.
         computing, waiting, moving: Shares of the last interval: the rank did something else, waited for other ranks,
             and waited for the bytes.
+        cores, delayed: In the last interval: the cores that its threads used, and the seconds in each second that they
+            were ready and had none.
+        place: Where its main thread was; "" if that is not known.
         rss_bytes: The memory that its process has.
         outstanding: What it waits for.
         written: When it was heard of, in seconds since 1970.
@@ -52,6 +55,9 @@ class RankStatus:
     computing: float
     waiting: float
     moving: float
+    cores: float
+    delayed: float
+    place: str
     rss_bytes: int
     outstanding: tuple[Outstanding, ...]
     written: float
