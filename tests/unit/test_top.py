@@ -25,7 +25,8 @@ NOW = 1000.0
 def rank(number: int, **changes: Any) -> dict[str, Any]:
     return {"rank": number, "host": f"node{number // 2 + 1}", "pid": os.getpid(), "steps": 100, "rows": 3200,
             "operations": 400, "bytes": 10_000, "computing": 0.8, "waiting": 0.15, "moving": 0.05,
-            "rss_bytes": 1 << 30, "cores": 0.9, "delayed": 0.0, "place": "", "outstanding": [], "written": NOW, **changes}
+            "rss_bytes": 1 << 30, "cores": 0.9, "delayed": 0.0, "place": "", "outstanding": [], "written": NOW,
+            **changes}
 
 
 def content(*ranks: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -188,6 +189,7 @@ def test_a_picture(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["top", "--svg", str(tmp_path / "top.svg")]) == 0
     text = "".join(xml.etree.ElementTree.parse(tmp_path / "top.svg").getroot().itertext())
     assert "train.py" in text.replace("\xa0", " ")
+    assert "url(http" not in (tmp_path / "top.svg").read_text()  # A font, for example.
     assert main(["top", "--svg", str(tmp_path / "none" / "top.svg")]) == 2
     assert "none/top.svg: No such file" in capsys.readouterr().err
 

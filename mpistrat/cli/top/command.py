@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,7 +78,9 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
     console.print(draw(summaries, found.problems))
     if options.svg:
         try:
-            console.save_svg(options.svg, title="mpistrat top")
+            # Without the fonts that it would load from the network.
+            options.svg.write_text(re.sub(r"@font-face {.*?}", "", console.export_svg(title="mpistrat top"),
+                                          flags=re.DOTALL), encoding="utf-8")
         except OSError as error:
             raise LaunchError(f"--svg {options.svg}: {error.strerror}") from None
     return 0
