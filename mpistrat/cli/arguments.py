@@ -20,7 +20,7 @@ _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscrib
               "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY,
               "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1, "--host-discovery-script": 1,
               "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1, "--blacklist-cooldown-range": 2,
-              "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1}
+              "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1, "--efficiency": 1}
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",

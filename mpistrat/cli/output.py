@@ -60,6 +60,11 @@ class Output:
         return len(self._reader.started)
 
     @property
+    def measured(self) -> dict[int, str]:
+        """What ranks have measured, as JSON."""
+        return self._reader.measured
+
+    @property
     def without_init(self) -> int:
         """How many ranks have ended without init()."""
         return len(self._reader.without_init)

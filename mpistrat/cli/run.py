@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from ..core.errors import LaunchError
 from ..process.launch_env import RUN_CORES
-from . import elastic, horovodrun
+from . import efficiency, elastic, horovodrun
 from .arguments import Parser, add_launch_options, counted, mpirun_options, read_hosts, split_arguments
 from .doctor import command as doctor
 from .inventory import has_nvidia_driver
@@ -79,6 +79,12 @@ def main(argv: list[str]) -> int:
         return doctor.main([])
     if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
         return _run_once(command)
+    if options.efficiency is not None and not options.dry_run:
+        if _goes_elsewhere(passed):
+            raise LaunchError("--efficiency reads what the ranks measure from their stderr: leave out the option that "
+                              "merges it, or writes it to files")
+        return efficiency.run(options, lambda ranks, more: launched(
+            plan(argparse.Namespace(**{**vars(options), "np": ranks}), passed, command, os.environ), options, more))
     options.np = options.np if options.np is not None else options.max_np
     if elastic.is_asked_for(options) and not options.dry_run:
         return elastic.run(options, lambda wanted, tolerant, *how: launched(
@@ -241,6 +247,8 @@ def _parser() -> Parser:
                         "DIR/rank.R/stderr; the last lines, on why a job has failed, are on the terminal as always")
     elastic.add_options(parser)
     horovodrun.add_options(parser)
+    parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
+                        "and on all, say how many times as fast all of them train, and end")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")
     parser.add_argument("--all-output", action="store_true",

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..core.errors import LaunchError
 from ..core.tuning import SUPERVISOR_POLL_S
@@ -94,11 +94,13 @@ class Outcome:
         code: mpirun's exit code, or 128 + the number of the signal that ended it, or the job before all ranks started.
         why: Why mpirun was terminated or killed; "" if it has ended by itself.
         has_started: Whether all ranks had started.
+        measured: What ranks have measured, as JSON (process/step_timer.py).
     """
 
     code: int
     why: str
     has_started: bool = True
+    measured: Mapping[int, str] = field(default_factory=dict)
 
 
 class Interference:
@@ -199,6 +201,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     Raises:
         LaunchError: mpirun cannot be started.
     """
+    output = output or Output()
     name = f"{os.getpid()}-{secrets.token_hex(8)}"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # If SIGCHLD is ignored, the kernel discards exit codes.
     # Signals that are ignored stay ignored: nohup does this, and a shell for background processes.
@@ -206,10 +209,10 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
-                   output or Output(), start, speaker, interference or Interference(), stdout)
+                   output, start, speaker, interference or Interference(), stdout)
         outcome = run.wait()
         run.say_why(outcome.code)
-        return outcome
+        return replace(outcome, measured=output.measured)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

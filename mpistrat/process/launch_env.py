@@ -21,6 +21,8 @@ RUN_REPORTS = "_MPISTRAT_REPORTS"
 RUN_CORES = "_MPISTRAT_CORES"
 # `mpistrat run --elastic` sets this for the ranks on all hosts: the job, as JSON (elastic/job.py). Not a setting.
 RUN_ELASTIC = "_MPISTRAT_ELASTIC"
+# `mpistrat run --efficiency` sets this for the ranks on all hosts: after how many steps the script ends. Not a setting.
+RUN_STEPS = "_MPISTRAT_STEPS"
 
 # The values of these variables together differ for every process that a launcher starts.
 _RANK_NAMES = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "MV2_COMM_WORLD_RANK",

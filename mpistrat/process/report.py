@@ -25,12 +25,15 @@ _MOST_CHARACTERS = 100_000  # of a message
 _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
 # A rank on another host prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts"
+# What a rank has measured follows, as JSON (process/step_timer.py).
+MEASURES = "measures"
 _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
 _WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
 _STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts\s*$")
+_MEASURES_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) measures (\{.*\})\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
@@ -70,11 +73,13 @@ class ReportReader:
     Attributes:
         started: The ranks that have said that they start.
         without_init: The ranks that say that they have ended without init().
+        measured: What ranks have measured, as JSON.
     """
 
     def __init__(self) -> None:
         self.started: set[int] = set()
         self.without_init: set[int] = set()
+        self.measured: dict[int, str] = {}
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
     @property
@@ -97,6 +102,10 @@ class ReportReader:
             if found:
                 ranks.add(int(found[1]))
                 return line[:found.start()]
+        measures = _MEASURES_PATTERN.search(line)
+        if measures:
+            self.measured[int(measures[1])] = measures[2].decode()
+            return line[:measures.start()]
         begin = _BEGIN_PATTERN.search(line)
         if begin:
             self._begun.append((int(begin[1]), begin[2].decode(errors="replace"), int(begin[3]),
@@ -148,11 +157,22 @@ def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableM
         how = ("ends the job" if ends_job else "ends") + (f" with exit code {code}" if code != 1 else "")
         print(f"[mpistrat] rank {rank} on {host} {how}: {text.message}", file=sys.stderr, flush=True)
         return
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # There is no stderr, or no reader.
+    _send(Report(rank, host, code, text).lines())
+
+
+def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
+    """Say something to `mpistrat run`, in one line. Does nothing where it does not listen."""
+    if mode(environ):
+        _send([f"[mpistrat] rank {rank} {text}\n"])
+
+
+def _send(lines: list[str]) -> None:
+    """Write to the stderr of mpirun, unless there is none, or no reader."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
         # Not sys.stderr, which the script may have replaced, while the reader is at the other end of this one.
         stderr = sys.__stderr__.fileno() if _descriptor is None else _descriptor  # type: ignore[union-attr]
-        _write(stderr, Report(rank, host, code, text).lines())
+        _write(stderr, lines)
 
 
 def _write(descriptor: int, lines: list[str]) -> None:

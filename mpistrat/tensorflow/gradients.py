@@ -20,6 +20,7 @@ from .compression import Compression, Compressor
 from .first_steps import FirstSteps
 from .identity import IdentitySet
 from .lists import all_true, number_of, place_in, reduce_tensors
+from .timed_steps import count_step
 from .types import OptionalGradient, Tensor, Variable
 from .xla import context as xla
 
@@ -185,6 +186,7 @@ class GradientReducer:
             MismatchError: On every rank, when the ranks train different weights.
         """
         self.require_no_strategy()
+        count_step(is_global=False)
         results = list(gradients)
         if not self.process_set.has_others():
             return results

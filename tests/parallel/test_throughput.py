@@ -1,5 +1,6 @@
 """Rows per second: the line at the end of fit, and the callback Throughput, in Horovod's way and under MPIStrategy."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,9 +102,13 @@ def lines(text: str) -> list[str]:
 def test_fit_counts_all_rows_after_the_first_step(make: Callable, not_counted: int, rank: int, size: int,
                                                   measured: list, capfd: pytest.CaptureFixture[str]) -> None:
     fit(make(), rank, validation_data=points(7))
-    assert len(lines(capfd.readouterr().out)) == (1 if rank == 0 and size > 1 else 0)
+    printed = lines(capfd.readouterr().out)
+    assert len(printed) == (1 if rank == 0 and size > 1 else 0)
+    assert all(f"on {size} ranks; collectives took " in line for line in printed)
     if size > 1:
         works, = measured
+        assert all(0 < work.observed_s <= work.seconds + 1e-3 for work in works)
+        assert all(0 <= work.waiting_s + work.moving_s <= work.observed_s + 1e-3 for work in works)
         assert [work.rows for work in works] == [
             EPOCHS * rows_of_rank(r) - not_counted * batch_of(r) for r in range(size)]
         assert {work.steps for work in works} == {EPOCHS * STEPS - not_counted}
@@ -135,21 +140,43 @@ def test_steps_are_counted_where_batches_have_no_rows(rank: int, size: int, capf
     assert len(history["steps_per_second"]) == EPOCHS and min(history["steps_per_second"]) > 0
     printed = lines(capfd.readouterr().out)
     assert len(printed) == (1 if rank == 0 and size > 1 else 0)
-    assert all(f"steps per second on {size} ranks." in line for line in printed)
+    assert all(f"steps per second on {size} ranks" in line for line in printed)
 
 
 def test_the_callback_gives_all_ranks_and_later_callbacks_the_same_number(rank: int, size: int, measured: list,
                                                                           tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     history = fit(new_model(), rank, verbose=0, callbacks=[
-        hvd.callbacks.Throughput(), keras.callbacks.CSVLogger(str(path))])
+        hvd.callbacks.Throughput(), keras.callbacks.CSVLogger(str(path)),
+        keras.callbacks.TensorBoard(str(tmp_path / "board"))])
     figures = history["rows_per_second"]
     assert len(figures) == EPOCHS and min(figures) > 0
     assert len(set(mpistrat.allgather_object(str(figures)))) == 1
     header, *rows = path.read_text().splitlines()
     assert [float(row.split(",")[header.split(",").index("rows_per_second")]) for row in rows] == figures
+    assert scalars(tmp_path / "board" / "train", "epoch_rows_per_second") == pytest.approx(figures)
     assert [[work.rows for work in works] for works in measured[:EPOCHS]] == [
         [rows_of_rank(r) - batch_of(r) for r in range(size)], [rows_of_rank(r) for r in range(size)]]
+
+
+def scalars(directory: Path, tag: str) -> list[float]:
+    """The values that TensorBoard shows for a tag, in the order of the epochs."""
+    return [tf.make_ndarray(value.tensor).item() for file in sorted(directory.glob("events.*"))
+             for event in tf.compat.v1.train.summary_iterator(str(file)) for value in event.summary.value
+             if value.tag == tag]
+
+
+@pytest.mark.parametrize("is_in_scope", [False, True])
+def test_tensorboard_has_the_speed_of_a_strategy_too(is_in_scope: bool, tmp_path: Path) -> None:
+    strategy = MPIStrategy()
+    with strategy.scope():
+        model = new_model(is_distributed=False)
+    with strategy.scope() if is_in_scope else contextlib.nullcontext():
+        history = model.fit(*points(64), batch_size=16, verbose=0, callbacks=[
+            hvd.callbacks.Throughput(), keras.callbacks.TensorBoard(str(tmp_path))]).history
+    # One rank writes the files, into a directory of all ranks or of its own.
+    written = [each for each in mpistrat.allgather_object(scalars(tmp_path / "train", "epoch_rows_per_second")) if each]
+    assert written and all(each == pytest.approx(history["rows_per_second"]) for each in written)
 
 
 def test_a_process_set_measures_its_own_ranks(rank: int, size: int, measured: list) -> None:

@@ -93,7 +93,7 @@ SCENES = (
     Scene("Quick start", "The script of the README on two ranks.",
           "quick_start.py", "mpistrat run -np 2 python quick_start.py", 0, ("Epoch 1/5", "Epoch 5/5", "accuracy: ",
                                                                                "mpistrat: fit has trained ",
-                                                                               " rows per second on 2 ranks.")),
+                                                                               " rows per second on 2 ranks; coll")),
     Scene("An exception on one rank",
           "Rank 1 raises an exception where it loads its data. Rank 0 goes on to train, and is ended.",
           "bad_row.py", "mpistrat run -np 2 python bad_row.py", 1,

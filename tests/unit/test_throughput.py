@@ -35,4 +35,15 @@ def test_work_of_epochs_adds_up_and_what_is_unknown_stays_so() -> None:
 
 @pytest.mark.parametrize("per_second, text", [(12345.6, "12,346"), (99.94, "99.9"), (0.01234, "0.0123")])
 def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, text: str) -> None:
-    assert line_of(Speed("rows", per_second), 8) == f"mpistrat: fit has trained {text} rows per second on 8 ranks."
+    assert line_of(Speed("rows", per_second), [Work(1, 1, 1.0)] * 8, [""] * 8) == (
+        f"mpistrat: fit has trained {text} rows per second on 8 ranks.")
+
+
+@pytest.mark.parametrize("waiting, end", [
+    ((4.1, 0.5), "collectives took 33% of the time, and for 36% the others waited for rank 3 on b."),
+    ((1.0, 0.9), "collectives took 20% of the time, and no rank was slower than the others."),
+])
+def test_the_line_says_who_was_waited_for(waiting: tuple[float, float], end: str) -> None:
+    works = [Work(1, 1, 10.0, 10.0, seconds, 1.0) for seconds in waiting]
+    assert line_of(Speed("rows", 100.0), works, ["rank 1 on a", "rank 3 on b"]) == (
+        f"mpistrat: fit has trained 100 rows per second on 2 ranks; {end}")

@@ -14,9 +14,10 @@ import pytest
 
 from mpistrat.cli.main import main
 from mpistrat.cli.top import command
-from mpistrat.cli.top.status import Found, directory_of, parse, read
+from mpistrat.cli.top.status import Found, parse, read
 from mpistrat.cli.top.summary import Stall, summarize
 from mpistrat.core.install import pip_extra
+from mpistrat.trace.status import status_directory
 
 NOW = 1000.0
 
@@ -24,7 +25,8 @@ NOW = 1000.0
 def rank(number: int, **changes: Any) -> dict[str, Any]:
     return {"rank": number, "host": f"node{number // 2 + 1}", "pid": os.getpid(), "steps": 100, "rows": 3200,
             "operations": 400, "bytes": 10_000, "computing": 0.8, "waiting": 0.15, "moving": 0.05,
-            "rss_bytes": 1 << 30, "outstanding": [], "written": NOW, **changes}
+            "rss_bytes": 1 << 30, "cores": 0.9, "delayed": 0.0, "place": "", "outstanding": [], "written": NOW,
+            **changes}
 
 
 def content(*ranks: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def later(job: dict[str, Any], seconds: float, steps: int) -> dict[str, Any]:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    made = directory_of(os.environ, os.getuid())
+    made = status_directory(os.environ)
     made.mkdir(mode=0o700)
     return made
 
@@ -58,11 +60,6 @@ def put(directory: Path, text: str | dict[str, Any], name: str = "job.json") -> 
     path = directory / name
     path.write_text(text if isinstance(text, str) else json.dumps(text))
     return path
-
-
-def test_where_the_files_are() -> None:
-    assert directory_of({}, 7) == Path("/tmp/mpistrat-7")
-    assert directory_of({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == Path("/run/user/7/mpistrat-7")
 
 
 def test_a_good_file_is_read(directory: Path) -> None:
@@ -131,7 +128,7 @@ def test_what_nothing_counts_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("waiting, slowest, why", [
-    ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39%; ranks of its host may share its cores"),
+    ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39% of the time, and it 2%. It computes: it has used 0.9 cores."),
     ((0.1, 0.11, 0.1, 0.12), None, "all ranks wait for each other alike"),
     ((0.4,), None, "there is one rank"),
 ])
@@ -176,7 +173,7 @@ def test_once(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "train.py 2 ranks on 1 host" in out
     assert "10 steps and 640 rows per second of all ranks; communication 31% of the time" in out
-    assert "The slowest is rank 1: it computes 90% of the time, and the others wait 50%" in out
+    assert "The slowest is rank 1: the others wait 50% of the time, and it 2%. It computes" in out
     assert "1.00 GB" in out
 
 
@@ -192,6 +189,7 @@ def test_a_picture(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["top", "--svg", str(tmp_path / "top.svg")]) == 0
     text = "".join(xml.etree.ElementTree.parse(tmp_path / "top.svg").getroot().itertext())
     assert "train.py" in text.replace("\xa0", " ")
+    assert "url(http" not in (tmp_path / "top.svg").read_text()  # A font, for example.
     assert main(["top", "--svg", str(tmp_path / "none" / "top.svg")]) == 2
     assert "none/top.svg: No such file" in capsys.readouterr().err
 

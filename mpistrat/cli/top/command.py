@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import LaunchError, MissingDependencyError
 from ...core.install import pip_extra
+from ...trace.status import status_directory
 from ..arguments import Parser
 from . import prometheus
-from .status import Found, JobStatus, directory_of, read
+from .status import Found, JobStatus, read
 from .summary import Summary, summarize
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.prometheus:
         prometheus.require()
-    directory, uid = directory_of(os.environ, os.getuid()), os.getuid()
+    directory, uid = status_directory(os.environ), os.getuid()
     found = read(directory, uid, time.time())
     jobs = _chosen(found, options.job)
     if not jobs:
@@ -76,7 +78,9 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
     console.print(draw(summaries, found.problems))
     if options.svg:
         try:
-            console.save_svg(options.svg, title="mpistrat top")
+            # Without the fonts that it would load from the network.
+            options.svg.write_text(re.sub(r"@font-face {.*?}", "", console.export_svg(title="mpistrat top"),
+                                          flags=re.DOTALL), encoding="utf-8")
         except OSError as error:
             raise LaunchError(f"--svg {options.svg}: {error.strerror}") from None
     return 0

@@ -23,7 +23,7 @@ def drawn(summary: Summary, problems: Sequence[str] = ()) -> RenderableType:
     if summary.silent_s:
         lines.append(Text(f"Nothing was heard of the job for {_duration(summary.silent_s)}: it has ended, or hangs.",
                           style="red"))
-    lines.append(Text(f"The slowest is rank {summary.slowest}: {summary.why}." if summary.slowest is not None
+    lines.append(Text(f"The slowest is rank {summary.slowest}: {summary.why}" if summary.slowest is not None
                       else f"No rank is slower than the others: {summary.why}."))
     table = Table("rank", "host", "process", "steps", "steps/s", "rows/s", "computes", "waits", "moves", "memory",
                   box=None, header_style="bold", pad_edge=False)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...process import procfs
+from ...trace.status import VERSION
 
-VERSION = 1
 # A rank, or a job, of which nothing was heard for so long is called silent.
 SILENT_S = 10.0
 
@@ -37,6 +37,9 @@ class RankStatus:
         operations, bytes: Collectives since the start, and what they have reduced or sent.
         computing, waiting, moving: Shares of the last interval: the rank did something else, waited for other ranks,
             and waited for the bytes.
+        cores, delayed: In the last interval: the cores that its threads used, and the seconds in each second that they
+            were ready and had none.
+        place: Where its main thread was; "" if that is not known.
         rss_bytes: The memory that its process has.
         outstanding: What it waits for.
         written: When it was heard of, in seconds since 1970.
@@ -52,6 +55,9 @@ class RankStatus:
     computing: float
     waiting: float
     moving: float
+    cores: float
+    delayed: float
+    place: str
     rss_bytes: int
     outstanding: tuple[Outstanding, ...]
     written: float
@@ -75,11 +81,6 @@ class Found:
 
     jobs: tuple[JobStatus, ...]
     problems: tuple[str, ...] = ()
-
-
-def directory_of(environ: Mapping[str, str], uid: int) -> Path:
-    """Where the status files of a user are."""
-    return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp", f"mpistrat-{uid}")
 
 
 def read(directory: Path, uid: int, time_s: float) -> Found:

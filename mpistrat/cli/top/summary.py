@@ -6,6 +6,7 @@ Called by command.py.
 from dataclasses import dataclass
 from statistics import fmean
 
+from ...trace.stragglers import cause_of
 from .status import SILENT_S, JobStatus, RankStatus
 
 STALLED_S = 5.0
@@ -115,9 +116,8 @@ def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
     others = fmean(rank.waiting for rank in ranks if rank is not last)
     if others - last.waiting < _LEAD:
         return None, "all ranks wait for each other alike"
-    did = f"it computes {last.computing:.0%} of the time, and the others wait {others:.0%}"
-    alone = [rank for rank in ranks if rank.host == last.host] == [last]
-    return last.rank, f"{did}; {'it is alone on its host' if alone else 'ranks of its host may share its cores'}"
+    cause = cause_of([{"delayed": last.delayed, "cores": last.cores, "place": last.place}])
+    return last.rank, f"the others wait {others:.0%} of the time, and it {last.waiting:.0%}. {cause}"
 
 
 def _stalls(ranks: tuple[RankStatus, ...]) -> tuple[Stall, ...]:

@@ -23,6 +23,7 @@ from ...api import runtime
 from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
 from ...elastic import membership
+from ...process import step_timer
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
@@ -36,6 +37,7 @@ from .join_epochs import JoinEpochs
 from .running_statistics import AverageStatistics
 from .save_schedules import AverageBeforeSaves
 from .throughput import FitThroughput
+from .timed_steps import TimedSteps
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
@@ -59,15 +61,22 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     optimizers = fit_optimizers_of(model)
     is_strategys = isinstance(model.distribute_strategy, MPIStrategy)
     process_set = optimizers.process_set if optimizers is not None else global_process_set
-    if (optimizers is None and not is_strategys) or not process_set.has_others():
+    timer = step_timer.current()
+    if (optimizers is None and not is_strategys) or not (process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
     inputs, users = [call.arguments.get("x"), call.arguments.get("y")], call.arguments.get("callbacks")
+    own, arranged = _arranged(_users(users), model, optimizers, inputs) if process_set.has_others() else (
+        [], _users(users))
+    if timer is not None:
+        own, timer.is_in_fit = [*own, TimedSteps(timer, is_strategys)], True
     try:
-        with _extended(users, model, optimizers, inputs) as callbacks:
+        with _extended(users, model, own, arranged) as callbacks:
             call.arguments["callbacks"] = callbacks
             return original(*call.args, **call.kwargs)
     finally:
         call.arguments["callbacks"] = users
+        if timer is not None:
+            timer.is_in_fit = False
 
 
 def _users(callbacks: object) -> list[Callback]:
@@ -98,29 +107,31 @@ def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: 
     return own + [callback for callback in (before_saves, statistics) if callback is not None] + throughput
 
 
-@contextmanager
-def _extended(callbacks: Any, model: keras.Model, optimizers: FitOptimizers | None,
-              inputs: list[Any]) -> Iterator[Any]:
-    """A context with the callbacks that fit gets instead of the user's.
+def _arranged(users: list[Callback], model: keras.Model, optimizers: FitOptimizers | None,
+              inputs: list[Any]) -> tuple[list[Callback], list[Callback]]:
+    """The callbacks that fit adds where there are several ranks, and those that it has in place of the user's.
 
     Without optimizers an MPIStrategy trains the model.
     """
-    users = _users(callbacks)
     if optimizers is None:
-        own, arranged = [FitThroughput(eager("strategy/throughput"), global_process_set)], users
-    else:
-        own, arranged = own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
+        return [FitThroughput(eager("strategy/throughput"), global_process_set)], users
+    return own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
+
+
+@contextmanager
+def _extended(callbacks: Any, model: keras.Model, own: list[Callback], arranged: list[Callback]) -> Iterator[Any]:
+    """A context with the callbacks that fit gets in place of the user's: its own, and then the arranged ones."""
     if not isinstance(callbacks, CallbackList):
         yield [*own, *arranged]
         return
     for callback in own:
         callback.set_params(callbacks.params)
         callback.set_model(model)
-    callbacks.callbacks = [*own, *arranged]
+    before, callbacks.callbacks = callbacks.callbacks, [*own, *arranged]
     try:
         yield callbacks
     finally:
-        callbacks.callbacks = users
+        callbacks.callbacks = before
 
 
 def digest_of_rows(inputs: object) -> bytes:

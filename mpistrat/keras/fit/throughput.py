@@ -6,18 +6,22 @@ Only training counts, not validation or the first step, in which TensorFlow trac
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import keras
 from keras.callbacks import Callback
 
 from ...api import ops as array_ops
+from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
+from ...api.time_shares import time_shares
 from .fit_optimizers import name_in_fit
 from .row_counts import UNKNOWN, RowCount
 
 Logs = dict[str, Any] | None
+LEAST_COST = 0.05  # The share of the time that a rank costs the others, before it is named.
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,22 @@ class Work:
         rows: UNKNOWN if there were steps and no row was counted.
         steps: Those of Keras, each with one batch.
         seconds: The time from the beginning of the first step, or of the epoch, to the end of the last step.
+        observed_s: The part of it in which the collectives are known, the last ones; 0: they are not recorded.
+        waiting_s: The part of that in which this rank waited for other ranks.
+        moving_s: The part of it in which this rank waited for the bytes.
     """
 
     rows: int
     steps: int
     seconds: float
+    observed_s: float = field(default=0.0, compare=False)
+    waiting_s: float = field(default=0.0, compare=False)
+    moving_s: float = field(default=0.0, compare=False)
 
     def __add__(self, other: "Work") -> "Work":
         return Work(UNKNOWN if UNKNOWN in (self.rows, other.rows) else self.rows + other.rows,
-                    self.steps + other.steps, self.seconds + other.seconds)
+                    self.steps + other.steps, self.seconds + other.seconds, self.observed_s + other.observed_s,
+                    self.waiting_s + other.waiting_s, self.moving_s + other.moving_s)
 
 
 @dataclass(frozen=True)
@@ -60,20 +71,34 @@ def speed_of(works: Sequence[Work]) -> Speed:
     return Speed("rows" if is_known else "steps", done / seconds if done and seconds else float("nan"))
 
 
-def line_of(speed: Speed, ranks: int) -> str:
-    """What the chief prints at the end of fit."""
+def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
+    """What the chief prints at the end of fit. The works and names are those of the ranks, in their order."""
     figure = f"{speed.per_second:,.0f}" if speed.per_second >= 100 else f"{speed.per_second:.3g}"
-    return f"mpistrat: fit has trained {figure} {speed.unit} per second on {ranks} ranks."
+    line = f"mpistrat: fit has trained {figure} {speed.unit} per second on {len(works)} ranks"
+    if not all(work.observed_s for work in works):
+        return f"{line}."
+    communication = fmean((work.waiting_s + work.moving_s) / work.observed_s for work in works)
+    line += f"; collectives took {communication:.0%} of the time"
+    waiting = [work.waiting_s / work.observed_s for work in works]
+    slowest = waiting.index(min(waiting))  # It comes last to the collectives, and so waits for nobody.
+    cost = fmean(share for rank, share in enumerate(waiting) if rank != slowest) - waiting[slowest]
+    if cost < LEAST_COST:
+        return f"{line}, and no rank was slower than the others."
+    return f"{line}, and for {cost:.0%} the others waited for {names[slowest]}."
 
 
 class Meter:
-    """The work of this rank in fit of `model`, from one epoch to the next.
+    """The work of this rank in fit of `model`, from one epoch to the next. `process_set`: the id of the ranks' set.
 
-    Keras may call `end_step` in other threads, while the next step runs.
+    `mpistrat top` shows the rows, too. Keras may call `end_step` in other threads, while the next step runs.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, process_set: int):
+        self._process_set = process_set
         self._rows, self._begun = RowCount.of(model, "train_step"), 0
+        if (tracer := runtime.current().tracer) is not None:
+            before = (tracer.rows() if tracer.rows is not None else 0) - self._rows.rows
+            tracer.rows = lambda: before + self._rows.rows
 
     def begin_epoch(self) -> None:
         self._steps = 0
@@ -93,7 +118,8 @@ class Meter:
         if self._begun < 2:
             return Work(0, 0, 0.0)
         steps, rows = self._steps - self._steps_before, self._rows.rows - self._rows_before
-        return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began)
+        return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began,
+                    *time_shares(self._process_set, self._began, self._ended))
 
     def _begin(self) -> None:
         self._steps_before, self._rows_before = self._steps, self._rows.rows
@@ -123,7 +149,8 @@ class Throughput(Callback):
         self._meter: Meter | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._meter = Meter(self.model) if self._process_set.included() else None
+        number = self._process_set.process_set_id or 0
+        self._meter = Meter(self.model, number) if self._process_set.included() else None
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if self._meter is not None:
@@ -163,4 +190,6 @@ class FitThroughput(Throughput):
         # A list of callbacks that the user has made may have no parameters.
         is_silent = not (self.params or {}).get("verbose", 0)
         if self._process_set.rank() == 0 and not is_silent and not math.isnan(speed.per_second):
-            print(line_of(speed, len(works)), flush=True)
+            host_of = runtime.current().topology.host_of
+            names = [f"rank {rank} on {host_of[rank]}" for rank in self._process_set.ranks or range(len(works))]
+            print(line_of(speed, works, names), flush=True)

@@ -26,6 +26,7 @@ from ...core.topology import Topology
 from ...core.tuning import BUCKET_BYTES
 from ..first_steps import FirstSteps
 from ..gradients import GradientOptions
+from ..timed_steps import count_step
 from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
@@ -192,6 +193,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             checks: The optimizer's. They do not read the weights, which Keras' part compares before.
             exact: Tensors by their labels, which are not compressed.
         """
+        count_step(is_global=True)
         return collectives.reduce_gradients(gradients, labels, self._gradient_options, self._bucket_bytes(),
                                             checks.observer((), (), may_read=False), exact)
 

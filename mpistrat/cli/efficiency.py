@@ -1,0 +1,98 @@
+"""`mpistrat run --efficiency N`: run the first N steps of a script on one rank and on all, and compare.
+
+Called by run.py. Each is a job of its own, which ends after these steps (process/step_timer.py).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..core.errors import LaunchError
+from ..process.launch_env import RUN_STEPS
+from ..process.step_timer import LEAST_STEPS, StepTimes
+from . import elastic
+from .arguments import counted
+from .supervisor import Outcome
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a job has trained.
+
+    Attributes:
+        steps_per_s: A step is one of all ranks.
+        rows_per_s: Of all ranks; None where a rank does not know its rows.
+        is_global: Whether a step has as many rows for any number of ranks.
+    """
+
+    steps_per_s: float
+    rows_per_s: float | None
+    is_global: bool
+
+
+def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]], Outcome]) -> int:
+    """Run the two jobs, print the result, and return 0, or the exit code of a job that has failed.
+
+    Args:
+        options: Of `mpistrat run`.
+        launched: Runs the job on so many ranks, with these variables.
+
+    Raises:
+        LaunchError: The options make no sense together, or a job had too few steps.
+    """
+    steps, ranks = options.efficiency, options.np
+    if steps < LEAST_STEPS:
+        raise LaunchError(f"--efficiency {steps}: at least {LEAST_STEPS} steps are needed, and 50 or more are a good "
+                          "number: the first two are not timed")
+    if ranks is None or ranks < 2:
+        raise LaunchError("--efficiency compares one rank with several: say how many with -np")
+    if elastic.is_asked_for(options):
+        raise LaunchError("--efficiency and --elastic do not go together: leave out one of them")
+    speeds = {}
+    for number in (1, ranks):
+        print(f"mpistrat run: the first {steps} steps on {counted(number, 'rank')}", file=sys.stderr, flush=True)
+        outcome = launched(number, {RUN_STEPS: str(steps)})
+        if outcome.code:
+            return outcome.code
+        speeds[number] = speed_of([StepTimes(**json.loads(text)) for text in outcome.measured.values()], number, steps)
+    print(sentence(speeds[1], speeds[ranks], ranks), flush=True)
+    return 0
+
+
+def speed_of(times: list[StepTimes], ranks: int, wanted: int) -> Speed:
+    """The speed of a job, given what its ranks have measured.
+
+    Raises:
+        LaunchError: They have measured nothing.
+    """
+    few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
+    if few is not None:
+        what = f"{counted(few, 'step')}" if few else "a step that averages gradients"
+        remedy = f"Ask for fewer than {few}, or give it more epochs." if few >= LEAST_STEPS else \
+            "Steps are counted in fit, and where a DistributedOptimizer, a DistributedGradientTape or an optimizer " \
+            "under MPIStrategy averages gradients."
+        raise LaunchError(f"the script has ended {'after' if few else 'without'} {what}, and {wanted} were to be "
+                          f"timed (--efficiency). {remedy}")
+    seconds = max(each.seconds for each in times)
+    rows = [each.rows for each in times if each.rows is not None]
+    return Speed(times[0].steps / seconds, sum(rows) / seconds if len(rows) == len(times) else None,
+                 times[0].is_global)
+
+
+def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
+    """What is printed of the two jobs. Without rows a script in Horovod's way is taken to have a batch per rank."""
+    if one.rows_per_s is not None and all_ranks.rows_per_s is not None:
+        times = all_ranks.rows_per_s / one.rows_per_s
+        detail = f"{_figure(all_ranks.rows_per_s)} rows per second, and {_figure(one.rows_per_s)} on one rank"
+    else:
+        times = all_ranks.steps_per_s / one.steps_per_s * (1 if all_ranks.is_global else ranks)
+        assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of one rank"
+        detail = f"{_figure(all_ranks.steps_per_s)} steps per second, and {_figure(one.steps_per_s)} on one " \
+                 f"rank{assumed}"
+    return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}."
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

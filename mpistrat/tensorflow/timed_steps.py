@@ -1,0 +1,48 @@
+"""Counts the averagings of gradients for `mpistrat run --efficiency`, where no fit counts steps: process/step_timer.py.
+
+Called where the optimizers, the tape and the strategy average gradients, with one rank too.
+"""
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from ..process import step_timer
+from ..process.step_timer import StepTimer
+from .bridge._private import AtomicFunction
+
+
+def count_step(is_global: bool) -> None:
+    """Count a step: now, or in a graph each time that it runs there. Does nothing outside of `--efficiency`. Local.
+
+    Args:
+        is_global: Whether the script's batches are those of all ranks together.
+    """
+    timer = step_timer.current()
+    if timer is None or timer.is_in_fit:
+        return
+    if tf.executing_eagerly():
+        timer.end_step(1, None, is_global)
+        timer.end_script()
+        return
+    _end_after_calls(timer)
+    tf.numpy_function(lambda: timer.end_step(1, None, is_global), [], [])
+
+
+@functools.cache
+def _end_after_calls(timer: StepTimer) -> None:
+    """End the script when a call of a graph from Python returns: the exception of a node is an error of TensorFlow.
+
+    Every call goes through this method, see bridge/calls.py.
+    """
+    call = AtomicFunction.call_flat
+
+    @functools.wraps(call)
+    def call_flat(function: Any, *args: tf.Tensor) -> Any:
+        result = call(function, *args)
+        if tf.executing_eagerly():
+            timer.end_script()
+        return result
+
+    AtomicFunction.call_flat = call_flat
