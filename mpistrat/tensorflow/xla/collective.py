@@ -21,11 +21,13 @@ from ...core.tuning import SUBMIT_WAIT_S
 from ..bridge import executions
 from ..bridge.executions import Execution
 from ..bridge.program_order import in_order
-from ..bridge.submission import HostCallSite, MakeRequest, Observer
+from ..bridge.submission import HostCallSite, MakeRequest, Observer, Submission
 from ..types import Arrays
 from . import context, ffi, own_threads
 from .custom_call import custom_call, described, has_type
 from .link import linked
+
+_MAIN = threading.main_thread().ident
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -94,18 +96,32 @@ class _CompiledCallSite(HostCallSite):
         self._returned = [np.int32, *dtypes, *[np.int64] * (execution.number is None)]
 
     def execute(self, call: ffi.Call) -> None:
-        """Submit the collective; write the results, or leave that to the engine's thread."""
+        """Submit the collective; write the results, or leave that to another thread."""
         its = self.submission(call.arguments(self._given)[1:])
         results = call.results(self._returned)
         results[0][...] = 0
         if len(results) > 1 + len(its.arrays):
             results.pop()[...] = its.number
-        is_free = threading.get_ident() in self.running or own_threads.is_own()
-        handle = its.group.engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+        handle = self._submitted(its)
         if handle.is_done:
             _write(handle, results[1:])
         else:
             handle.when_done(_go_on, (handle, results[1:], call.complete_later()))
+
+
+    def _submitted(self, its: Submission) -> Handle:
+        """Submit the collective, and wait as long as this thread may."""
+        engine, thread = its.group.engine, threading.get_ident()
+        if thread != _MAIN or thread not in self.running:
+            is_free = thread in self.running or own_threads.is_own()
+            return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+        handle = engine.submit(its.request, its.arrays, self.origin)
+        try:
+            handle.await_done(-1)
+        except BaseException as error:
+            # Of a signal handler, or Ctrl-C. XLA would free the tensors if the call ended now.
+            self.raised = error
+        return handle
 
 
 def _write(handle: Handle, results: Arrays) -> None:
