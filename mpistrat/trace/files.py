@@ -44,6 +44,13 @@ class TraceFile(Protocol):
         """Close the file. May be called twice."""
 
 
+class Packet(Protocol):
+    """A TracePacket of Perfetto."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
+        """The byte form."""
+
+
 def create(path: str) -> TraceFile:
     """Create a file, whose ending selects the format.
 
@@ -217,7 +224,7 @@ class _PerfettoFile:
             packet.track_event.name = name
         return packet
 
-    def _add(self, packet: Any) -> None:
+    def _add(self, packet: "Packet") -> None:
         self._packets.append(self._protos.Trace(packet=[packet]).SerializeToString())
 
     def flush(self) -> None:

@@ -15,6 +15,7 @@ pytestmark = needs_mpirun
 
 
 @pytest.mark.quick
+@pytest.mark.horovod("timeline")
 def test_a_rank_that_is_50_ms_late_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.json"
     job = run_job(2, ["python", "tests/scripts/timeline_steps.py", str(path), "10"])

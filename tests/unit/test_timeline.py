@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mpistrat.cli.main import main
+from mpistrat.core.errors import SettingsError
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
@@ -225,9 +226,9 @@ def test_the_command_names_the_straggler(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["timeline", str(path)]) == 0
     out = capsys.readouterr().out
     assert "2 operations on 2 ranks in 0.016 s, 2 steps" in out
-    assert "Rank 1 came last in 2 of 2 operations, 5.5 ms after the first (median): others have waited 0.011 s" in out
+    assert "Rank 1 came last in 2 of 2 operations, 5.5 ms after the first (median): others waited 0.011 s" in out
     assert "MPISTRAT" not in out and "2  nothing else was ready: x0, x1" in out
-    assert "SHM_ALLREDUCE: 4 MB at 1e+03 MB/s; `mpistrat bench 2MB`" in out
+    assert "SHM_ALLREDUCE: 4 MB at 1 GB/s; `mpistrat bench 2MB`" in out
 
 
 def test_a_file_that_was_cut_is_read_and_has_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,6 +436,9 @@ def test_what_was_too_fast_to_be_read_is_counted(job: Job, tmp_path: Path) -> No
     assert "1500 operations came faster than they could be read" in warning
 
 
-@pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("", None), ("5:5", None), ("a:b", None)])
+@pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("all", None), ("5:5", None), ("a:b", None)])
 def test_a_window_is_two_numbers(text: str, window: tuple[int, int] | None) -> None:
     assert Settings(timeline_steps=text).timeline_window == window
+    if window is None and text != "all":
+        with pytest.raises(SettingsError, match=f"MPISTRAT_TIMELINE_STEPS='{text}': expected all, or FIRST:END"):
+            Settings.from_env({"MPISTRAT_TIMELINE_STEPS": text})
