@@ -72,7 +72,8 @@ class Tracer(TraceLink):
         self._traced: Callable[[], Mapping[int, Traced]] = dict
         self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
-        self._ends = threading.Event()
+        self._called = threading.Event()  # The thread has something to do at once.
+        self._ends = False
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps, self._use = StepCounter(), ProcessorUse()
@@ -102,7 +103,8 @@ class Tracer(TraceLink):
 
     def stop(self) -> None:
         """Stop the thread, and hand the last operations to the engine. Local. May be called twice."""
-        self._ends.set()
+        self._ends = True
+        self._called.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
@@ -141,6 +143,7 @@ class Tracer(TraceLink):
             self._awaited = set(range(1, self._topology.size))
             self._since = 0 if window or self._operations == 0 else time.monotonic_ns()
             self._send(_BEGIN + json.dumps(self._window).encode())
+            self._called.set()
 
     def stop_timeline(self) -> None:
         """Complete the timeline. Local; on other ranks than 0, and without a timeline, it does nothing.
@@ -192,8 +195,10 @@ class Tracer(TraceLink):
             elif kind == _BEGIN:
                 first, end = json.loads(body)
                 self._window, self._must_end = (first, end), False
+                self._called.set()
             elif kind == _END:
                 self._must_end = True
+                self._called.set()
         elif kind == _CLOCK:
             rank, sent, received, answered = _ANSWER.unpack(body)
             self._offsets[rank].add(sent, received, answered, now)
@@ -219,7 +224,9 @@ class Tracer(TraceLink):
         while True:
             # Often, too, if so much happens that the ring might not keep it all for longer.
             is_busy = self._operations - operations > RECORDED_OPERATIONS / 8
-            if self._ends.wait(_INTERVAL_S if self._window is None and not is_busy else _TIMELINE_INTERVAL_S):
+            self._called.wait(_INTERVAL_S if self._window is None and not is_busy else _TIMELINE_INTERVAL_S)
+            self._called.clear()
+            if self._ends:
                 break
             operations = self._operations
             with self._lock:

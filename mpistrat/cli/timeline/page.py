@@ -11,7 +11,7 @@ from .text import MEANINGS, shown, stragglers_of, text_of
 _COLOURS = {"computing": "#4c9f70", "waiting": "#d1495b", "agreeing": "#edae49", "moving": "#30638e"}
 _WIDTH, _LEFT, _ROW, _BAR = 960, 70, 26, 18
 _MOST_SPANS = 600  # of operations that are drawn on a rank
-_SHOWN_NS = 200_000_000
+_SHOWN_NS = 500_000_000
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222 }
 svg { width: 100%; height: auto; background: #fafafa; border: 1px solid #ddd }
@@ -83,9 +83,10 @@ def _lateness(records: Sequence[Record]) -> str:
 def _operations(records: Sequence[Record]) -> str:
     """The operations of all ranks around the longest wait."""
     longest = max(records, key=lambda each: each.agreed - (each.submitted or each.agreed))
-    middle = longest.agreed
-    begin = max(min(longest.submitted or middle, middle - _SHOWN_NS // 4) - _SHOWN_NS // 20, middle - 5 * _SHOWN_NS)
-    end = middle + _SHOWN_NS // 4
+    since = longest.submitted or longest.agreed
+    shown_ns = max(_SHOWN_NS, 2 * (longest.agreed - since))
+    begin = since - shown_ns // 8
+    end = begin + shown_ns
     ranks = sorted({each.rank for each in records})
     last = last_submissions(records)
     shapes: list[str] = []
@@ -96,14 +97,14 @@ def _operations(records: Sequence[Record]) -> str:
                       and (each.submitted or each.agreed) < end]
         for each in shown_here[:_MOST_SPANS]:
             came = min(last[each.process_set, each.number], each.agreed)
-            for name, since, until in (("waiting", each.submitted or came, came), ("agreeing", came, each.began),
+            for name, first, until in (("waiting", each.submitted or came, came), ("agreeing", came, each.began),
                                        ("moving", each.began, each.ended)):
-                since, until = max(since, begin), min(until, end)
-                if until > since:
+                first, until = max(first, begin), min(until, end)
+                if until > first:
                     scale = (_WIDTH - _LEFT - 10) / (end - begin)
-                    shapes.append(_rectangle(_LEFT + (since - begin) * scale, top, max((until - since) * scale, 0.5),
+                    shapes.append(_rectangle(_LEFT + (first - begin) * scale, top, max((until - first) * scale, 0.5),
                                              _COLOURS[name], f"{each.name} on rank {rank}, {name}: "
-                                             f"{(until - since) / 1e6:.3g} ms"))
+                                             f"{(until - first) / 1e6:.3g} ms"))
     shapes.append(f'<text x="{_LEFT}" y="{len(ranks) * _ROW + 18}">{(end - begin) / 1e6:.0f} ms in all</text>')
     return _svg(len(ranks) * _ROW + 26, shapes)
 

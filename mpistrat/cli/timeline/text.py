@@ -44,7 +44,7 @@ def stragglers_of(analysis: Analysis) -> list[str]:
 def _straggler(straggler: Straggler, analysis: Analysis) -> str:
     return (f"Rank {straggler.rank} came last in {straggler.operations} of "
             f"{counted(analysis.operations, 'operation')}, {straggler.late_s * 1e3:.3g} ms after the first (median): "
-            f"others have waited {straggler.cost_s:.3g} s for it, {shown(straggler.cost_s / analysis.seconds)} of the "
+            f"others waited {straggler.cost_s:.3g} s for it, {shown(straggler.cost_s / analysis.seconds)} of the "
             "time.")
 
 
@@ -55,7 +55,8 @@ def _unfused(unfused: Unfused) -> str:
 
 
 def _rate(rate: Rate) -> str:
-    return (f"{rate.operations:>8}  {rate.what}: {rate.nbytes / 1e6:.3g} MB at {rate.bytes_per_s / 1e6:.3g} MB/s; "
+    speed = f"{rate.bytes_per_s / 1e9:.3g} GB/s" if rate.bytes_per_s >= 1e9 else f"{rate.bytes_per_s / 1e6:.3g} MB/s"
+    return (f"{rate.operations:>8}  {rate.what}: {rate.nbytes / 1e6:.3g} MB at {speed}; "
             f"`mpistrat bench {size_for_bench(rate.nbytes // rate.operations)}` measures what this machine can do")
 
 
