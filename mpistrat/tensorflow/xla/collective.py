@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ...core import signal_handlers
 from ...core.errors import InvalidRequestError
 from ...core.handle import Handle
 from ...core.tuning import SUBMIT_WAIT_S
@@ -26,8 +27,6 @@ from ..types import Arrays
 from . import context, ffi, own_threads
 from .custom_call import custom_call, described, has_type
 from .link import linked
-
-_MAIN = threading.main_thread().ident
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -111,15 +110,18 @@ class _CompiledCallSite(HostCallSite):
 
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""
-        engine, thread = its.group.engine, threading.get_ident()
-        if thread != _MAIN or thread not in self.running:
-            is_free = thread in self.running or own_threads.is_own()
-            return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+        engine = its.group.engine
+        is_free = threading.get_ident() in self.running or own_threads.is_own()
+        if not (is_free and signal_handlers.may_interrupt()):
+            try:
+                return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+            except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
+                self.raised = error
+                raise engine.break_off(f"{its.request.name}: Ctrl-C has interrupted it on a rank.") from error
         handle = engine.submit(its.request, its.arrays, self.origin)
         try:
             handle.await_done(-1)
-        except BaseException as error:
-            # Of a signal handler, or Ctrl-C. XLA would free the tensors if the call ended now.
+        except BaseException as error:  # Of a signal handler. The call ends when the collective is complete.
             self.raised = error
         return handle
 
