@@ -39,8 +39,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """
     context.require()
     if times_rows:
-        shapes = [tf.TensorShape([times_rows * rows if (rows := t.shape[0]) else rows, *t.shape[1:]])
-                  if t.shape.rank else t.shape for t in tensors]
+        shapes = [_with_rows(tensor.shape, times_rows) for tensor in tensors]
     for tensor, shape in zip(tensors, shapes, strict=True):
         if shape.rank is None or not (times_rows or shape.is_fully_defined()):
             raise InvalidRequestError(
@@ -62,6 +61,13 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     if counts:
         execution.number = outputs.pop()
     return outputs[1:]
+
+
+def _with_rows(shape: tf.TensorShape, times_rows: int) -> tf.TensorShape:
+    """The shape of a result that has `times_rows` as many rows as its tensor."""
+    if not shape.rank or shape[0] is None:
+        return shape
+    return tf.TensorShape([times_rows * shape[0], *shape[1:]])
 
 
 def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
