@@ -229,7 +229,7 @@ def main() -> None:
         LEAVES.append(merged)
     for seed in range(first, first + count):
         graph, rows = sequence(random.Random(seed), 2)
-        run = with_gradient(graph) if has_gradients else lambda x, _, graph=graph: (graph(x), tf.zeros_like(x))
+        run = with_gradient(graph) if has_gradients else lambda x, upstream, graph=graph: (graph(x), tf.zeros_like(x))
         program = program_of(run, seed)
         for start in range(3):
             x = np.array([[(7 * r + 5 * c + start + seed) % 17 for c in range(WIDTH)] for r in range(size)], np.float32)
