@@ -1,13 +1,20 @@
 """python -m tests.gpu: every part runs or is skipped with a reason, whatever the others do, within seven minutes."""
 
 import ctypes
+import struct
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.gpu import cupti
+from tests.gpu import carry, cupti
 from tests.gpu.calls import STEPS, counts_per_step
 from tests.gpu.parts import PARTS, ROOT, Machine, Part, look_at_machine, run_all, summary
 
@@ -120,3 +127,56 @@ def test_a_part_that_there_is_not_is_named() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.gpu", "two ranks", "three ranks"], cwd=ROOT,
                           capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "no such part: three ranks; there are: two ranks, " in done.stderr
+
+
+def code(kind: int, architecture: int, contents: bytes) -> bytes:
+    """An entry of a container of code for GPUs, with a header of 64 bytes."""
+    return struct.pack("<HHIQ", kind, 0, 64, len(contents)).ljust(28, b"\0") + struct.pack("<I", architecture).ljust(
+        36, b"h") + contents
+
+
+def test_the_code_for_other_gpus_becomes_zeros_and_nothing_else_changes(tmp_path: Path) -> None:
+    entries = [code(2, 80, b"eighty.."), code(2, 90, b"ninety.."), code(1, 90, b"ptx....."), code(2, 100, b"hundred.")]
+    container = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, sum(map(len, entries))) + b"".join(entries)
+    names = b"\0.nv_fatbin\0.text\0"
+    header = b"\x7fELF".ljust(0x28, b"\0")
+    start = 64
+    sections = [(1, 1, start, len(container)), (12, 1, start, 8), (0, 3, start + len(container), len(names))]
+    table = start + len(container) + len(names)
+    raw = (header + struct.pack("<Q", table)).ljust(0x3A, b"\0") + struct.pack("<HHH", 64, 3, 2) + container + names
+    raw += b"".join(struct.pack("<IIQQQQ", name, kind, 0, 0, at, nbytes).ljust(64, b"\0")
+                    for name, kind, at, nbytes in sections)
+    library = tmp_path / "library.so"
+    library.write_bytes(raw)
+    assert carry.trim(library, 90) == {(2, 80): 8, (2, 90): 8, (1, 90): 8, (2, 100): 8}
+    zeros = bytes(8)
+    expected = raw.replace(b"eighty..", zeros).replace(b"ptx.....", zeros).replace(b"hundred.", zeros)
+    assert library.read_bytes() == expected and b"ninety.." in expected
+
+
+def test_what_is_carried_in_pieces_is_there_after_the_last_one(tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, here = tmp_path / "carried", tmp_path / "here"
+    content = np.random.default_rng(1).bytes(10_000)
+    (tmp_path / "file").write_bytes(content)
+    numbers = []
+    for name in ("first", "tensorflow"):
+        with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
+            archive.add(tmp_path / "file", f"{name}/file")
+        limit = 4096 if numbers else 10**6
+        numbers += carry.pieces(tmp_path / f"{name}.tar.xz", folder, 1 + len(numbers), limit)
+    assert numbers == [1, 2, 3, 4] and not (tmp_path / "first.tar.xz").exists()
+    ran: list[Any] = []
+    monkeypatch.setattr(carry.subprocess, "run", lambda command, **_: ran.append(command[3:]) or SimpleNamespace(
+        returncode=0))
+    for number in numbers:
+        assert carry.run(folder, number, here) == 0
+        assert (here / "site/first/file").read_bytes() == content
+        assert (here / "site/tensorflow/file").exists() == (number == 4)
+    assert ran == [*carry.CALLS, carry.LAST_CALL]
+    assert (here / "site/tensorflow/file").read_bytes() == content
+    assert not list(here.glob("*-of-*"))
+
+
+def test_every_part_is_in_one_of_the_calls() -> None:
+    assert sorted([*chain(*carry.CALLS), *carry.LAST_CALL]) == sorted(part.name for part in PARTS)

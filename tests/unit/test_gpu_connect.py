@@ -1,6 +1,7 @@
 """Communicators are made on all ranks or on none, in time; here on one rank that asks itself how far it is."""
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,9 @@ class Communicator:
 
     def check_async_error(self) -> None:
         """There is none."""
+
+    def revoke(self) -> bool:
+        return False
 
     def abort(self) -> None:
         self.aborted.set()
@@ -133,6 +137,32 @@ def test_a_rank_that_waits_in_the_first_collective_leaves_when_another_one_fails
         make_communicators(lambda: [made], device, 0, lambda state: [state, "out of memory" if made.reduces else None],
                            10.0)
     assert made.aborted.is_set()
+
+
+def test_a_communicator_is_aborted_after_the_thread_has_left_it_where_nccl_can_revoke() -> None:
+    left, revoked = threading.Event(), threading.Event()
+
+    class Revoked(Communicator):
+        def allReduce(self, *_: object) -> None:  # noqa: N802
+            self.reduces = 1
+            revoked.wait(30)
+            time.sleep(0.2)
+            left.set()
+            raise EngineError("revoked")
+
+        def revoke(self) -> bool:
+            revoked.set()
+            return True
+
+        def abort(self) -> None:
+            assert left.is_set()
+            super().abort()
+
+    made = Revoked()
+    with pytest.raises(EngineError, match="rank 1: out of memory"):
+        make_communicators(lambda: [made], Device(), 0,
+                           lambda state: [state, "out of memory" if made.reduces else None], 10.0)
+    assert made.aborted.wait(30)
 
 
 def test_of_two_process_sets_that_overlap_one_uses_nccl_and_it_may_be_the_other_one_afterwards(

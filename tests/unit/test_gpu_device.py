@@ -89,6 +89,9 @@ def test_a_communicator_is_revoked_where_nccl_can_and_not_used_after_it(monkeypa
     class Recording:
         comm = 77
 
+        def allReduce(self) -> None:  # noqa: N802
+            revoked.append("allReduce")
+
         def abort(self) -> None:
             revoked.append("abort")
 

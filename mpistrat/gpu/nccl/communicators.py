@@ -88,12 +88,15 @@ class _Attempt:
                 for communicator in make():
                     with self._lock:
                         self.made.append(communicator)
-                        if self._is_given_up:
-                            self._abort()
+                    if self._is_given_up:
+                        break
                     self._reduce_one_element(communicator)
         except Exception as error:  # Sent to all ranks, including this one.
             state = str(error) or repr(error)
-        self.state = state
+        with self._lock:
+            self.state = state
+            if self._is_given_up:
+                self._abort()
 
     def _reduce_one_element(self, communicator: NcclCommunicator) -> None:
         memory, stream = self._device.scratch(1), self._device.stream()
@@ -106,10 +109,15 @@ class _Attempt:
             time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
 
     def give_up(self) -> None:
-        """Abort the communicators: those that are there, and those that are made later."""
+        """Abort the communicators, at once, or when the thread has left them.
+
+        An abort frees what the thread uses. So a communicator that NCCL can revoke is revoked first.
+        """
         with self._lock:
             self._is_given_up = True
-            self._abort()
+            revoked = [communicator.revoke() for communicator in self.made] if self.state is None else [False]
+            if not all(revoked):
+                self._abort()
 
     def _abort(self) -> None:
         for communicator in self.made:
@@ -117,4 +125,3 @@ class _Attempt:
                 communicator.abort()
             except Exception:  # The first failure is reported.
                 logger.debug("rank %d: a communicator could not be aborted", self._rank, exc_info=True)
-        self.made.clear()
