@@ -20,6 +20,7 @@ from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
+from ..gpu.cuda_variables import set_cuda_variables
 from ..process import abort, exit_code, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
@@ -268,6 +269,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
         raise SettingsError(" ".join(different))
     topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
     _configure_logging(settings[rank])
+    set_cuda_variables(os.environ, settings[rank].nccl_streams)
     if rank == 0:
         _warn(horovod_warning(os.environ) + handshake.differences(infos))
     if binds:
