@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
-from ..core import forked
+from ..core import annotations, forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
@@ -126,6 +128,8 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
             membership.join(os.environ)
+            if find_spec("nvtx") is not None:
+                annotations.add(import_module("nvtx").annotate)
             if library.is_left_to_init():
                 library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")
