@@ -37,11 +37,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
     With a path, as in `pytest tests/unit`, all tests run in this process, which -s, --pdb and mpirun need.
     """
-    if (config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.pluginmanager.hasplugin("xdist")
-            and config.option.numprocesses is None and not config.option.usepdb
-            and not hasattr(config, "workerinput")):
+    if hasattr(config, "workerinput"):
+        # Groups, too. A worker reads the command line alone, where it does not find them.
+        config.option.loadgroup = config.workerinput["has_groups"]
+    elif (config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.pluginmanager.hasplugin("xdist")
+            and config.option.numprocesses is None and not config.option.usepdb):
         config.option.numprocesses, config.option.dist = 2, "loadgroup"
         config.option.loadscopereorder = False  # The order is that of pytest_collection_modifyitems.
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist whether one of them is to run all tests of a group."""
+    node.workerinput["has_groups"] = node.config.option.dist == "loadgroup"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

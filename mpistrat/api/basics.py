@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from ..core import forked
 from ..core.errors import MissingDependencyError
 from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
@@ -70,6 +71,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
             file of this name is replaced.
         mark_cycles: Whether to mark when each rank begins to execute what the ranks have agreed on.
     """
+    forked.require_rank()
     tracer = runtime.current().tracer
     if tracer is None:
         logger.warning("mpistrat: there is no timeline, because MPISTRAT_RECORDER=0.")
@@ -83,6 +85,7 @@ def stop_timeline() -> None:
     Rank 0 waits a moment for the last operations of the other ranks; on these the call does nothing. shutdown() calls
     it.
     """
+    forked.require_rank()
     tracer = runtime.current().tracer
     if tracer is not None:
         tracer.stop_timeline()

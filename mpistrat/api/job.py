@@ -46,7 +46,7 @@ class Runtime:
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:
             tracer.start(self._traced, world.engine.controller.control.wake)
-            if settings.timeline not in ("", "DYNAMIC"):
+            if settings.timeline not in ("none", "DYNAMIC"):
                 tracer.start_timeline(settings.timeline, settings.timeline_mark_cycles, settings.timeline_window)
         losses.when_lost = self._interrupt
         self._in_cluster = False

@@ -21,20 +21,20 @@ _SETTINGS = {
     "--stall-check-shutdown-time-seconds": ("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "S",
                                             "time until a stall ends the job"),
     "--num-nccl-streams": ("MPISTRAT_NUM_NCCL_STREAMS", "N", "number of NCCL communicators"),
+    "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks: .json or .pftrace"),
     "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown"),
 }
 # Options without a value that set a variable.
 _FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks keep no requests"),
+          "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark in it when operations begin"),
           "--no-stall-check": ("MPISTRAT_STALL_CHECK_DISABLE", "1", "wait for other ranks without a limit")}
 _NO_TUNING = "there is nothing to tune"
-_NO_TIMELINE = "there is no timeline"
 _REFUSED = {
     **dict.fromkeys(("--gloo", "--jsrun"), "the ranks use MPI"),
     **dict.fromkeys(("--cycle-time-ms", "--autotune", "--no-autotune", "--autotune-log-file",
                      "--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather",
                      "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--thread-affinity",
                      "--mpi-threads-disable"), _NO_TUNING),
-    **dict.fromkeys(("--timeline-filename", "--timeline-mark-cycles"), _NO_TIMELINE),
     "--config-file": "write the options on the command line, or set variables (docs/settings.md)",
 }
 _IGNORED = ("--mpi", "--tcp", "--log-without-timestamp")

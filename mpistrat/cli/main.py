@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "another name for doctor",
     "top": "show what the ranks of a running job do, and which is the slowest",
     "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
+    "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
 }
 # The modules of commands that do not have their name. `check` was the first name of doctor, and stands in scripts.
 _MODULES = {"doctor": "doctor.command", "check": "doctor.command", "top": "top.command"}

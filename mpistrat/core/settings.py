@@ -108,13 +108,13 @@ class Settings:
     recorder: bool = _setting(
         "RECORDER", True, "0: ranks do not record their operations. Then there is no status file, and no timeline.")
     timeline: str = _setting(
-        "TIMELINE", "", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
-        "(Chrome's trace format) or .pftrace (Perfetto's). Empty, or DYNAMIC as in Horovod: none before "
-        "start_timeline.")
+        "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
+        "(Chrome's trace format) or .pftrace (Perfetto's). none, or DYNAMIC as in Horovod: no file "
+        "before start_timeline.")
     timeline_mark_cycles: bool = _setting(
         "TIMELINE_MARK_CYCLES", False, "1: mark in that file when each rank begins to execute what was agreed on.")
     timeline_steps: str = _setting(
-        "TIMELINE_STEPS", "", "Steps of training that are in that file, as FIRST:END, from 0 and without END. Empty: "
+        "TIMELINE_STEPS", "all", "Steps of training that are in that file, as FIRST:END, from 0 and without END. all: "
         "everything.")
     status_file: bool = _setting(
         "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
@@ -152,9 +152,9 @@ class Settings:
             raise SettingsError(
                 f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS ({settings.stall_abort_s:g}) must be 0 or at least "
                 f"{PREFIX}STALL_CHECK_TIME_SECONDS ({settings.stall_warning_s:g}).")
-        if settings.timeline_steps and settings.timeline_window is None:
-            raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected FIRST:END, for example "
-                                "100:120, with FIRST less than END.")
+        if settings.timeline_steps != "all" and settings.timeline_window is None:
+            raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected all, or FIRST:END "
+                                "with FIRST less than END, for example 100:120.")
         return settings
 
     @classmethod
@@ -172,7 +172,7 @@ class Settings:
 
     @property
     def timeline_window(self) -> tuple[int, int] | None:
-        """`timeline_steps` as numbers; None if it is empty, or has no such form."""
+        """`timeline_steps` as numbers; None for all of them, or if it has no such form."""
         found = re.fullmatch(r"(\d+):(\d+)", self.timeline_steps)
         return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
 

@@ -24,7 +24,7 @@ from .line import Line, Listening, Message, connect
 
 logger = logging.getLogger(__name__)
 _CONNECT_LIMIT_S = 10.0
-_SEGMENTS = "/dev/shm/sm_segment."
+_SEGMENTS = "/dev/shm/sm_segment.", "/dev/shm/mpich_shm_"
 _Event = tuple[Line, Message | None]
 
 
@@ -132,7 +132,7 @@ class Keeper:
             self._remove_segments()
 
     def _note_segments(self, pid: int) -> None:
-        """Note the files of shared memory that Open MPI has made. It leaves those of ranks that were killed."""
+        """Note the files of shared memory that Open MPI or MPICH has made. They leave those of ranks that were killed."""
         if pid in self._segments:
             return
         try:
@@ -143,7 +143,7 @@ class Keeper:
 
     def _remove_segments(self) -> None:
         for path in set().union(*self._segments.values()):
-            with contextlib.suppress(OSError):  # Open MPI has removed it.
+            with contextlib.suppress(OSError):  # MPI has removed it.
                 os.unlink(path)
 
 

@@ -50,7 +50,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
                legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,
                **arguments: Any) -> keras.Model:
-    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer; XLA is turned off. Local.
+    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
 
     Args:
         filepath: As for keras.models.load_model.

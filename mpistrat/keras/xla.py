@@ -1,4 +1,4 @@
-"""DistributedOptimizer and XLA, which cannot compile collectives: compile(jit_compile="auto") means False.
+"""DistributedOptimizer and XLA, where it cannot compile collectives: compile(jit_compile="auto") means False.
 
 Model.compile is where Keras decides whether to use XLA. load_model calls `switch_off` for a model that is compiled
 already.
@@ -12,6 +12,7 @@ import logging
 import keras
 
 from ..api import runtime
+from ..tensorflow.xla.context import why_not
 from ._private import trainer
 from .optimizer_parts import distributed_in
 from .patches import Function, replaces
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 # Keras compares the `compile` of a model's class with that of its own base class, so it is replaced there.
 @replaces(trainer.base_trainer.Trainer, "compile", "XLA cannot compile collectives", "self._resolve_auto_jit_compile()")
 def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
-    """Take jit_compile="auto" as False for a distributed optimizer.
+    """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.
 
     By default Keras compiles the training step on a machine with a GPU. An explicit True is left as it is; then the
     collective raises an error that says what to write.
@@ -30,22 +31,22 @@ def compile(original: Function, self: keras.Model, *args: object, **kwargs: obje
     with contextlib.suppress(TypeError):  # Where the arguments do not fit, Keras raises its own error below.
         given = inspect.signature(original).bind(self, *args, **kwargs)
         given.apply_defaults()
-        if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments.get("optimizer")):
+        if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments.get("optimizer")) and why_not():
             given.arguments["jit_compile"] = False
             args, kwargs = given.args[1:], given.kwargs
-            _log_once()
+            _log_once(why_not())
     return original(self, *args, **kwargs)
 
 
 def switch_off(model: keras.Model) -> None:
-    """Turn XLA off for a compiled model whose optimizer has become a distributed one."""
-    if model.jit_compile:
-        _log_once()
+    """Turn XLA off for a compiled model whose optimizer has become a distributed one, if it cannot stay on."""
+    if model.jit_compile and (reason := why_not()):
+        _log_once(reason)
         model.jit_compile = False
 
 
 @functools.cache
-def _log_once() -> None:
+def _log_once(reason: str) -> None:
     rank = runtime.current().topology.rank if runtime.is_initialized() else 0
     logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: models with a DistributedOptimizer are trained "
-               "without XLA (jit_compile=False), which cannot compile collectives", rank)
+               "without XLA (jit_compile=False), which cannot compile collectives: %s", rank, reason)

@@ -87,11 +87,11 @@ def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], 
 
 
 def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, process_set: int) -> list[tf.Tensor]:
-    topology = topology_of(process_set)
-    shapes = [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
-    if xla.is_compiled():
-        shapes = [tf.TensorShape([rows_of_ranks(t.shape[0], topology.size)[topology.rank], *t.shape[1:]])
-                  if t.shape.rank and t.shape[0] is not None else shape for t, shape in zip(tensors, shapes, strict=True)]
+    topology, shapes = topology_of(process_set), []
+    for tensor in tensors:
+        rows = tensor.shape[0] if tensor.shape.rank and xla.is_compiled() else None  # XLA must know the shapes.
+        own = None if rows is None else rows_of_ranks(rows, topology.size)[topology.rank]
+        shapes.append(tf.TensorShape([own, *tensor.shape[1:]]) if tensor.shape.rank else tensor.shape)
     return cpu.run(name, lambda arrays: reducescatter_request(name, specs_of(arrays), scaled, process_set=process_set),
                    _on_host(tensors), shapes, process_set, times_rows=0)
 

@@ -8,12 +8,24 @@ MPI, and later with the messages of the trace, because clocks drift.
 import os
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 _ROUNDS = 30  # Of messages in init(). The shortest one counts: about 50 us between two hosts, so 2 ms.
 _KEPT = 64  # later measurements
 # Two clocks that nobody disciplines drift apart by at most so much.
 _DRIFT = 50e-6
+
+
+class Communicator(Protocol):
+    """The methods of a communicator of mpi4py that are used here."""
+
+    def Get_rank(self) -> int: ...  # noqa: N802 - mpi4py's name
+
+    def allgather(self, sendobj: object) -> list[Any]: ...
+
+    def send(self, obj: object, dest: int) -> None: ...
+
+    def recv(self, *, source: int) -> Any: ...
 
 
 def identity() -> str:
@@ -26,7 +38,7 @@ def identity() -> str:
         return ""
 
 
-def measure(comm: Any) -> dict[int, "Offset"]:
+def measure(comm: Communicator) -> dict[int, "Offset"]:
     """How far the clock of each rank is from that of rank 0. Collective; the same on all ranks.
 
     Args:
@@ -52,7 +64,7 @@ def measure(comm: Any) -> dict[int, "Offset"]:
             for other, each in enumerate(identities)}
 
 
-def _round(comm: Any) -> tuple[int, int]:
+def _round(comm: Communicator) -> tuple[int, int]:
     """The nanoseconds that a message to rank 0 and back takes, and the offset that it shows."""
     sent = time.monotonic_ns()
     comm.send(None, dest=0)

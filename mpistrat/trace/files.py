@@ -18,6 +18,7 @@ OPERATION = "operation"  # the category of the spans that `spans_in` returns
 
 _PAGE_BYTES = 4096
 _CLOSE = b"\n]"
+_PACKET = b"\n"  # Field 1 of Perfetto's Trace, a packet, whose length follows as a varint.
 
 
 class TraceFile(Protocol):
@@ -41,6 +42,13 @@ class TraceFile(Protocol):
 
     def close(self) -> None:
         """Close the file. May be called twice."""
+
+
+class Packet(Protocol):
+    """A TracePacket of Perfetto."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
+        """The byte form."""
 
 
 def create(path: str) -> TraceFile:
@@ -70,7 +78,7 @@ def spans_in(path: str) -> tuple[list[tuple[str, int, Values]], bool]:
         ValueError: It is not a timeline.
     """
     data = Path(path).read_bytes()
-    spans, is_cut = _chrome_spans(data) if data.lstrip()[:1] in (b"[", b"{") else _perfetto_spans(data)
+    spans, is_cut = _perfetto_spans(data) if data.startswith(_PACKET) else _chrome_spans(data)
     if not spans:
         raise ValueError(f"{path} has no operation of mpistrat. It is empty, or not written by mpistrat.")
     return spans, is_cut
@@ -216,7 +224,7 @@ class _PerfettoFile:
             packet.track_event.name = name
         return packet
 
-    def _add(self, packet: Any) -> None:
+    def _add(self, packet: "Packet") -> None:
         self._packets.append(self._protos.Trace(packet=[packet]).SerializeToString())
 
     def flush(self) -> None:
@@ -259,8 +267,8 @@ def _packet(data: bytes, place: int) -> tuple[int, int]:
     Raises:
         ValueError: There is none.
     """
-    if data[place] != 0x0A:  # field 1 of Trace, of a length that follows as a varint
-        raise ValueError("it is neither a timeline of Perfetto nor one of Chrome.")
+    if not data.startswith(_PACKET, place):
+        raise ValueError(f"it has no packet of Perfetto at byte {place}.")
     size = shift = 0
     for at, byte in enumerate(data[place + 1:place + 11], place + 2):
         size |= (byte & 0x7F) << shift

@@ -68,7 +68,7 @@ def record_of(rank: int, operation: Operation, traced: Traced, step: int | None)
     return Record(rank, request.process_set, traced.ranks, traced.backend, request.name[:_MOST_CHARACTERS],
                   request.kind.value, request.reduce_op.name.lower() if is_reduced else "",
                   "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
-                  operation.bucket, operation.nbytes, NO_STEP if step is None else step, *operation[4:])
+                  operation.bucket, operation.nbytes, NO_STEP if step is None else step, *operation[5:])
 
 
 def to_messages(records: Sequence[Record]) -> list[bytes]:

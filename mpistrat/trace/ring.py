@@ -18,6 +18,7 @@ class Operation(NamedTuple):
     """An operation that is complete. Times are nanoseconds of this host's CLOCK_MONOTONIC.
 
     Attributes:
+        serial: Its place in the ring, from 0. Operations are recorded when they are complete.
         number: Its place in the order in which its process set executes, the same on all ranks of the set.
         bucket: The number of the first operation in the same reduction.
         request: What the ranks have agreed on.
@@ -29,6 +30,7 @@ class Operation(NamedTuple):
         delivered: When the result was handed over.
     """
 
+    serial: int
     number: int
     bucket: int
     request: Request
@@ -49,20 +51,22 @@ class OperationRing(Recorder):
 
     def __init__(self, capacity: int):
         # Appending to a deque is atomic, and so is copying it: the engine never waits for a reader.
-        self._operations: deque[tuple[int, int, Request, int, int, int, int, int, int]] = deque(maxlen=capacity)
-        self._is_on = capacity > 0
+        self._operations: deque[tuple[int, int, int, Request, int, int, int, int, int, int]] = deque(maxlen=capacity)
+        self._is_on, self._serial = capacity > 0, 0
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
         if self._is_on:  # A plain tuple takes a third of the time of an Operation.
-            self._operations.append((entry.number, bucket, entry.request, sum(map(_NBYTES, entry.arrays)),
-                                     entry.submitted, entry.agreed, began, ended, monotonic_ns()))
+            self._operations.append((self._serial, entry.number, bucket, entry.request,
+                                     sum(map(_NBYTES, entry.arrays)), entry.submitted, entry.agreed, began, ended,
+                                     monotonic_ns()))
+            self._serial += 1  # One thread at a time drives the engine.
 
-    def since(self, number: int) -> list[Operation]:
-        """The operations from this number on, as far as they are kept: the first one may have a larger number."""
+    def since(self, serial: int) -> list[Operation]:
+        """The operations from this one on, as far as they are kept: the first one may be a later one."""
         operations = self._operations.copy()
-        if not operations or operations[-1][0] < number:
+        if not operations or operations[-1][0] < serial:
             return []
-        return [Operation._make(each) for each in operations if each[0] >= number]
+        return [Operation._make(each) for each in operations if each[0] >= serial]
 
 
 @dataclass(frozen=True)

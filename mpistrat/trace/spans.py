@@ -23,8 +23,3 @@ def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
 def length(disjoint: Sequence[Span]) -> int:
     """The nanoseconds of spans that do not overlap."""
     return sum(end - begin for begin, end in disjoint)
-
-
-def common(first: Sequence[Span], second: Sequence[Span]) -> int:
-    """The nanoseconds that are in both. Each of the two has disjoint spans."""
-    return length(first) + length(second) - length(union([*first, *second]))

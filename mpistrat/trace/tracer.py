@@ -72,9 +72,10 @@ class Tracer(TraceLink):
         self._traced: Callable[[], Mapping[int, Traced]] = dict
         self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
-        self._ends = threading.Event()
+        self._called = threading.Event()  # The thread has something to do at once.
+        self._ends = False
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
-        self._next: dict[int, int] = {}  # The number of the next operation of each process set.
+        self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps, self._use = StepCounter(), ProcessorUse()
         self._operations = self._bytes = self._lost = 0
         self._recent: list[Record] = []  # since the last report
@@ -102,7 +103,8 @@ class Tracer(TraceLink):
 
     def stop(self) -> None:
         """Stop the thread, and hand the last operations to the engine. Local. May be called twice."""
-        self._ends.set()
+        self._ends = True
+        self._called.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
@@ -141,6 +143,7 @@ class Tracer(TraceLink):
             self._awaited = set(range(1, self._topology.size))
             self._since = 0 if window or self._operations == 0 else time.monotonic_ns()
             self._send(_BEGIN + json.dumps(self._window).encode())
+            self._called.set()
 
     def stop_timeline(self) -> None:
         """Complete the timeline. Local; on other ranks than 0, and without a timeline, it does nothing.
@@ -192,8 +195,10 @@ class Tracer(TraceLink):
             elif kind == _BEGIN:
                 first, end = json.loads(body)
                 self._window, self._must_end = (first, end), False
+                self._called.set()
             elif kind == _END:
                 self._must_end = True
+                self._called.set()
         elif kind == _CLOCK:
             rank, sent, received, answered = _ANSWER.unpack(body)
             self._offsets[rank].add(sent, received, answered, now)
@@ -206,18 +211,30 @@ class Tracer(TraceLink):
     # -- in the tracer's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._report_and_write()
+        except Exception:  # Of any kind: a defect of the trace is no reason to end the training.
+            logger.warning("mpistrat: rank %d reports nothing any more, and sends nothing for a timeline",
+                           self._topology.rank, exc_info=True)
+
+    def _report_and_write(self) -> None:
         status, stragglers = self._open_status(), StragglerWatch()
         began = time.monotonic_ns()
         operations = 0
         while True:
             # Often, too, if so much happens that the ring might not keep it all for longer.
             is_busy = self._operations - operations > RECORDED_OPERATIONS / 8
-            if self._ends.wait(_INTERVAL_S if self._window is None and not is_busy else _TIMELINE_INTERVAL_S):
+            self._called.wait(_INTERVAL_S if self._window is None and not is_busy else _TIMELINE_INTERVAL_S)
+            self._called.clear()
+            if self._ends:
                 break
             operations = self._operations
             with self._lock:
                 self._read()
                 self._write_records()
+                is_over = self._window is not None and (self._steps.steps or 0) > self._window[1]
+                if self._timeline is not None and is_over and not self._awaited:
+                    self._end_timeline("")
             now = time.monotonic_ns()
             if now - began < _INTERVAL_S * 1e9:
                 continue
@@ -268,10 +285,10 @@ class Tracer(TraceLink):
             operations = traced.ring.since(expected)
             if not operations:
                 continue
-            self._next[number] = operations[-1].number + 1
-            self._operations += operations[-1].number + 1 - expected
+            self._next[number] = operations[-1].serial + 1
+            self._operations += operations[-1].serial + 1 - expected
             if window is not None:
-                self._lost += operations[0].number - expected
+                self._lost += operations[0].serial - expected
             for each in operations:
                 self._bytes += each.nbytes  # Of those that are kept: the ring may be too small.
                 records.append(record_of(self._topology.rank, each, traced, self._steps.add(each.request)))
@@ -293,7 +310,7 @@ class Tracer(TraceLink):
         self._lost = 0
 
     def _write_records(self) -> None:
-        """On rank 0, write what other ranks have sent, and end a window that is over."""
+        """On rank 0, write what other ranks have sent."""
         while self._incoming:
             message = self._incoming.popleft()
             if message.startswith(_RECORDS):
@@ -302,9 +319,6 @@ class Tracer(TraceLink):
                 rank, lost = _COUNTS.unpack(message[1:])
                 self._awaited.discard(rank)
                 self._timeline.lost += lost
-        if self._timeline is not None and self._window is not None and not self._awaited and \
-                (self._steps.steps or 0) > self._window[1]:
-            self._end_timeline("")
 
     def _add(self, records: list[Record]) -> None:
         if self._timeline is None or not records:

@@ -189,3 +189,13 @@ def test_doctor_in_an_allocation_says_which_mpi_of_srun_fits(slurm: Slurm) -> No
     assert found["observed"]["sizes_of_srun"] == {"": 1, "pmix": 2}, job.output
     fix, = [each["fix"] for each in found["findings"] if each["subject"] == "pmi"]
     assert fix == "srun --mpi=pmix -n 2 python train.py"
+
+
+def test_an_elastic_job_goes_on_with_the_nodes_of_the_allocation_when_a_rank_is_lost(slurm: Slurm) -> None:
+    line = ["salloc", "--ntasks=2", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "mpistrat", "run",
+            "--elastic", "-np", "2", sys.executable, "tests/scripts/elastic_steps.py", "--kill", "1:1:5:before"]
+    job = run_limited(line, env=slurm.environment)
+    assert job.code == 0, job.output
+    for rank in (0, 1):
+        assert f"rank {rank}: of 2, generation 2, step 30, each row at least 2 times, 0 more" in job.output, job.output
+    assert job.left == (), job.output

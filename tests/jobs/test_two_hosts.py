@@ -10,6 +10,9 @@ import psutil
 import pytest
 
 from mpistrat.core.settings import Settings
+from mpistrat.trace import files
+from mpistrat.trace.analysis import analyse, last_submissions
+from mpistrat.trace.timeline import records_in
 
 from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
 from ..support.jobs import JOB_VARIABLE, find_mpirun
@@ -327,3 +330,18 @@ def test_nothing_is_left_of_hosts() -> None:
         assert directory.exists()
     assert not sleeping()
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("ending", ["json", "pftrace"])
+def test_one_timeline_has_the_ranks_of_both_hosts(hosts: Hosts, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"f.{ending}"
+    job = hosts.run([2, 2], ["python", "tests/scripts/timeline_steps.py", str(path), "5"])
+    assert job.code == 0, job.output
+    records = records_in(files.spans_in(str(path))[0])
+    assert sorted({(each.rank, each.step, each.name) for each in records}) == [
+        (rank, step, f"gradient/{place}") for rank in range(4) for step in range(5) for place in range(2)], job.output
+    # One clock: no rank learns that all have submitted before the last one has.
+    last = last_submissions(records)
+    assert all(each.agreed > last[each.process_set, each.number] for each in records)
+    assert analyse(records).stragglers[0].rank == 1
+    assert f"rank 3 on {hosts.names[1]}".encode() in path.read_bytes()

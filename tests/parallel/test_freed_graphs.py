@@ -57,7 +57,7 @@ def left(references: list[Any]) -> int:
 def callbacks() -> int:
     """How many there are of all graphs."""
     gc.collect()
-    return sum(map(len, python_op._functions.values()))
+    return sum(map(len, python_op._called.values()))
 
 
 @pytest.mark.parametrize("differentiated", [False, True])

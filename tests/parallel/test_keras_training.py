@@ -110,13 +110,6 @@ def test_training_eagerly_is_the_same(rank: int, size: int) -> None:
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
 
 
-def test_compilation_is_refused_with_what_to_write_instead(rank: int, size: int) -> None:
-    model = new_model("input", seed=5)
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=True)
-    with pytest.raises(ValueError, match=r"cannot be compiled by XLA\. Write model\.compile\(.*, jit_compile=False\)"):
-        model.fit(np.ones((8, COLUMNS)), np.ones((8, 1)), verbose=0)
-
-
 def test_on_a_machine_with_a_gpu_the_default_of_compile_trains(rank: int, size: int,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("input", seed=rank)

@@ -776,22 +776,6 @@ def test_the_arguments_are_checked() -> None:
         hvd.allreduce(tf.ones([1]), process_set=object())
 
 
-@pytest.mark.horovod("xla")
-@pytest.mark.parametrize("collective", [
-    lambda x: hvd.allreduce(x), lambda x: hvd.grouped_allreduce([x, x]), lambda x: hvd.allgather(x),
-    lambda x: hvd.broadcast(x, 0)], ids=["allreduce", "grouped_allreduce", "allgather", "broadcast"])
-def test_compilation_is_refused_with_what_to_write_instead(collective: Callable) -> None:
-    compiled = tf.function(collective, jit_compile=True, autograph=False)
-    with pytest.raises(ValueError, match=r"cannot be compiled by XLA\. Write model\.compile\(.*, jit_compile=False\)"):
-        compiled(tf.ones([2]))
-
-
-def test_compilation_of_a_caller_is_refused_too() -> None:
-    inner = in_graph(lambda x: hvd.allreduce(x))
-    with pytest.raises(ValueError, match=r"jit_compile=False"):
-        tf.function(lambda x: inner(x) + 1, jit_compile=True, autograph=False)(tf.ones([2]))
-
-
 def test_a_graph_for_a_session_is_refused() -> None:
     with tf.Graph().as_default(), pytest.raises(ValueError, match=r"not in a tf\.compat\.v1 graph that a session runs"):
         hvd.allreduce(tf.ones([2]))

@@ -5,7 +5,11 @@ all ranks. Reductions that do not depend on each other are built in another orde
 
 With "gradients" each program is differentiated as well, and the gradients are compared with numpy's.
 
-usage: random_programs.py PROGRAMS [FIRST] [gradients]
+With "compiled" XLA compiles each program as a whole, or as Keras does inside of an ordinary function, or some of its
+inner functions only; there is one intra-op thread too. Then all ranks build their reductions in one order: a compiled
+function runs them in the order of the program, and waits for each.
+
+usage: random_programs.py PROGRAMS [FIRST] [gradients] [compiled]
 
 FIRST is the number of the first program.
 """
@@ -17,7 +21,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+COMPILED = "compiled" in sys.argv
 tf.config.threading.set_inter_op_parallelism_threads(1)
+if COMPILED:
+    tf.config.threading.set_intra_op_parallelism_threads(1)
 
 import mpistrat.tensorflow as hvd  # noqa: E402 - the pool is made on first use
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
@@ -109,7 +116,7 @@ def no_gradient(g: np.ndarray) -> np.ndarray:
 def independent(chooser: random.Random, depth: int) -> Piece:
     number, count = chooser.randrange(10**9), chooser.randint(2, 5)
     order = list(range(count))
-    random.Random(number + rank).shuffle(order)
+    random.Random(number + (0 if COMPILED else rank)).shuffle(order)
 
     def graph(x: tf.Tensor) -> tf.Tensor:
         sums = {i: hvd.allreduce(x + float(i), op=hvd.Sum, name=f"independent/{number}/{i}") for i in order}
@@ -137,15 +144,18 @@ def looped(chooser: random.Random, depth: int) -> Piece:
 
     def graph(x: tf.Tensor) -> tf.Tensor:
         times = tf.cast(tf.math.floormod(tf.distribute.get_replica_context().all_reduce("SUM", x)[1], 4.0), tf.int32)
-        return tf.while_loop(lambda i, _: i < times, lambda i, v: (i + 1, body_graph(v)), (0, x))[1]
+        return tf.while_loop(lambda i, _: i < times, lambda i, v: (i + 1, body_graph(v)), (0, x),
+                             maximum_iterations=3 if COMPILED else None)[1]  # XLA needs it for the gradient.
 
     return graph, lambda x: repeated(body_rows, int(np.mod(x.sum(0)[1], 4)), x)
 
 
 def nested(chooser: random.Random, depth: int) -> Piece:
     inner_graph, inner_rows = sequence(chooser, depth - 1)
-    function = tf.function(inner_graph, input_signature=[tf.TensorSpec([WIDTH])])
     calls = chooser.randint(1, 2)
+    # TensorFlow cannot pass what the gradient of a loop keeps out of a compiled function.
+    jit_compile = COMPILED and "gradients" not in sys.argv and chooser.random() < 0.5
+    function = tf.function(inner_graph, input_signature=[tf.TensorSpec([WIDTH])], jit_compile=jit_compile or None)
 
     def graph(x: tf.Tensor) -> tf.Tensor:
         for _ in range(calls):
@@ -200,6 +210,16 @@ def with_gradient(graph: Graph) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Ten
     return both
 
 
+def program_of(run: Callable, seed: int) -> Callable:
+    """The function that runs a program in the replica of this rank."""
+    if not COMPILED or (seed % 3 == 2 and "gradients" not in sys.argv):
+        return tf.function(lambda *inputs: strategy.run(run, args=inputs))
+    if seed % 3 == 1:
+        compiled = tf.function(run, jit_compile=True)
+        return tf.function(lambda *inputs: strategy.run(compiled, args=inputs))
+    return tf.function(lambda *inputs: strategy.run(run, args=inputs), jit_compile=True)
+
+
 def main() -> None:
     """Run the programs, each on several inputs."""
     numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
@@ -209,8 +229,8 @@ def main() -> None:
         LEAVES.append(merged)
     for seed in range(first, first + count):
         graph, rows = sequence(random.Random(seed), 2)
-        run = with_gradient(graph) if has_gradients else lambda x, _, graph=graph: (graph(x), tf.zeros_like(x))
-        program = tf.function(lambda x, g, run=run: strategy.run(run, args=(x, g)))
+        run = with_gradient(graph) if has_gradients else lambda x, upstream, graph=graph: (graph(x), tf.zeros_like(x))
+        program = program_of(run, seed)
         for start in range(3):
             x = np.array([[(7 * r + 5 * c + start + seed) % 17 for c in range(WIDTH)] for r in range(size)], np.float32)
             upstream = np.array([[r + 2 * c - start for c in range(WIDTH)] for r in range(size)], np.float32)

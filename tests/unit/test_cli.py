@@ -410,7 +410,7 @@ def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) 
 
 # -- options of horovodrun --------------------------------------------------------------------------------------------
 
-@pytest.mark.horovod("horovodrun-settings")
+@pytest.mark.horovod("horovodrun-settings", "horovodrun-timeline")
 @pytest.mark.parametrize("words, variable", [
     ("--fusion-threshold-mb 64", "MPISTRAT_FUSION_THRESHOLD=67108864"),
     ("--fusion-threshold-mb=0.5", "MPISTRAT_FUSION_THRESHOLD=524288"),
@@ -419,6 +419,8 @@ def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) 
     ("--no-stall-check", "MPISTRAT_STALL_CHECK_DISABLE=1"),
     ("--stall-check-warning-time-seconds 5", "MPISTRAT_STALL_CHECK_TIME_SECONDS=5"),
     ("--stall-check-shutdown-time-seconds 9", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS=9"),
+    ("--timeline-filename f.json", "MPISTRAT_TIMELINE=f.json"),
+    ("--timeline-mark-cycles", "MPISTRAT_TIMELINE_MARK_CYCLES=1"),
     ("--num-nccl-streams 2", "MPISTRAT_NUM_NCCL_STREAMS=2"),
     ("--log-level TRACE", "MPISTRAT_LOG_LEVEL=debug"),
     ("--log-level info", "MPISTRAT_LOG_LEVEL=info"),
@@ -453,7 +455,7 @@ def test_mpi_args_are_options_of_mpirun(fake, capsys):
 @pytest.mark.horovod("horovodrun-refused")
 @pytest.mark.parametrize("words, text", [
     ("--gloo", "--gloo is an option of horovodrun that mpistrat run does not have: the ranks use MPI. Leave it out."),
-    ("--timeline-filename x", "there is no timeline"), ("--autotune", "nothing to tune"),
+    ("--autotune", "nothing to tune"),
     ("--config-file x", "docs/settings.md"),
     ("--fusion-threshold-mb much", "much is not a number of megabytes"),
     ("--mpi-args '-np 3'", "'-np 3' is not a list of options for mpirun"),

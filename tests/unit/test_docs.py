@@ -271,11 +271,11 @@ def test_messages_that_are_quoted_stand_in_the_sources(page: Path) -> None:
         assert re.search(rf"^{word}", texts, re.MULTILINE), f"{message}: no text of the package begins with {word!r}"
 
 
-def test_the_readme_lists_six_messages_that_troubleshooting_explains() -> None:
+def test_the_readme_lists_five_messages_that_troubleshooting_explains() -> None:
     page = ROOT / "docs" / "troubleshooting.md"
     short, long = quoted(README), quoted(page)
     assert "\n|" not in section(page, "errors"), "a message has a heading there, since its remedy is long"
-    assert len(short) == 6
+    assert len(short) == 5
     assert set(short) <= set(long)
 
 

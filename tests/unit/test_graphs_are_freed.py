@@ -31,7 +31,7 @@ def live_call_sites() -> int:
 
 
 def live_functions() -> int:
-    return sum(map(len, python_op._functions.values()))
+    return sum(map(len, python_op._called.values()))
 
 
 def captured(graph: Any) -> int:

@@ -20,7 +20,7 @@ from mpistrat.trace import clocks, status
 from mpistrat.trace.clocks import Offset
 from mpistrat.trace.records import Record
 from mpistrat.trace.ring import OperationRing, Traced
-from mpistrat.trace.spans import common, length, union
+from mpistrat.trace.spans import length, union
 from mpistrat.trace.steps import StepCounter
 from mpistrat.trace.tracer import Tracer
 from mpistrat.transport.local import ThreadGroup
@@ -57,7 +57,7 @@ def test_an_operation_is_recorded_with_its_times_in_order(lone: tuple[Executor, 
     recorded, = ring.since(0)
     assert recorded.request.name == "x"
     assert (recorded.number, recorded.bucket, recorded.nbytes) == (0, 0, 12)
-    times = recorded[4:]
+    times = recorded[5:]
     assert sorted(times) == list(times) and times[0] > 0
 
 
@@ -90,12 +90,10 @@ def test_what_was_prepared_for_a_vote_is_recorded_too(lone: tuple[Executor, Oper
 
 def test_the_ring_keeps_the_last_ones_and_says_where_they_begin() -> None:
     ring = OperationRing(3)
-    for number in range(5):
-        each = entry(str(number), np.ones(1))
-        each.number = number
-        ring.add(each, number, 0, 0)
-    assert [each.number for each in ring.since(0)] == [2, 3, 4]
-    assert [each.number for each in ring.since(4)] == [4]
+    for name in "abcde":
+        ring.add(entry(name, np.ones(1)), 0, 0, 0)
+    assert [(each.serial, each.request.name) for each in ring.since(0)] == [(2, "c"), (3, "d"), (4, "e")]
+    assert [each.serial for each in ring.since(4)] == [4]
     assert ring.since(5) == []
 
 
@@ -105,11 +103,10 @@ def test_a_ring_of_none_records_nothing() -> None:
     assert ring.since(0) == []
 
 
-def test_spans_are_joined_cut_and_compared() -> None:
+def test_spans_are_joined_and_cut() -> None:
     assert union([(5, 9), (0, 2), (1, 3), (9, 9)]) == [(0, 3), (5, 9)]
     assert union([(0, 3), (5, 9)], within=(2, 6)) == [(2, 3), (5, 6)]
     assert length([(0, 3), (5, 9)]) == 7
-    assert common([(0, 3), (5, 9)], [(2, 6)]) == 2
 
 
 def test_the_shares_of_a_second_add_up() -> None:

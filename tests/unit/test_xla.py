@@ -64,6 +64,11 @@ def test_a_loss_scale_optimizer_counts() -> None:
     assert isinstance(with_policy.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+def test_auto_is_keras_own_choice_where_xla_can_compile_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "why_not", lambda: "")
+    assert compiled(sgd(), "mse")
+
+
 def test_what_is_given_explicitly_stays() -> None:
     assert compiled(sgd(), "mse", jit_compile=True)
     assert not compiled(sgd(), "mse", jit_compile=False)
@@ -93,7 +98,7 @@ def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             compiled(sgd(), "mse")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "rank 0: models with a DistributedOptimizer are trained without XLA (jit_compile=False), which cannot "
-                 "compile collectives")]
+                 "compile collectives: for GPUs that was not tried")]
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -166,15 +166,24 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
     weight = step_state.state.weight
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
         return strategy.extended.reduce_gradients(gradients, labels, checks, {})
-    weighted = tf.cond(weight == 1, lambda: _copied(gradients), lambda: [_scaled(g, weight) for g in gradients])
+    weighted = _scaled_unless(weight == 1, gradients, weight)
     *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
     step_state.state.total = total
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
-    return tf.cond(total == size, lambda: _copied(summed), lambda: [_scaled(g, size / total) for g in summed])
+    return _scaled_unless(total == size, summed, size / total)
 
 
-def _copied(gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in gradients]
+def _scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
+    """The gradients times a factor, or as they are if it is one. A multiplication takes longer than the branch."""
+    # Only the values go through the branch. A shape that came out of it would not be known to XLA.
+    values = tf.cond(is_one, lambda: [tf.identity(_values_of(g)) for g in gradients],
+                     lambda: [_scaled(_values_of(g), factor) for g in gradients])
+    return [tf.IndexedSlices(value, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else value
+            for g, value in zip(gradients, values, strict=True)]
+
+
+def _values_of(gradient: Tensor) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.variables import RankMirroredVariable
 from ...tensorflow.identity import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
+from ...tensorflow.xla import context as xla
 from .._private import all_layers
 from .._private import trainer as keras_trainer
 from ..fit.fit_optimizers import accumulators_in, optimizers_of
@@ -74,8 +75,9 @@ def make_function(original: Function, self: keras.Model, step_function: Function
             warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
                           "own. Build and compile it under `with strategy.scope():`.", stacklevel=2)
         return original(self, step_function)
-    if self.jit_compile:
-        warnings.warn("jit_compile=True is switched off: collectives cannot be compiled by XLA.", stacklevel=2)
+    if self.jit_compile and (reason := xla.why_not()):
+        warnings.warn(f"jit_compile=True is switched off: collectives cannot be compiled by XLA ({reason}).",
+                      stacklevel=2)
         self.jit_compile = False
     logs_may_differ = _has_keras_own_steps(self)
 

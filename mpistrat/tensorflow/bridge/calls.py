@@ -47,9 +47,11 @@ class CallSite:
             made the name.
         origin: The node.
         running: The threads that run a function with this node now.
+        raised: What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     """
 
     origin: Origin
+    raised: BaseException | None = None
 
     def __init__(self, name: str, process_set: int):
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
@@ -139,6 +141,7 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _leave(sites)
+            _raise_late(sites)
     return observed
 
 
@@ -166,6 +169,13 @@ def _leave(sites: Sequence[CallSite]) -> None:
     for site in sites:
         if thread in site.running:
             site.running.remove(thread)
+
+
+def _raise_late(sites: Sequence[CallSite]) -> None:
+    for site in sites:
+        if site.raised is not None and threading.current_thread() is threading.main_thread():
+            error, site.raised = site.raised, None
+            raise error
 
 
 def _refuse(site: CallSite) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ...core import signal_handlers
 from ...core.errors import InvalidRequestError
 from ...core.handle import Handle
 from ...core.tuning import SUBMIT_WAIT_S
 from ..bridge import executions
 from ..bridge.executions import Execution
 from ..bridge.program_order import in_order
-from ..bridge.submission import HostCallSite, MakeRequest, Observer
+from ..bridge.submission import HostCallSite, MakeRequest, Observer, Submission
 from ..types import Arrays
 from . import context, ffi, own_threads
 from .custom_call import custom_call, described, has_type
@@ -38,8 +39,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """
     context.require()
     if times_rows:
-        shapes = [tf.TensorShape([times_rows * rows if (rows := t.shape[0]) else rows, *t.shape[1:]])
-                  if t.shape.rank else t.shape for t in tensors]
+        shapes = [_with_rows(tensor.shape, times_rows) for tensor in tensors]
     for tensor, shape in zip(tensors, shapes, strict=True):
         if shape.rank is None or not (times_rows or shape.is_fully_defined()):
             raise InvalidRequestError(
@@ -61,6 +61,13 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     if counts:
         execution.number = outputs.pop()
     return outputs[1:]
+
+
+def _with_rows(shape: tf.TensorShape, times_rows: int) -> tf.TensorShape:
+    """The shape of a result that has `times_rows` as many rows as its tensor."""
+    if not shape.rank or shape[0] is None:
+        return shape
+    return tf.TensorShape([times_rows * shape[0], *shape[1:]])
 
 
 def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
@@ -94,18 +101,35 @@ class _CompiledCallSite(HostCallSite):
         self._returned = [np.int32, *dtypes, *[np.int64] * (execution.number is None)]
 
     def execute(self, call: ffi.Call) -> None:
-        """Submit the collective; write the results, or leave that to the engine's thread."""
+        """Submit the collective; write the results, or leave that to another thread."""
         its = self.submission(call.arguments(self._given)[1:])
         results = call.results(self._returned)
         results[0][...] = 0
         if len(results) > 1 + len(its.arrays):
             results.pop()[...] = its.number
-        is_free = threading.get_ident() in self.running or own_threads.is_own()
-        handle = its.group.engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+        handle = self._submitted(its)
         if handle.is_done:
             _write(handle, results[1:])
         else:
             handle.when_done(_go_on, (handle, results[1:], call.complete_later()))
+
+
+    def _submitted(self, its: Submission) -> Handle:
+        """Submit the collective, and wait as long as this thread may."""
+        engine = its.group.engine
+        is_free = threading.get_ident() in self.running or own_threads.is_own()
+        if not (is_free and signal_handlers.may_interrupt()):
+            try:
+                return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+            except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
+                self.raised = error
+                raise engine.break_off(f"{its.request.name}: Ctrl-C has interrupted it on a rank.") from error
+        handle = engine.submit(its.request, its.arrays, self.origin)
+        try:
+            handle.await_done(-1)
+        except BaseException as error:  # Of a signal handler. The call ends when the collective is complete.
+            self.raised = error
+        return handle
 
 
 def _write(handle: Handle, results: Arrays) -> None:

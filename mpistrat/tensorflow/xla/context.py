@@ -1,7 +1,6 @@
 """Which graphs XLA compiles, and whether collectives may be in them."""
 
 import weakref
-from functools import cache
 
 import tensorflow as tf
 
@@ -41,16 +40,11 @@ def why_not() -> str:
     """Why XLA cannot compile collectives in this process; "" if it can."""
     if ffi.api() is None:
         return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
-    if _has_gpu():
+    if tf.config.list_physical_devices("GPU"):
         return "for GPUs that was not tried"
     if runtime.is_initialized() and not runtime.current().settings.xla:
         return "MPISTRAT_XLA=0 switches it off"
     return ""
-
-
-@cache
-def _has_gpu() -> bool:
-    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def require() -> None:

@@ -106,8 +106,9 @@ def _shape_of_result(place: int, given: _Tensors, shape: tuple[int | None, ...],
         if extent is not None:
             lines.append(f"{name}e{i} = stablehlo.constant dense<{extent}> : tensor<1xi32>")
             continue
+        operand = _type(*given[place])
         lines += [
-            f"{name}d{i} = stablehlo.get_dimension_size %arg{place}, dim = {i} : ({_type(*given[place])}) -> tensor<i32>",
+            f"{name}d{i} = stablehlo.get_dimension_size %arg{place}, dim = {i} : ({operand}) -> tensor<i32>",
             f"{name}t{i} = stablehlo.constant dense<{1 if i else times_rows}> : tensor<i32>",
             f"{name}p{i} = stablehlo.multiply {name}d{i}, {name}t{i} : tensor<i32>",
             f"{name}e{i} = stablehlo.reshape {name}p{i} : (tensor<i32>) -> tensor<1xi32>"]

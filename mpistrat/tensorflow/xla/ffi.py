@@ -124,8 +124,9 @@ class Api(Structure):
 
 
 # A function of the API, and a handler, return an error or NULL. The interpreter's lock is released meanwhile, since a
-# future that becomes available may run code of XLA's.
+# future that becomes available may run code of XLA's. The two functions that take an error return nothing.
 _ApiFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_OfError = ctypes.CFUNCTYPE(None, c_void_p)
 _Handler = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))
 _handlers: list[Any] = []  # XLA calls them until the process ends.
 
@@ -145,13 +146,15 @@ def api() -> Api | None:
 
 def _call(function: str, arguments: Structure) -> None:
     """Call a function of the API; raise RuntimeError with its error."""
+    own = api()
+    assert own is not None
     arguments.struct_size = sizeof(arguments)
-    error = _ApiFunction(getattr(api(), function))(byref(arguments))
+    error = _ApiFunction(getattr(own, function))(byref(arguments))
     if error:
-        text = ErrorMessageArgs(error=error)
-        _call("error_message", text)
+        text = ErrorMessageArgs(sizeof(ErrorMessageArgs), None, error)
+        _OfError(own.error_message)(byref(text))
         message = text.message.decode()
-        _call("error_destroy", ErrorDestroyArgs(error=error))
+        _OfError(own.error_destroy)(byref(ErrorDestroyArgs(sizeof(ErrorDestroyArgs), None, error)))
         raise RuntimeError(f"XLA's FFI refuses {function}: {message}")
 
 

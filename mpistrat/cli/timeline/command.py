@@ -1,0 +1,61 @@
+"""`mpistrat timeline FILE`: where each rank's time went, who came last, what was not fused and why.
+
+Called by main.py.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ...core.errors import LaunchError
+from ...trace.analysis import analyse
+from ...trace.files import spans_in
+from ...trace.timeline import records_in
+from ..arguments import Parser
+from ..main import EXIT_WRONG_INPUT
+from .page import page
+from .text import text_of
+
+_EPILOG = """\
+The exit code is 0 if the file is whole; 2 if its end is missing, as when the job was killed, or if it is no timeline.
+
+examples:
+  MPISTRAT_TIMELINE=steps.json MPISTRAT_TIMELINE_STEPS=100:120 mpistrat run -np 2 python train.py
+  mpistrat timeline steps.json
+  mpistrat timeline steps.json --html steps.html
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand and return the exit code.
+
+    Raises:
+        LaunchError: The file cannot be read, or is no timeline; or the page cannot be written.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        spans, is_cut = spans_in(options.file)
+        records = records_in(spans)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{options.file} cannot be read as a timeline: {error}") from error
+    analysis = analyse(records)
+    print(text_of(analysis, options.file))
+    if options.html:
+        try:
+            Path(options.html).write_text(page(analysis, records, Path(options.file).name), encoding="utf-8")
+        except OSError as error:
+            raise LaunchError(f"the page cannot be written: {error}") from error
+    if is_cut:
+        print(f"mpistrat timeline: the end of {options.file} is missing: the job was killed, or it still runs.",
+              file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="mpistrat timeline", description="Say what a timeline shows: the file of MPISTRAT_TIMELINE or "
+                    "of start_timeline().", epilog=_EPILOG, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", help="a timeline: .json or .pftrace")
+    parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT, which needs no network")
+    return parser

@@ -1,0 +1,68 @@
+"""The analysis of a timeline as text. Pure functions."""
+
+from ...trace.analysis import Analysis, Rate, Straggler, Unfused
+from ..arguments import counted
+
+_MOST_NAMES = 3
+# A rank for which others have waited for less than this share of the time is not worth a line.
+LEAST_COST = 0.01
+MEANINGS = {
+    "computing": "no operation was outstanding",
+    "waiting": "for the rank that came last",
+    "agreeing": "all ranks had come, and nothing was reduced yet",
+    "moving": "bytes were reduced or gathered",
+    "hidden": "part of the reductions of a step while it still made gradients",
+}
+
+
+def text_of(analysis: Analysis, path: str) -> str:
+    """What the command prints."""
+    steps = f", {counted(analysis.steps, 'step')}" if analysis.steps else ""
+    lines = [f"{path}: {counted(analysis.operations, 'operation')} on {counted(len(analysis.ranks), 'rank')} in "
+             f"{analysis.seconds:.3g} s{steps}", "", "rank" + "".join(f"{title:>11}" for title in MEANINGS)]
+    lines += [f"{each.rank:>4}" + "".join(f"{shown(getattr(each, title)):>11}" for title in MEANINGS)
+              for each in analysis.ranks]
+    lines += ["", *(f"{title:>10}: {meaning}" for title, meaning in MEANINGS.items()), ""]
+    lines += [*stragglers_of(analysis), ""]
+    if analysis.unfused:
+        lines += ["Operations that shared no reduction with another one:", *map(_unfused, analysis.unfused), ""]
+    lines += ["Reductions and gathers, of the tensors of one rank:", *map(_rate, analysis.rates)]
+    return "\n".join(lines)
+
+
+def shown(share: float | None) -> str:
+    """A share in percent."""
+    return "-" if share is None else f"{share * 100:.1f} %"
+
+
+def stragglers_of(analysis: Analysis) -> list[str]:
+    """A sentence on each rank for which others have waited long."""
+    slow = [each for each in analysis.stragglers if each.cost_s > LEAST_COST * analysis.seconds]
+    return [_straggler(each, analysis) for each in slow] or ["No rank has kept the others waiting for long."]
+
+
+def _straggler(straggler: Straggler, analysis: Analysis) -> str:
+    return (f"Rank {straggler.rank} came last in {straggler.operations} of "
+            f"{counted(analysis.operations, 'operation')}, {straggler.late_s * 1e3:.3g} ms after the first (median): "
+            f"others waited {straggler.cost_s:.3g} s for it, {shown(straggler.cost_s / analysis.seconds)} of the "
+            "time.")
+
+
+def _unfused(unfused: Unfused) -> str:
+    names = ", ".join(unfused.names[:_MOST_NAMES])
+    more = f" and {len(unfused.names) - _MOST_NAMES} more" if len(unfused.names) > _MOST_NAMES else ""
+    return f"{unfused.operations:>8}  {unfused.reason}: {names}{more}"
+
+
+def _rate(rate: Rate) -> str:
+    speed = f"{rate.bytes_per_s / 1e9:.3g} GB/s" if rate.bytes_per_s >= 1e9 else f"{rate.bytes_per_s / 1e6:.3g} MB/s"
+    return (f"{rate.operations:>8}  {rate.what}: {rate.nbytes / 1e6:.3g} MB at {speed}; "
+            f"`mpistrat bench {size_for_bench(rate.nbytes // rate.operations)}` measures what this machine can do")
+
+
+def size_for_bench(nbytes: int) -> str:
+    """The case of `mpistrat bench` that is nearest to a number of bytes."""
+    for unit, name in ((2**20, "MB"), (2**10, "KB")):
+        if nbytes >= unit:
+            return f"{round(nbytes / unit)}{name}"
+    return "1KB"

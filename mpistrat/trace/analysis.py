@@ -1,0 +1,206 @@
+"""What a timeline says: where each rank's time went, who came last, what was not fused and why. Pure functions."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .records import NO_STEP, Record
+from .spans import Span, length, union
+from .timeline import label
+
+_FUSED = ("allreduce", "broadcast")
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where the time of one rank went, as shares of the whole timeline. The first four add up to 1.
+
+    Attributes:
+        rank: The rank.
+        computing: No operation was outstanding.
+        waiting: An operation was outstanding, which some rank had not submitted.
+        agreeing: All ranks had submitted what was outstanding, and nothing was reduced: negotiation and queue.
+        moving: A reduction ran, or a gather or another operation.
+        hidden: The share of the time of reductions in which the same step still made gradients; None without steps.
+    """
+
+    rank: int
+    computing: float
+    waiting: float
+    agreeing: float
+    moving: float
+    hidden: float | None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that came last.
+
+    Attributes:
+        rank: The rank.
+        operations: In how many operations it was the last.
+        late_s: How late it was in them after the first rank, the median.
+        cost_s: For how long some rank has waited for it.
+    """
+
+    rank: int
+    operations: int
+    late_s: float
+    cost_s: float
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """Operations that shared no reduction with another one, for the same reason.
+
+    Attributes:
+        reason: The reason, as a clause.
+        operations: How many there were, on one rank of each process set.
+        names: Their names, the most frequent ones first.
+    """
+
+    reason: str
+    operations: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast one rank's tensors were reduced or gathered.
+
+    Attributes:
+        what: "SHM_ALLREDUCE", say.
+        operations, nbytes: How many there were, and their bytes.
+        bytes_per_s: While such an operation ran.
+    """
+
+    what: str
+    operations: int
+    nbytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """See above.
+
+    Attributes:
+        seconds: From the first submission to the last result.
+        steps: How many steps of training the timeline has.
+        operations: How many operations, each counted once.
+        ranks: In order.
+        stragglers: The one that has cost most comes first.
+        unfused: The most frequent reason comes first.
+        rates: In the order of their names; of the lowest rank of each process set.
+    """
+
+    seconds: float
+    steps: int
+    operations: int
+    ranks: tuple[RankTime, ...]
+    stragglers: tuple[Straggler, ...]
+    unfused: tuple[Unfused, ...]
+    rates: tuple[Rate, ...]
+
+
+def analyse(records: Sequence[Record]) -> Analysis:
+    """The analysis of at least one record."""
+    by_rank: defaultdict[int, list[Record]] = defaultdict(list)
+    together: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in records:
+        by_rank[record.rank].append(record)
+        together[record.process_set, record.number].append(record)
+    whole = min(each.submitted or each.agreed for each in records), max(each.delivered for each in records)
+    last_submitted = last_submissions(records)
+    first_of_sets = [min(some, key=lambda each: each.rank) for some in together.values()]
+    return Analysis((whole[1] - whole[0]) / 1e9, len({each.step for each in records} - {NO_STEP}), len(together),
+                    tuple(_rank_time(rank, some, last_submitted, whole) for rank, some in sorted(by_rank.items())),
+                    _stragglers(list(together.values())), _unfused(first_of_sets), _rates(first_of_sets))
+
+
+def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
+    """When the last rank has submitted each operation, by process set and number."""
+    last: dict[tuple[int, int], int] = {}
+    for record in records:
+        key = record.process_set, record.number
+        last[key] = max(record.submitted, last.get(key, 0))
+    return last
+
+
+def _rank_time(rank: int, records: Sequence[Record], last_submitted: dict[tuple[int, int], int],
+               whole: Span) -> RankTime:
+    moving = union((each.began, each.ended) for each in records)
+    waiting = union([*moving, *((each.submitted, last_submitted[each.process_set, each.number]) for each in records
+                                if each.submitted)])
+    outstanding = union([*waiting, *((each.submitted or each.agreed, each.delivered) for each in records)])
+    total = max(whole[1] - whole[0], 1)
+    return RankTime(rank, 1 - length(outstanding) / total, (length(waiting) - length(moving)) / total,
+                    (length(outstanding) - length(waiting)) / total, length(moving) / total, _hidden(records))
+
+
+def _hidden(records: Sequence[Record]) -> float | None:
+    by_step: defaultdict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.step != NO_STEP:
+            by_step[record.step].append(record)
+    moving = hidden = 0
+    for some in by_step.values():
+        reductions = union((each.began, each.ended) for each in some)
+        moving += length(reductions)
+        hidden += length(union(reductions, within=(0, max(each.submitted for each in some))))
+    return hidden / moving if moving else None
+
+
+def _stragglers(operations: Sequence[Sequence[Record]]) -> tuple[Straggler, ...]:
+    waits: defaultdict[int, list[Span]] = defaultdict(list)
+    for some in operations:
+        came = sorted((each.submitted, each.rank) for each in some if each.submitted)
+        if len(came) > 1:
+            waits[came[-1][1]].append((came[0][0], came[-1][0]))
+    found = [Straggler(rank, len(spans), statistics.median(end - begin for begin, end in spans) / 1e9,
+                       length(union(spans)) / 1e9) for rank, spans in waits.items()]
+    return tuple(sorted(found, key=lambda each: -each.cost_s))
+
+
+def _unfused(records: Sequence[Record]) -> tuple[Unfused, ...]:
+    buckets = Counter((each.process_set, each.bucket) for each in records)
+    rounds: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)  # What was agreed on at the same time.
+    for record in records:
+        rounds[record.process_set, record.agreed].append(record)
+    names: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for some in rounds.values():
+        for record in some:
+            if buckets[record.process_set, record.bucket] == 1 and record.nbytes:
+                names[_reason(record, [other for other in some if other is not record])][record.name] += 1
+    found = [Unfused(reason, counter.total(), tuple(name for name, _ in counter.most_common()))
+             for reason, counter in names.items()]
+    return tuple(sorted(found, key=lambda each: -each.operations))
+
+
+def _reason(record: Record, others: Sequence[Record]) -> str:
+    if record.kind not in _FUSED or record.op == "adasum":
+        return f"{'an adasum' if record.op == 'adasum' else record.kind} is never fused"
+    fused = [other for other in others if other.kind in _FUSED and other.op != "adasum"]
+    if not fused:
+        return "nothing else was ready"
+    alike = [other for other in fused if (other.kind, other.op, other.device) == (record.kind, record.op,
+                                                                                  record.device)]
+    if not alike:
+        return "what else was ready is another operation"
+    if all(other.dtype != record.dtype for other in alike):
+        return f"what else was ready has another dtype than {record.dtype}"
+    return "the fusion buffer was full (MPISTRAT_FUSION_THRESHOLD), or a factor differs"
+
+
+def _rates(records: Sequence[Record]) -> tuple[Rate, ...]:
+    by_kind: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.nbytes:
+            by_kind[f"{label(record)}_{record.kind.upper()}"].append(record)
+    rates = []
+    for what, some in sorted(by_kind.items()):
+        seconds = length(union((each.began, each.ended) for each in some)) / 1e9
+        nbytes = sum(each.nbytes for each in some)
+        rates.append(Rate(what, len(some), nbytes, nbytes / seconds if seconds else 0.0))
+    return tuple(rates)

@@ -1,0 +1,444 @@
+"""The files of a timeline, what they say, and what becomes of one that cannot be written or read."""
+
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.cli.main import main
+from mpistrat.core.errors import SettingsError
+from mpistrat.core.handle import Entry, Handle
+from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
+from mpistrat.core.settings import Settings
+from mpistrat.core.topology import Topology
+from mpistrat.trace import files, records
+from mpistrat.trace.analysis import analyse
+from mpistrat.trace.clocks import Offset
+from mpistrat.trace.records import NO_STEP, Record
+from mpistrat.trace.ring import OperationRing, Traced
+from mpistrat.trace.timeline import Timeline, records_in
+from mpistrat.trace.tracer import Tracer
+
+MS = 1_000_000
+FORMATS = ("json", "pftrace")
+
+
+def record(rank: int = 0, number: int = 0, submitted: int = 0, agreed: int = 10, ended: int = 12,
+           **others: Any) -> Record:
+    """A record whose times are milliseconds after the first second."""
+    fields = {"process_set": 0, "ranks": 2, "backend": "shared_memory", "name": f"x{number}", "kind": "allreduce",
+              "op": "sum", "dtype": "float32", "device": "cpu", "bucket": number, "nbytes": 2_000_000, "step": 0}
+    times = {name: 1000 * MS + at * MS for name, at in (
+        ("submitted", submitted), ("agreed", agreed), ("began", agreed), ("ended", ended), ("delivered", ended))}
+    return Record(rank=rank, number=number, **{**fields, **times, **others})
+
+
+# Rank 1 comes 10 ms late to the first operation and in time to the second one, which waits for its reduction.
+JOB = [record(0, 0, submitted=0), record(1, 0, submitted=10), record(0, 1, submitted=12, agreed=14, ended=16, step=1),
+       record(1, 1, submitted=13, agreed=14, ended=16, step=1)]
+
+
+def written(path: Path, some: list[Record], mark_cycles: bool = False) -> Path:
+    timeline = Timeline(files.create(str(path)), ["a", "b"], mark_cycles)
+    timeline.add(some)
+    timeline.close()
+    timeline.close()
+    return path
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_file_has_what_was_written(tmp_path: Path, ending: str) -> None:
+    path = written(tmp_path / f"f.{ending}", [*JOB, record(1, 2, submitted=0) ._replace(submitted=0, step=NO_STEP)])
+    spans, is_cut = files.spans_in(str(path))
+    assert not is_cut
+    assert records_in(spans) == [*JOB, record(1, 2)._replace(submitted=0, step=NO_STEP)]
+
+
+def test_chromes_format_has_a_process_for_each_rank_and_horovods_phases(tmp_path: Path) -> None:
+    events = json.loads(written(tmp_path / "f.json", JOB, mark_cycles=True).read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0 on a", 1: "rank 1 on b", 2: "the rank that came last"}
+    of_rank_0 = [event["name"] for event in events if event["pid"] == 0 and event["ph"] == "X"]
+    assert of_rank_0 == ["SHM_ALLREDUCE", "x0", "NEGOTIATE_ALLREDUCE", "SHM_ALLREDUCE",
+                         "SHM_ALLREDUCE", "x1", "NEGOTIATE_ALLREDUCE", "SHM_ALLREDUCE"]
+    assert [event["name"] for event in events if event["ph"] == "i" and event["pid"] == 0] == [
+        "STEP 0", "CYCLE_START", "STEP 1", "CYCLE_START"]
+    assert [(event["name"], event["args"]) for event in events if event.get("cat") == "last"] == [
+        ("rank 1", {"operation": "x0", "late_us": 10_000}), ("rank 1", {"operation": "x1", "late_us": 1_000})]
+
+
+def test_perfettos_format_has_a_track_for_each_rank_and_its_spans_nest(tmp_path: Path) -> None:
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    trace = protos.Trace.FromString(written(tmp_path / "f.pftrace", JOB).read_bytes())
+    names = {packet.track_descriptor.uuid: packet.track_descriptor.name for packet in trace.packet
+             if packet.HasField("track_descriptor")}
+    assert {"rank 0 on a", "rank 1 on b", "the rank that came last", "reductions", "operations"} == set(names.values())
+    depth: dict[int, int] = {}
+    for packet in sorted((p for p in trace.packet if p.HasField("track_event")), key=lambda p: p.timestamp):
+        event = packet.track_event
+        assert event.track_uuid in names
+        change = {event.TYPE_SLICE_BEGIN: 1, event.TYPE_SLICE_END: -1}.get(event.type, 0)
+        depth[event.track_uuid] = depth.get(event.track_uuid, 0) + change
+        assert depth[event.track_uuid] in (0, 1, 2)
+    assert set(depth.values()) == {0}
+
+
+def test_operations_that_overlap_are_in_lanes_of_their_own(tmp_path: Path) -> None:
+    some = [record(0, 0, submitted=0), record(0, 1, submitted=5, bucket=0),
+            record(0, 2, submitted=12, agreed=13, ended=14)]
+    events = json.loads(written(tmp_path / "f.json", some).read_text())
+    assert [event["tid"] for event in events if event.get("cat") == "operation"] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_file_can_be_read_wherever_it_is_cut(tmp_path: Path, ending: str) -> None:
+    data = written(tmp_path / f"f.{ending}", JOB).read_bytes()
+    cut = tmp_path / f"cut.{ending}"
+    counts = []
+    for size in (*range(len(data) // 2, len(data) - 1, 7), len(data) - 1):
+        cut.write_bytes(data[:size])
+        spans, is_cut = files.spans_in(str(cut))
+        assert records_in(spans) == JOB[:len(spans)]
+        counts.append(len(spans))
+        assert is_cut or ending == "pftrace"  # Between two packets nothing shows that more were to come.
+    assert counts == sorted(counts) and counts[-1] == len(JOB)
+
+
+def test_the_json_is_valid_after_each_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pwrite, sizes = tmp_path / "f.json", os.pwrite, []
+
+    def checked(file: int, data: bytes, offset: int) -> int:
+        done = pwrite(file, data, offset)
+        sizes.append(len(data))
+        assert isinstance(json.loads(path.read_text()), list)
+        return done
+
+    monkeypatch.setattr(files.os, "pwrite", checked)
+    written(path, [record(number=number) for number in range(100)])
+    assert len(sizes) > 5 and max(sizes) < 5000
+
+
+def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = files.create(str(tmp_path / "f.json"))
+    timeline = Timeline(file, ["a", "b"], False)
+    timeline.add(JOB[:2])
+    pwrite, is_first = os.pwrite, itertools.chain([True], itertools.repeat(False))
+
+    def full(file: int, data: bytes, offset: int) -> int:
+        if next(is_first):
+            pwrite(file, data[:10], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(files.os, "pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        timeline.add(JOB[2:])
+    spans, is_cut = files.spans_in(str(tmp_path / "f.json"))
+    assert (records_in(spans), is_cut) == (JOB[:2], False)
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ends in \.json .* or \.pftrace"):
+        files.create(str(tmp_path / "f.txt"))
+
+
+def test_without_perfetto_the_line_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("perfetto.protos")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "perfetto", None)
+    with pytest.raises(ImportError, match=r"needs perfetto \(pip install perfetto\). A name that ends in \.json"):
+        files.create(str(tmp_path / "f.pftrace"))
+
+
+def test_records_travel_in_small_messages() -> None:
+    some = [record(number=number, name=f"layer {number % 7}", submitted=number) for number in range(200)]
+    messages = records.to_messages(some)
+    assert [each for message in messages for each in records.from_message(message)] == some
+    assert len(messages) > 3 and max(map(len, messages)) <= 3000
+    assert records.to_messages([]) == []
+
+
+# -- what a timeline says ---------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_each_rank_adds_up() -> None:
+    first, second = analyse(JOB).ranks
+    assert (first.computing, first.waiting, first.agreeing, first.moving) == pytest.approx(
+        (0, 11 / 16, 1 / 16, 4 / 16))
+    assert (second.computing, second.waiting, second.agreeing, second.moving) == pytest.approx(
+        (11 / 16, 0, 1 / 16, 4 / 16))
+
+
+def test_the_rank_that_came_last_is_named_with_how_late_and_what_it_cost() -> None:
+    straggler, = analyse(JOB).stragglers
+    assert straggler.rank == 1 and straggler.operations == 2
+    assert (straggler.late_s, straggler.cost_s) == pytest.approx((0.0055, 0.011))
+
+
+def test_what_is_reduced_before_the_last_gradient_is_hidden() -> None:
+    some = [record(0, 0, submitted=0, agreed=10, ended=20), record(0, 1, submitted=15, agreed=20, ended=30)]
+    assert analyse(some).ranks[0].hidden == pytest.approx(0.25)
+    assert analyse([each._replace(step=NO_STEP) for each in some]).ranks[0].hidden is None
+    assert analyse([record(0, 0, submitted=0)]).ranks[0].hidden == 0
+
+
+@pytest.mark.parametrize(("others", "reason"), [
+    ([], "nothing else was ready"),
+    ([record(number=1, dtype="float16")], "what else was ready has another dtype than float32"),
+    ([record(number=1)], "the fusion buffer was full"),
+    ([record(number=1, op="max")], "what else was ready is another operation"),
+    ([record(number=1, kind="allgather", op="")], "nothing else was ready"),
+])
+def test_why_an_operation_was_not_fused(others: list[Record], reason: str) -> None:
+    found = analyse([record(number=0, name="mine"), *others]).unfused
+    assert any(each.reason.startswith(reason) and "mine" in each.names for each in found)
+
+
+def test_operations_of_one_bucket_are_fused_and_those_of_other_kinds_never_are() -> None:
+    assert analyse([record(number=0), record(number=1, bucket=0)]).unfused == ()
+    assert analyse([record(kind="allgather", op="")]).unfused[0].reason == "allgather is never fused"
+    assert analyse([record(op="adasum")]).unfused[0].reason == "an adasum is never fused"
+
+
+def test_the_rate_is_that_of_the_time_in_reductions() -> None:
+    rate, = analyse(JOB).rates
+    assert (rate.what, rate.operations, rate.nbytes) == ("SHM_ALLREDUCE", 2, 4_000_000)
+    assert rate.bytes_per_s == pytest.approx(1e9)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_names_the_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "f.json", JOB)
+    assert main(["timeline", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "2 operations on 2 ranks in 0.016 s, 2 steps" in out
+    assert "Rank 1 came last in 2 of 2 operations, 5.5 ms after the first (median): others waited 0.011 s" in out
+    assert "MPISTRAT" not in out and "2  nothing else was ready: x0, x1" in out
+    assert "SHM_ALLREDUCE: 4 MB at 1 GB/s; `mpistrat bench 2MB`" in out
+
+
+def test_a_file_that_was_cut_is_read_and_has_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "f.json", JOB)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert main(["timeline", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert "Rank 1 came last" in captured.out
+    assert f"the end of {path} is missing" in captured.err
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'[{"ph":"X","name":"other"}]', b"text", b"\x0a\xff", b"\x0a",
+                                     b"\x0a\x02\xff\xff", b'[{"name":"x","cat":"operation","ts":1,"args":{}}]'])
+def test_a_file_of_something_else_is_a_sentence_and_exit_code_2(content: bytes, tmp_path: Path,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "f.json"
+    path.write_bytes(content)
+    assert main(["timeline", str(path)]) == 2
+    assert f"mpistrat timeline: {path} cannot be read as a timeline: " in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_a_sentence_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "f.json", JOB)
+    assert main(["timeline", str(path), "--html", str(tmp_path)]) == 2
+    assert "the page cannot be written" in capsys.readouterr().err
+
+
+def test_the_page_needs_nothing_else_and_a_browser_shows_its_charts(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    name = "<b>&\"gradient\""
+    assert main(["timeline", str(written(tmp_path / "f.json", [each._replace(name=name) for each in JOB])), "--html",
+                 str(page)]) == 0
+    text = page.read_text()
+    assert "<script" not in text and "http" not in text and name not in text
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user",
+                            "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert shown.count("<svg") == 3 and shown.count("<circle") == 2
+    assert "rank 1, computing: 68.8 %" in shown
+
+
+# -- who writes it ----------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """The tracers of two ranks, whose messages travel at once, and what rank 0 warns of."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("mpistrat.trace.tracer._TIMELINE_INTERVAL_S", 0.01)
+        monkeypatch.setattr("mpistrat.trace.tracer._INTERVAL_S", 0.05)
+        self._caplog = caplog
+        self.tracers = [Tracer(Topology(rank, ("", "")), {1: Offset(0, 0, is_shared=True)}, False, {})
+                        for rank in range(2)]
+        self._carrying = threading.Lock()
+        self.rings = [OperationRing(1000) for _ in range(2)]
+        self.carries = threading.Event()
+        self.carries.set()
+        for rank in range(2):
+            self.tracers[rank].start(lambda rank=rank: {0: Traced(self.rings[rank], 2, "mpi", lambda: [])}, self._carry)
+
+    def _carry(self) -> None:
+        with self._carrying:
+            for sender, receiver in ((0, 1), (1, 0)):
+                while self.carries.is_set() and self.tracers[sender].outgoing:
+                    self.tracers[receiver].receive(self.tracers[sender].outgoing.popleft())
+
+    def work(self, steps: int) -> None:
+        """Each rank reduces a gradient in each of so many steps."""
+        request = allreduce_request("g", specs_of([np.ones(2)]), ScaledOp(Sum), labels=("w",))
+        for ring in self.rings:
+            for number in range(steps):
+                now = time.monotonic_ns()
+                ring.add(Entry(request, [np.ones(2)], Handle("g"), submitted=now, agreed=now, number=number), number,
+                         now, now)
+
+    @property
+    def warnings(self) -> list[str]:
+        return [each.getMessage() for each in self._caplog.records if each.levelno == logging.WARNING]
+
+    def end(self) -> None:
+        for tracer in reversed(self.tracers):
+            tracer.stop()
+        self._carry()
+        for tracer in self.tracers:
+            tracer.close()
+
+
+@pytest.fixture
+def job(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Job(caplog, monkeypatch)
+    yield made
+    made.end()
+
+
+def steps_in(path: Path) -> list[tuple[int, int]]:
+    return sorted((each.rank, each.step) for each in records_in(files.spans_in(str(path))[0]))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_timeline_has_all_ranks_from_its_start_to_its_stop(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    job.work(2)
+    time.sleep(0.01)
+    job.tracers[1].start_timeline("rank 0 decides", False)
+    job.tracers[0].start_timeline(str(path), False)
+    job.work(3)
+    for tracer in reversed(job.tracers):
+        tracer.stop_timeline()
+    job.work(1)
+    assert steps_in(path) == [(rank, step) for rank in range(2) for step in (2, 3, 4)]
+    assert job.warnings == []
+    job.tracers[0].stop_timeline()
+    job.tracers[0].start_timeline(str(path), False)
+    job.work(1)
+    job.end()
+    assert steps_in(path) == [(rank, 6) for rank in range(2)]
+
+
+def test_times_are_on_the_clock_of_rank_0(tmp_path: Path) -> None:
+    tracer = Tracer(Topology(0, ("", "")), {1: Offset(5 * MS, time.monotonic_ns(), is_shared=False)}, False, {})
+    tracer.start_timeline(str(tmp_path / "f.json"), False)
+    message, = records.to_messages([record(1, submitted=7)])
+    tracer.receive(b"R" + message)
+    tracer.close()
+    found, = records_in(files.spans_in(str(tmp_path / "f.json"))[0])
+    assert found == record(1, submitted=2, agreed=5, ended=7)
+
+
+def test_a_window_is_complete_before_the_job_ends(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    job.tracers[0].start_timeline(str(path), False, (2, 4))
+    job.work(10)
+    until(lambda: job.tracers[0]._timeline is None)
+    assert steps_in(path) == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert job.warnings == []
+
+
+def test_a_window_that_never_comes_is_a_warning(job: Job, tmp_path: Path) -> None:
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False, (20, 40))
+    job.work(3)
+    job.end()
+    warning, = job.warnings
+    assert "it is empty, because steps 20 to 39 have not come: there were 3 steps" in warning
+
+
+def test_a_second_start_is_a_warning(job: Job, tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        job.tracers[0].start_timeline(str(tmp_path / name), False)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    warning, = job.warnings
+    assert "a.json is being written. Call stop_timeline() first" in warning
+
+
+@pytest.mark.parametrize("name", ["none/f.json", "f.txt"])
+def test_a_path_that_cannot_be_written_is_a_warning(job: Job, tmp_path: Path, name: str) -> None:
+    job.tracers[0].start_timeline(str(tmp_path / name), False)
+    job.work(1)
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert warning.startswith("mpistrat: there is no timeline: ") and name in warning
+
+
+def test_a_disk_that_fills_up_is_one_warning(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Timeline, some: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Timeline, "add", full)
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    job.work(3)
+    until(lambda: bool(job.warnings))
+    job.end()
+    warning, = job.warnings
+    assert "ends here, because it cannot be written: [Errno 28] No space left" in warning
+
+
+def test_a_rank_that_does_not_answer_is_named(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.trace.tracer._LAST_RECORDS_S", 0.05)
+    job.carries.clear()
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert "ranks [1] have not sent their last operations in 0.05 s" in warning
+
+
+def test_what_was_too_fast_to_be_read_is_counted(job: Job, tmp_path: Path) -> None:
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    with job.tracers[0]._lock:
+        job.rings[0]._serial += 1500
+        job.work(1)
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert "1500 operations came faster than they could be read" in warning
+
+
+@pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("all", None), ("5:5", None), ("a:b", None)])
+def test_a_window_is_two_numbers(text: str, window: tuple[int, int] | None) -> None:
+    assert Settings(timeline_steps=text).timeline_window == window
+    if window is None and text != "all":
+        with pytest.raises(SettingsError, match=f"MPISTRAT_TIMELINE_STEPS='{text}': expected all, or FIRST:END"):
+            Settings.from_env({"MPISTRAT_TIMELINE_STEPS": text})

@@ -1,0 +1,135 @@
+"""The structures of XLA's FFI have the layout of its header, and errors cross the boundary as text and code."""
+
+import ctypes
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from mpistrat.core.errors import EngineError, MismatchError  # noqa: E402
+from mpistrat.tensorflow.xla import custom_call, ffi  # noqa: E402
+
+HEADER = os.path.join(tf.sysconfig.get_include(), "xla/ffi/api/c_api.h")
+needs_ffi = pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
+
+# The names of the structures in the header, and of those fields that have another name there.
+STRUCTURES = {
+    "XLA_FFI_ByteSpan": ffi.ByteSpan, "XLA_FFI_Api_Version": ffi.Version, "XLA_FFI_Metadata": ffi.Metadata,
+    "XLA_FFI_Buffer": ffi.Buffer, "XLA_FFI_Args": ffi.Buffers, "XLA_FFI_Rets": ffi.Buffers,
+    "XLA_FFI_Scalar": ffi.Scalar, "XLA_FFI_Attrs": ffi.Attributes, "XLA_FFI_CallFrame": ffi.CallFrame,
+    "XLA_FFI_Handler_Bundle": ffi.Bundle, "XLA_FFI_Handler_Register_Args": ffi.RegisterArgs,
+    "XLA_FFI_Error_Create_Args": ffi.ErrorCreateArgs, "XLA_FFI_Error_GetMessage_Args": ffi.ErrorMessageArgs,
+    "XLA_FFI_Error_Destroy_Args": ffi.ErrorDestroyArgs, "XLA_FFI_Future_Create_Args": ffi.FutureCreateArgs,
+    "XLA_FFI_Future_SetAvailable_Args": ffi.FutureAvailableArgs, "XLA_FFI_Future_SetError_Args": ffi.FutureErrorArgs,
+}
+RENAMED = {"major_version": "major", "minor_version": "minor", "api_version": "version", "args": "buffers",
+           "rets": "buffers", "errc": "code"}
+
+
+def fields_in_header(structure: str) -> list[str]:
+    """The names of the fields of a structure, in order."""
+    with open(HEADER) as file:
+        text = re.sub(r"//.*", "", file.read())
+    body = re.search(rf"struct {structure} {{(.*?)}}", text, re.DOTALL)
+    assert body is not None
+    return re.findall(r"(\w+)\s*;", body[1])
+
+
+@needs_ffi
+@pytest.mark.skipif(not os.path.exists(HEADER), reason="TensorFlow came without headers")
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_fields_are_those_of_the_header(name: str) -> None:
+    own = [field[0] for field in STRUCTURES[name]._fields_]
+    is_nested = name in ("XLA_FFI_CallFrame",)
+    theirs = [field if is_nested and field in own else RENAMED.get(field, field) for field in fields_in_header(name)]
+    assert own == theirs[:len(own)]
+    assert len(theirs) - len(own) == (1 if name == "XLA_FFI_Metadata" else 0)  # A state, which our handler has not.
+
+
+@needs_ffi
+@pytest.mark.skipif(not os.path.exists(HEADER), reason="TensorFlow came without headers")
+def test_the_functions_are_those_of_the_header_in_order() -> None:
+    with open(HEADER) as file:
+        names = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", file.read())
+    known = {"error_create": "Error_Create", "error_message": "Error_GetMessage", "error_destroy": "Error_Destroy",
+             "handler_register": "Handler_Register", "future_create": "Future_Create",
+             "future_available": "Future_SetAvailable", "future_error": "Future_SetError"}
+    for place, name in enumerate(ffi._FUNCTIONS):
+        assert known.get(name, names[place]) == names[place]
+
+
+def test_sizes_on_64_bits() -> None:
+    assert ctypes.sizeof(ffi.Version) == 24
+    assert ctypes.sizeof(ffi.Buffer) == 48
+    assert ctypes.sizeof(ffi.CallFrame) == 40 + 2 * 40 + 48 + 8
+    assert ctypes.sizeof(ffi.RegisterArgs) == 16 + 32 + 32 + 8
+
+
+@needs_ffi
+def test_an_error_of_the_api_is_raised_with_its_text() -> None:
+    custom_call._register()
+    with pytest.raises(RuntimeError, match=r"refuses handler_register: .*mpistrat"):
+        ffi.register("mpistrat", "Host", lambda call: None)  # There is one of this name.
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (MismatchError("shapes"), tf.errors.FAILED_PRECONDITION), (EngineError("ended"), tf.errors.UNKNOWN),
+    (ZeroDivisionError("by zero"), tf.errors.UNKNOWN)], ids=["mismatch", "engine", "python"])
+def test_errors_have_the_codes_of_the_classes_that_horovod_raises(error: Exception, code: int) -> None:
+    assert custom_call.described(error) == (f"{type(error).__name__}: {error}", code)
+
+
+class Doubled:
+    """A target that doubles its argument, at once or later, and fails if that is not positive."""
+
+    def __init__(self, is_late: bool):
+        self.is_late = is_late
+
+    def execute(self, call: ffi.Call) -> None:
+        value, result = call.arguments([np.float32])[0], call.results([np.float32])[0]
+        if self.is_late:
+            future = call.complete_later()
+            if np.all(value > 0):
+                result[...] = 2 * value
+                future.set_available()
+            else:
+                future.set_error("not positive", tf.errors.OUT_OF_RANGE)
+        elif np.all(value > 0):
+            result[...] = 2 * value
+        else:
+            raise ValueError("not positive")
+
+
+@needs_ffi
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
+def test_a_call_has_results_and_errors(is_late: bool) -> None:
+    target = Doubled(is_late)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x: Any) -> Any:
+        return custom_call.custom_call(target, [tf.transpose(x)], [tf.float32], [tf.transpose(x).shape])[0] + 1.0
+
+    x = tf.reshape(tf.range(1.0, 7.0), [2, 3])
+    np.testing.assert_array_equal(step(x), 2 * np.transpose(x) + 1)
+    with pytest.raises(tf.errors.OutOfRangeError if is_late else tf.errors.UnknownError, match="not positive"):
+        step(-x)
+    np.testing.assert_array_equal(step(x), 2 * np.transpose(x) + 1)
+
+
+@needs_ffi
+def test_a_target_that_is_gone_is_an_error_and_no_crash() -> None:
+    target = Doubled(False)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x: Any) -> Any:
+        return custom_call.custom_call(target, [x], [tf.float32], [x.shape])[0]
+
+    step(tf.ones([2]))
+    numbers = [number for number, known in custom_call._targets.items() if known is target]
+    del custom_call._targets[numbers[0]]
+    with pytest.raises(tf.errors.UnknownError, match=r"was called after its tf\.function was deleted"):
+        step(tf.ones([2]))
