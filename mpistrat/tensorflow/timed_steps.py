@@ -4,7 +4,6 @@ Called where the optimizers, the tape and the strategy average gradients, with o
 """
 
 import functools
-from typing import Any
 
 import tensorflow as tf
 
@@ -39,7 +38,7 @@ def _end_after_calls(timer: StepTimer) -> None:
     call = AtomicFunction.call_flat
 
     @functools.wraps(call)
-    def call_flat(function: Any, *args: tf.Tensor) -> Any:
+    def call_flat(function: AtomicFunction, *args: tf.Tensor) -> object:
         result = call(function, *args)
         if tf.executing_eagerly():
             timer.end_script()

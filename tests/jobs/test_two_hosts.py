@@ -284,6 +284,15 @@ def test_doctor_measures_the_link_between_hosts_and_says_that_it_is_slow() -> No
     assert job.code == 0, job.output  # A slow link fails no job.
 
 
+def test_doctor_says_that_mpi_does_not_get_through_between_hosts(hosts: Hosts) -> None:
+    slots = ",".join(f"{name}:1" for name in hosts.names)
+    job = hosts.run_line([sys.executable, "-m", "mpistrat", "doctor", "-H", slots],
+                         env={"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"})
+    assert (job.code, job.left) == (1, ()), job.output
+    assert "failure: the ranks do not reach each other over MPI, although the ranks have started" in job.output
+    assert "1 failure, " in job.output
+
+
 def test_a_cluster_has_addresses_by_which_the_hosts_reach_each_other(hosts: Hosts) -> None:
     job = hosts.run([2, 2], ["python", "tests/scripts/cluster_formed.py"])
     first, second = hosts.addresses

@@ -195,7 +195,8 @@ def _anonymous(printed: str, directory: str) -> str:
     for name, other in ((directory, "/home/me"), (sys.prefix, "/home/me/.venv"),
                         (os.path.realpath(sys.prefix), "/home/me/.venv")):
         printed = printed.replace(name, other)
-    return re.sub(rf"(\b(?:on|node|Local host:) +|\[){re.escape(socket.gethostname())}\b", r"\1node1", printed)
+    return re.sub(rf"(\b(?:on|node|Local host:) +|\[|^  |^warning: ){re.escape(socket.gethostname())}\b", r"\1node1",
+                  printed, flags=re.MULTILINE)
 
 
 def screen(printed: str) -> tuple[str, ...]:

@@ -159,12 +159,12 @@ def test_ranks_and_jobs_that_are_silent_are_told() -> None:
 
 @pytest.fixture
 def job(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job whose file is written anew while the command waits: 12 steps in 1.2 s, and rank 1 is slow."""
+    """A job whose file is written anew while the command waits: 22 steps in 2.2 s, and rank 1 is slow."""
     written = time.time()
     first = content(rank(0, waiting=0.5, computing=0.4, written=written),
                     rank(1, waiting=0.02, computing=0.9, written=written), written=written, started=written - 90)
     path = put(directory, first)
-    monkeypatch.setattr(command.time, "sleep", lambda seconds: put(directory, later(first, seconds, 12)))
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: put(directory, later(first, seconds, 22)))
     return path
 
 
@@ -230,7 +230,7 @@ def test_metrics_for_prometheus(job: Path, tmp_path: Path, capsys: pytest.Captur
     pytest.importorskip("prometheus_client")
     assert main(["top", "--once", "--prometheus", str(tmp_path / "m.prom")]) == 0
     lines = (tmp_path / "m.prom").read_text().splitlines()
-    assert 'mpistrat_steps_total{host="node1",job="digits-17",rank="1"} 112.0' in lines
+    assert 'mpistrat_steps_total{host="node1",job="digits-17",rank="1"} 122.0' in lines
     assert 'mpistrat_share{host="node1",job="digits-17",rank="1",what="waiting"} 0.02' in lines
     assert main(["top", "--once", "--prometheus", str(tmp_path / "none" / "m.prom")]) == 2
     assert "Name a file in a directory that you may write" in capsys.readouterr().err

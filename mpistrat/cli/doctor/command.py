@@ -148,13 +148,14 @@ def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Find
 def _measured(observed: Observed) -> list[str]:
     """Lines on hosts, links and the all-reduce."""
     lines = []
-    for host in dict.fromkeys(each.host for each in observed.facts):
+    # Without MPI's facts no rank has started, and those of this machine are there.
+    for host in dict.fromkeys(each.host for each in observed.facts if observed.mpi):
         local = [each for each in observed.facts if each.host == host]
         one = local[0]
         lines.append(f"  {host}: {counted(len(local), 'rank')}, {counted(one.cores, 'core')}, "
                      f"{one.memory / 2**30:.3g} GB of memory")
     lines += [f"  {link.hosts[0]} - {link.hosts[1]}: {link.bytes_per_s / 1e6:.3g} MB per second, "
-              f"{1e6 * link.latency_s:.3g} us, clocks {1e3 * link.offset_s:+.3g} ms" for link in observed.links]
+              f"{1e3 * link.latency_s:.3g} ms, clocks {1e3 * link.offset_s:+.3g} ms" for link in observed.links]
     result = observed.result
     if result:
         lines.append(f"  all-reduce {'right' if result['right'] else 'wrong'}: {counted(observed.ranks, 'rank')} on "

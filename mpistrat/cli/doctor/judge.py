@@ -5,15 +5,17 @@ command.py.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.install import pip, pip_extra
 from ...core.topology import describe_by_rank
 from ..arguments import counted
 from .facts import Facts
 from .links import Link
+
+T = TypeVar("T")
 
 FAILURE, WARNING = "failure", "warning"
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -292,8 +294,8 @@ def _by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
     return _grouped((each.host, each) for each in facts)
 
 
-def _grouped(pairs: Any) -> dict[str, list[Any]]:
-    groups: dict[str, list[Any]] = {}
+def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    groups: dict[str, list[T]] = {}
     for name, value in pairs:
         groups.setdefault(name, []).append(value)
     return groups

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _INTERVAL_S = 1.0
-_ONCE_S = 1.2  # The files are written once a second; two readings give the speed.
+_ONCE_S = 2.2  # Each rank reports once a second, or later where cores are busy; two readings give the speed.
 EXIT_NO_JOB = 1
 
 _EPILOG = """\
@@ -136,7 +136,7 @@ def _parser() -> Parser:
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job, or its beginning; default: the job, "
                         "or a list if there are several")
-    parser.add_argument("--once", action="store_true", help="show it once, after a second in which speed is measured")
+    parser.add_argument("--once", action="store_true", help="show it once, after the two seconds that speed needs")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="show it once, and save the picture")
     parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, each second or "

@@ -36,8 +36,9 @@ def drawn(summary: Summary, problems: Sequence[str] = ()) -> RenderableType:
     lines.append(table)
     if len(summary.ranks) > _MOST_RANKS:
         lines.append(Text(f"and {len(summary.ranks) - _MOST_RANKS} more ranks (--json has all)"))
-    lines += [Text(f"{stall.name} is not complete for {_duration(stall.since_s)}: {rank_list(stall.waiting)} "
-                   f"wait for {rank_list(stall.missing) if stall.missing else 'its end'}", style="red")
+    lines += [Text(f"{stall.name} is not complete for {_duration(stall.since_s)}: ranks "
+                   f"{rank_list(stall.waiting)} wait for "
+                   f"{f'ranks {rank_list(stall.missing)}' if stall.missing else 'its end'}", style="red")
               for stall in summary.stalls]
     return Group(*lines, *_said(problems))
 
