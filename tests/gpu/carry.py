@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,11 +88,14 @@ def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     archives = []
     for name, packages in (("first", FIRST), ("tensorflow", TENSORFLOW)):
-        site = folder / name
+        site, wheels = folder / name, folder / "wheels"
         subprocess.run([
-            sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(site),
-            "--only-binary", ":all:", "--python-version", python, *(f"--platform=manylinux_2_{n}_x86_64" for n in (
-                28, 27, 17)), "--platform=manylinux2014_x86_64", *packages], check=True)
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), "--only-binary",
+            ":all:", "--python-version", python, *(f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 17)),
+            "--platform=manylinux2014_x86_64", *packages], check=True)
+        for wheel in wheels.iterdir():
+            install(wheel, site)
+        shutil.rmtree(wheels)
         for unused in ("tensorflow/include", "tensorflow/python/profiler/internal/_pywrap_profiler_plugin.so"):
             path = site / unused
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -112,6 +116,22 @@ def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
     for number in numbers:
         size = sum(path.stat().st_size for path in (folder / str(number)).iterdir())
         print(f"{size / 1e6:5.1f} MB: python3 -m tests.gpu.carry run {folder} {number}")
+
+
+def install(wheel: Path, site: Path) -> None:
+    """Unpack a wheel: modules to `site`, programs to `site`/bin. `pip install --target` leaves Open MPI's lib out."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            first, *others = Path(member.filename).parts
+            if first.endswith(".data"):
+                kind, *others = others
+                target = site.joinpath(*(["bin"] if kind == "scripts" else []), *others)
+            else:
+                target = site / member.filename
+            if not member.is_dir():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(member))
+                target.chmod(member.external_attr >> 16 & 0o777 or 0o644)
 
 
 def pieces(archive: Path, folder: Path, first: int, limit: int) -> list[int]:

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -176,6 +177,19 @@ def test_what_is_carried_in_pieces_is_there_after_the_last_one(tmp_path: Path,
     assert ran == [*carry.CALLS, carry.LAST_CALL]
     assert (here / "site/tensorflow/file").read_bytes() == content
     assert not list(here.glob("*-of-*"))
+
+
+def test_a_wheel_is_unpacked_with_its_programs_and_libraries(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+        for name, mode in (("a/__init__.py", 0o644), ("a-1.data/data/bin/mpirun", 0o755), ("a-1.data/data/lib/b.so", 0o644),
+                           ("a-1.data/scripts/run", 0o755), ("a-1.data/purelib/c.py", 0o644)):
+            member = zipfile.ZipInfo(name)
+            member.external_attr = mode << 16
+            archive.writestr(member, name)
+    site = tmp_path / "site"
+    carry.install(tmp_path / "a.whl", site)
+    files = {str(path.relative_to(site)): path.stat().st_mode & 0o777 for path in site.rglob("*") if path.is_file()}
+    assert files == {"a/__init__.py": 0o644, "bin/mpirun": 0o755, "lib/b.so": 0o644, "bin/run": 0o755, "c.py": 0o644}
 
 
 def test_every_part_is_in_one_of_the_calls() -> None:
