@@ -82,7 +82,7 @@ def test_no_directory_is_no_job(tmp_path: Path) -> None:
     (content({"rank": 0}), "lacks something: 'outstanding'"), (content(rank(0), ranks=None), "lacks something"),
     (content(rank(0, pid=2**31 - 1), written=NOW - 60), "is old: it was written 60 s ago, and the first rank"),
     (content(written=NOW - 60), "is old"),
-])
+], ids=["cut", "empty", "a list", "a later version", "half a rank", "no ranks", "an ended job", "a silent job"])
 def test_a_file_that_is_of_no_use_is_named_with_the_reason(directory: Path, text: Any, why: str) -> None:
     path = put(directory, text)
     put(directory, content(rank(0)), "good.json")
