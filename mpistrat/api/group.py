@@ -1,8 +1,9 @@
 """Group: ranks that communicate, with their own backends and their own engine.
 
 All ranks of the job are one group. Each process set is another one, a job inside the job: its ranks have numbers of
-their own, from 0. Groups share nothing but the processes. So two sets that overlap may run their collectives in any
-order, and sets without a common rank do not wait for each other.
+their own, from 0. Groups share nothing but the processes, and their GPUs. So two sets that overlap may run their
+collectives in any order, and sets without a common rank do not wait for each other. Only NCCL needs one order for all
+that runs on a GPU: of sets that overlap, the first one with a collective on GPU tensors uses it (gpu.nccl.claims).
 """
 
 import itertools

@@ -12,14 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
-from ..core import forked
+from ..core import annotations, forked
 from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
 from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
+from ..gpu.cuda_variables import set_cuda_variables
 from ..process import abort, exit_code, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_size
@@ -125,6 +128,8 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
             membership.join(os.environ)
+            if find_spec("nvtx") is not None:
+                annotations.add(import_module("nvtx").annotate)
             if library.is_left_to_init():
                 library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")
@@ -268,6 +273,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
         raise SettingsError(" ".join(different))
     topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
     _configure_logging(settings[rank])
+    set_cuda_variables(os.environ, settings[rank].nccl_streams)
     if rank == 0:
         _warn(horovod_warning(os.environ) + handshake.differences(infos))
     if binds:

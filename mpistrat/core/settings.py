@@ -90,9 +90,10 @@ class Settings:
         "FAST_PATH", True, "0: ranks negotiate every operation through rank 0, also where they wait for one operation "
         "after the other and could agree by a vote. Slower, same results.")
     gpu_operations: str = _setting(
-        "GPU_OPERATIONS", "auto", "Backend for GPU tensors. auto: first available of nccl, staged. staged: copy "
-        "through pinned host memory to the backend for CPU tensors. host: treat as CPU tensors, together with those of "
-        "ranks without a GPU.", choices=("auto", "nccl", "staged", "host"))
+        "GPU_OPERATIONS", "auto", "Backend for GPU tensors. auto: first available of nccl, staged; of process sets "
+        "that overlap one has nccl. nccl: NCCL in all sets. staged: copy through pinned host memory to the backend for "
+        "CPU tensors. host: treat as CPU tensors, together with those of ranks without a GPU.",
+        choices=("auto", "nccl", "staged", "host"))
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)

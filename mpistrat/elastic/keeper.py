@@ -132,7 +132,7 @@ class Keeper:
             self._remove_segments()
 
     def _note_segments(self, pid: int) -> None:
-        """Note the files of shared memory that Open MPI or MPICH has made. They leave those of ranks that were killed."""
+        """Note the files of shared memory that MPI has made. It leaves those of ranks that were killed."""
         if pid in self._segments:
             return
         try:

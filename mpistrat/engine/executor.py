@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..core import annotations
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
@@ -90,7 +91,11 @@ class Executor:
         self._executed += len(entries)
         # It was prepared for an average over all ranks.
         if prepared is not None and len(entries) == 1 and prepared[0] is entries[0] and divisor is None:
-            prepared[1].finish(all_ready)
+            if annotations.makers:
+                with annotations.marked(entries[0].request):
+                    prepared[1].finish(all_ready)
+            else:
+                prepared[1].finish(all_ready)
             ended = monotonic_ns()
             entries[0].handle.complete(list(prepared[1].targets))
             self._recorder.add(entries[0], entries[0].number, now, ended)
@@ -101,7 +106,8 @@ class Executor:
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
             # First, so that the GPU works while this thread reduces the others.
-            self.device.execute(on_gpu, divisor)
+            with annotations.marked(on_gpu[0].request):
+                self.device.execute(on_gpu, divisor)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
         partials: dict[int, _Partial] = {}
         for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor)):
@@ -162,10 +168,11 @@ class Executor:
     def _run(self, job: _Job) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
         job.began = monotonic_ns()
-        if request.kind is CollectiveType.ALLREDUCE:
-            self._data.allreduce(sources, targets, job.bucket.reduction)
-        else:
-            self._broadcast(sources, targets, request.root_rank)
+        with annotations.marked(request):
+            if request.kind is CollectiveType.ALLREDUCE:
+                self._data.allreduce(sources, targets, job.bucket.reduction)
+            else:
+                self._broadcast(sources, targets, request.root_rank)
         job.ended = monotonic_ns()
 
     def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
@@ -202,7 +209,8 @@ class Executor:
     def _run_single(self, entry: Entry) -> None:
         began = monotonic_ns()
         try:
-            results = _SINGLE[entry.request.kind](self, entry)
+            with annotations.marked(entry.request):
+                results = _SINGLE[entry.request.kind](self, entry)
         except InvalidRequestError as error:  # The same on all ranks.
             entry.handle.fail(error)
         else:

@@ -2,7 +2,7 @@
 
 Work is ordered by events: it starts after events of the caller's streams (`wait_for`), and a Completion of events tells
 when it is done. Backends are nccl.data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's thread
-may call `abandon`.
+may call `revoke` and `abandon`.
 """
 
 import os
@@ -59,8 +59,8 @@ def last_of_streams(events: Iterable[GpuEvent]) -> list[GpuEvent]:
 class GpuBackend(ABC):
     """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
-    All methods but `finish`, `check` and `abandon` are collective. The GPU executes what they enqueue in the order of
-    the calls. It is complete when the Completion of the next `finish` is done.
+    All methods but `finish`, `check`, `revoke` and `abandon` are collective. The GPU executes what they enqueue in the
+    order of the calls. It is complete when the Completion of the next `finish` is done.
     """
 
     @abstractmethod
@@ -114,6 +114,14 @@ class GpuBackend(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise the error of enqueued work that has failed, if any. Does not wait."""
+
+    @abstractmethod
+    def revoke(self) -> bool:
+        """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call it.
+
+        Returns:
+            False if it cannot, and only `abandon` does it.
+        """
 
     @abstractmethod
     def abandon(self) -> None:

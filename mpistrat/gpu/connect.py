@@ -16,6 +16,7 @@ from ..core.settings import Settings
 from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
 from .arrays import GpuArray, GpuDevice
 from .copy.plan import CopyJob
+from .nccl.claims import claim, release
 from .nccl.communicators import Exchange, make_communicators
 from .nccl.data import NcclData
 from .pipeline import BUFFERS
@@ -40,7 +41,7 @@ def exchange_over(host: DataPlane, size: int) -> Exchange:
 
 
 def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: DataPlane,
-            settings: Settings) -> tuple[NcclData | None, int]:
+            settings: Settings, owner: object) -> tuple[NcclData | None, int]:
     """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
 
     Args:
@@ -50,6 +51,7 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
         exchange: An exchange among these ranks.
         host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
         settings: The same on all ranks.
+        owner: What uses the result. It releases its claim to NCCL (see nccl.claims) when it closes that.
 
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
@@ -58,11 +60,14 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
         EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
     """
     found, buffers, own_ids = _probe(device, rank == 0, settings)
+    if size > 1 and found.buffer_bytes:
+        found = found._replace(is_free=claim(device, owner))
     own: tuple[list[Any], list[Any]] = (list(found), [_plain(unique_id) for unique_id in own_ids])
     gathered = exchange(own)
     ranks = [GpuInfo(*fields) for fields, _ in gathered]
     reason = why_not_nccl(ranks, settings.gpu_operations)
     if reason:
+        release(device, owner)
         is_expected = not any(other.problem or (other.nccl and not other.buffer_bytes) for other in ranks)
         _log(rank, logging.INFO if is_expected else logging.WARNING,
              f"GPU tensors are staged through host memory and reduced by {host.name}: {reason}")
@@ -70,7 +75,7 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     nbytes = min(other.buffer_bytes for other in ranks)
     fusion_bytes = _fusion_bytes(rank, nbytes, settings)
     communicators = make_communicators(
-        lambda: [device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]], device, rank,
+        lambda: (device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]), device, rank,
         exchange, settings.limit_s)
     buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
@@ -115,7 +120,7 @@ def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[
         buffers, nbytes = fusion_buffers(device, settings.fusion_bytes, BUFFERS * streams) if version else ([], 0)
         ids = [device.unique_id() for _ in range(streams)] if version and makes_ids else []
     except Exception as error:  # Sent to the other ranks, which wait for this rank. All ranks then act on it.
-        return GpuInfo(device.identity, 0, 0, may_share, f"{type(error).__name__}: {error}"), [], []
+        return GpuInfo(device.identity, 0, 0, may_share, problem=f"{type(error).__name__}: {error}"), [], []
     return GpuInfo(device.identity, version, nbytes, may_share), buffers, ids
 
 

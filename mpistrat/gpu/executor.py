@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..core.errors import EngineError, InvalidRequestError
-from ..core.fusion import BucketPlans, FusionBucket, is_fused
+from ..core.fusion import BucketPlans, FusionBucket
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Recorder
 from ..core.protocols import Array
@@ -26,6 +26,7 @@ from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
 from .arrays import GpuArray, GpuDevice, GpuInput, GpuStream
 from .backend import Completion, GpuBackend, last_of_streams
 from .connect import connect, exchange_over
+from .nccl.claims import release
 from .staged import StagedData
 from .uploads import uploaded
 from .watchdog import Watchdog
@@ -98,33 +99,30 @@ class GpuExecutor(DeviceExecutor):
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         began = time.monotonic_ns()
-        # The splits of an all-to-all are on the host.
-        events = [array.ready for entry in entries for array in entry.arrays
-                  if isinstance(array, GpuInput) and array.ready is not None]
+        events = [array.ready for entry in entries for array in _gpu_inputs(entry) if array.ready is not None]
         streams: dict[int, GpuStream] = {}
+        runs: list[Callable[[list[Any]], None] | None] = []
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
             # others wait for it in a collective.
-            allocated = [array.allocate(array.shape) for array in _inputs(entry)] if is_fused(entry.request) else []
+            try:
+                shapes, run = self._planned(entry)
+            except InvalidRequestError as error:  # The same on all ranks.
+                entry.handle.fail(error)
+                continue
+            allocated = [array.allocate(shape) for array, shape in zip(_gpu_inputs(entry), shapes, strict=True)]
             works.append((entry, [array for array, _ in allocated]))
+            runs.append(run)
             streams.update((stream.ptr, stream) for _, stream in allocated if stream is not None)
         events += [device.record(stream) for stream in streams.values()]
         events = last_of_streams(events)
         for backend in self._backends:
             backend.wait_for(events)
-        for bucket in self._plans.plan(entries, self._fusion_bytes, divisor):
+        for bucket in self._plans.plan([entry for entry, _ in works], self._fusion_bytes, divisor):
             self._run_bucket(bucket, works)
-        for entry, results in list(works):
-            if entry.request.kind is CollectiveType.ALLGATHER:
-                results += self._allgather(_inputs(entry))
-            elif entry.request.kind is CollectiveType.REDUCESCATTER:
-                results += self._reducescatter(entry)
-            elif entry.request.kind is CollectiveType.ALLTOALL:
-                try:
-                    results += self._alltoall(entry)
-                except InvalidRequestError as error:  # The same on all ranks.
-                    works.remove((entry, results))
-                    entry.handle.fail(error)
+        for (_, results), run in zip(works, runs, strict=True):
+            if run is not None:
+                run(results)
         self._underway, now = [], self._clock()
         if not self._batches:
             self._progress = now
@@ -161,6 +159,7 @@ class GpuExecutor(DeviceExecutor):
             return
         if self._watchdog is not None:
             self._watchdog.close()
+        release(self._device, self)
         try:
             with self._device.current():
                 for backend in self._backends:
@@ -177,18 +176,21 @@ class GpuExecutor(DeviceExecutor):
             self._exchange(None)  # A barrier: no rank destroys its communicators while another one uses them.
             for backend in self._backends:
                 backend.close()
+        release(self._device, self)
         self._backends = ()
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _connect(self, device: GpuDevice) -> None:
         self._device = device
-        nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings)
+        nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
+                                           self)
         staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._backends = (staged,) if nccl is None else (nccl, staged)
         if nccl is not None:
-            self._watchdog = Watchdog(self._limit_s, self.abandon, f"NCCL has kept rank {self._topology.job_rank} "
-                                      f"waiting for {self._limit_s:g} s; another rank may have died, or never begun")
+            self._watchdog = Watchdog(
+                self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
+                f"{self._limit_s:g} s; another rank may have died, or never begun")
 
     def _run_bucket(self, bucket: FusionBucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
         sources = cast("list[GpuInput]", [works[place][0].arrays[i] for place, i in bucket.members])
@@ -203,45 +205,57 @@ class GpuExecutor(DeviceExecutor):
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
         backend.allreduce(sources, targets, bucket.reduction, request.wire_dtype)
 
-    def _allgather(self, arrays: Sequence[GpuInput]) -> list[GpuArray]:
-        backend = self._backends[0]
-        rows = self._exchange([array.shape[0] for array in arrays])
-        results = []
-        for i, array in enumerate(arrays):
-            counts = [of_rank[i] for of_rank in rows]
-            elements = row_size(array.shape)
-            result = self._allocated(array, (sum(counts), *array.shape[1:]), backend)
-            backend.allgather(array, result, [count * elements for count in counts])
-            results.append(result)
-        return results
+    def _planned(self, entry: Entry) -> tuple[list[tuple[int, ...]], Callable[[list[Any]], None] | None]:
+        """The shapes of an entry's results, and what enqueues its work, given these; None: it is fused with others.
 
-    def _reducescatter(self, entry: Entry) -> list[GpuArray]:
-        reduction = self._plans.reduction(entry.request)
-        results = []
-        for array in _inputs(entry):
-            rows = rows_of_ranks(array.shape[0], self._size)
-            elements = row_size(array.shape)
-            backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
-            result = self._allocated(array, (rows[self._rank], *array.shape[1:]), backend)
-            backend.reducescatter(array, result, [count * elements for count in rows], reduction)
-            results.append(result)
-        return results
+        Collective, over the host.
 
-    def _alltoall(self, entry: Entry) -> list[GpuArray | np.ndarray]:
+        Raises:
+            InvalidRequestError: On all ranks. The splits of an all-to-all do not fit.
+        """
+        kind = entry.request.kind
+        if kind is CollectiveType.ALLGATHER:
+            return self._planned_allgather(_inputs(entry))
+        if kind is CollectiveType.REDUCESCATTER:
+            return self._planned_reducescatter(entry)
+        if kind is CollectiveType.ALLTOALL:
+            return self._planned_alltoall(entry)
+        return [array.shape for array in _inputs(entry)], None
+
+    def _planned_allgather(self, arrays: Sequence[GpuInput]) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
+        rows = list(zip(*self._exchange([array.shape[0] for array in arrays]), strict=True))
+
+        def run(results: list[GpuArray]) -> None:
+            for array, result, counts in zip(arrays, results, rows, strict=True):
+                elements = row_size(array.shape)
+                self._backends[0].allgather(array, result, [count * elements for count in counts])
+
+        return [(sum(counts), *array.shape[1:]) for array, counts in zip(arrays, rows, strict=True)], run
+
+    def _planned_reducescatter(self, entry: Entry) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
+        arrays = _inputs(entry)
+        rows = [rows_of_ranks(array.shape[0], self._size) for array in arrays]
+
+        def run(results: list[GpuArray]) -> None:
+            reduction = self._plans.reduction(entry.request)
+            for array, result, counts in zip(arrays, results, rows, strict=True):
+                elements = row_size(array.shape)
+                backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
+                backend.reducescatter(array, result, [count * elements for count in counts], reduction)
+
+        return [(counts[self._rank], *array.shape[1:]) for array, counts in zip(arrays, rows, strict=True)], run
+
+    def _planned_alltoall(self, entry: Entry) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
         array, splits = cast("tuple[GpuInput, np.ndarray]", entry.arrays)
         table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
         received = received_rows(entry.request.name, table, self._topology)
-        backend = self._backends[0]
-        result = self._allocated(array, (int(received.sum()), *array.shape[1:]), backend)
-        backend.alltoall(array, result, *exchanged_elements(table, self._rank, row_size(array.shape)))
-        return [result, received.astype(splits.dtype)]
 
-    def _allocated(self, array: GpuInput, shape: tuple[int, ...], backend: GpuBackend) -> GpuArray:
-        """Allocate a result. The work of `backend` from now on starts after the earlier work on the memory."""
-        result, stream = array.allocate(shape)
-        if stream is not None:
-            backend.wait_for([array.device.record(stream)])
-        return result
+        def run(results: list[GpuArray | np.ndarray]) -> None:
+            self._backends[0].alltoall(array, cast("GpuArray", results[0]),
+                                       *exchanged_elements(table, self._rank, row_size(array.shape)))
+            results.append(received.astype(splits.dtype))
+
+        return [(int(received.sum()), *array.shape[1:])], run
 
     def _check(self) -> None:
         for backend in self._backends:
@@ -263,3 +277,8 @@ class GpuExecutor(DeviceExecutor):
 def _inputs(entry: Entry) -> Sequence[GpuInput]:
     """The tensors of an entry whose device is a GPU, but not of an all-to-all, whose splits are on the host."""
     return cast("Sequence[GpuInput]", entry.arrays)
+
+
+def _gpu_inputs(entry: Entry) -> list[GpuInput]:
+    """The tensors of an entry that are on the GPU."""
+    return [array for array in entry.arrays if isinstance(array, GpuInput)]

@@ -19,6 +19,7 @@ class GpuInfo(NamedTuple):
         nccl: NCCL's version code; 0: NCCL is missing.
         buffer_bytes: The size of the fusion buffers that it could allocate; 0: it could not.
         may_share: Whether its environment allows ranks to share a GPU.
+        is_free: Whether no other group of its ranks uses NCCL on its GPU.
         problem: The error while it gathered this; "" if none.
     """
 
@@ -26,6 +27,7 @@ class GpuInfo(NamedTuple):
     nccl: int
     buffer_bytes: int
     may_share: bool
+    is_free: bool = True
     problem: str = ""
 
 
@@ -44,6 +46,11 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
     reason = _obstacle(ranks)
     if reason and wanted != "auto":
         raise EngineError(f"MPISTRAT_GPU_OPERATIONS={wanted}: {reason}")
+    taken = [rank for rank, found in enumerate(ranks) if not found.is_free]
+    if taken and not reason and wanted == "auto":
+        reason = (f"ranks {rank_list(taken)} of this process set use NCCL in another one, and NCCL may wait for ever "
+                  "where ranks start the collectives of two sets in different orders. MPISTRAT_GPU_OPERATIONS=nccl "
+                  "uses it in both, for scripts that wait for one set before they call the other")
     return reason
 
 

@@ -84,6 +84,10 @@ class StagedData(GpuBackend):
     def check(self) -> None:
         """Do nothing: all methods raise their own errors."""
 
+    def revoke(self) -> bool:
+        """Return True: only `host` waits for other ranks, and it has its own `abandon`."""
+        return True
+
     def abandon(self) -> None:
         """Do nothing: only `host` waits for other ranks, and it has its own `abandon`."""
 

@@ -1,7 +1,7 @@
 """A time limit for calls that may block for ever.
 
-NCCL connects the ranks in their first collective, and waits there for all of them. The engine's thread is blocked in
-that call, so another thread has to abort it.
+A call of NCCL may wait for other ranks. The engine's thread is blocked in that call then, so another thread has to end
+it.
 """
 
 import logging
@@ -11,22 +11,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..core.errors import EngineError
-from ..core.tuning import WATCHDOG_LONGEST_SLEEP_S, WATCHDOG_LOOKS
+from ..core.tuning import WATCHDOG_LONGEST_SLEEP_S, WATCHDOG_LOOKS, WATCHDOG_REVOKE_S
 
 logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Calls `abort`, once, from a thread of its own, when a guarded call takes too long.
+    """Ends a guarded call that takes too long, once, from a thread of its own.
+
+    It calls `revoke`, and `abort` only if the guarded call does not return soon, because that frees what the call uses.
 
     Args:
         limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
-        abort: Makes the call return or raise. Any thread may call it; it does not raise.
+        revoke: Makes the call return or raise. Returns False if it cannot.
+        abort: Makes the call return or raise, and frees what it uses. Any thread may call the two; they do not raise.
         text: The message of the error. Names the rank.
     """
 
-    def __init__(self, limit_s: float, abort: Callable[[], None], text: str):
-        self._limit_s, self._abort, self._text = limit_s, abort, text
+    def __init__(self, limit_s: float, revoke: Callable[[], bool], abort: Callable[[], None], text: str):
+        self._limit_s, self._revoke, self._abort, self._text = limit_s, revoke, abort, text
+        self._ended = threading.Event()  # The guarded call that was too long has ended.
         self._since: float | None = None
         self._has_fired = False
         self._lock = threading.Lock()  # of the two: a call that has ended in time is not aborted
@@ -62,11 +66,14 @@ class Watchdog:
                 self._has_fired = since is not None and time.monotonic() - since > self._limit_s
             if self._has_fired:
                 logger.debug("%s", self._text)
-                self._abort()
+                if not (self._revoke() and self._ended.wait(WATCHDOG_REVOKE_S)):
+                    self._abort()
                 return
 
     def _end(self) -> bool:
         """The guarded call has ended; whether too late."""
         with self._lock:
             self._since = None
+            if self._has_fired:
+                self._ended.set()
             return self._has_fired

@@ -19,7 +19,7 @@ else:
 
 from ..api import absent, common
 from ..api.common import *  # noqa: F403
-from . import elastic
+from . import elastic, profiler  # noqa: F401 - of profiler nothing but its import is needed
 from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
 from .distribute import MPIStrategy

@@ -11,7 +11,6 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
-from ..core.tuning import BUCKET_BYTES
 from . import first_steps, names
 from .bridge.cpu import to_array
 from .bridge.submission import Observer
@@ -84,7 +83,7 @@ class GradientOptions:
 
 def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, options: GradientOptions, *,
                      variables: Sequence[Variable] = (), labels: Sequence[str] = (), places: Sequence[int] = (),
-                     process_set: int = 0, observer: Observer | None = None, bucket_bytes: int = BUCKET_BYTES,
+                     process_set: int = 0, observer: Observer | None = None, bucket_bytes: int = 0,
                      exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Return the reduced gradients, and after them the reduced tensors of `exact`. Collective.
 

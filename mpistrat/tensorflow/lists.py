@@ -16,7 +16,6 @@ from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
-from ..core.tuning import BUCKET_BYTES
 from .bridge import cpu, gpu_graph
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, with_gradient
@@ -68,7 +67,7 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
 def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
                    compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
                    places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
-                   bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None,
+                   bucket_bytes: int = 0, observer: Observer | None = None,
                    exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
 
@@ -113,7 +112,7 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
 
 def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
                  may_wait: bool = True, wire_dtype: str = "", process_set: int = 0, places: Sequence[int] = (),
-                 bucket_bytes: int = BUCKET_BYTES, observer: Observer | None = None) -> list[tf.Tensor]:
+                 bucket_bytes: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
     """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
     if not tensors:
         return []

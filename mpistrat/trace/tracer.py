@@ -49,6 +49,10 @@ _ANSWER = struct.Struct("<Qqqq")  # the rank, and the times of Offset.add but th
 _COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Tracer(TraceLink):
     """See above. `start` begins, `stop` and then `close` end.
 
@@ -70,7 +74,7 @@ class Tracer(TraceLink):
         self._writes_status, self._environ, self._place = writes_status, environ, place
         self.rows: Callable[[], int] | None = None
         self._traced: Callable[[], Mapping[int, Traced]] = dict
-        self._wake: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] = _nothing
         self._thread: threading.Thread | None = None
         self._called = threading.Event()  # The thread has something to do at once.
         self._ends = False
@@ -108,6 +112,7 @@ class Tracer(TraceLink):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
+            self._traced, self._wake = dict, _nothing  # They refer to what has the memory that ranks share.
 
     def close(self) -> None:
         """Complete the timeline, after the engines have ended. Local. May be called twice."""

@@ -1,16 +1,24 @@
-"""Run all parts and print one summary. Ends with 1 if a part has failed."""
+"""Run all parts, or those that are named, and print one summary. Ends with 1 if one has failed, with 2 if none ran.
+
+    python -m tests.gpu [NAME ...]
+"""
 
 import sys
 
 from .parts import PARTS, look_at_machine, run_all, summary
 
 
-def main() -> int:
+def main(names: list[str]) -> int:
     """Run it."""
-    outcomes = run_all(PARTS, look_at_machine())
+    unknown = set(names) - {part.name for part in PARTS}
+    if unknown:
+        sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are: {', '.join(part.name for part in PARTS)}")
+    outcomes = run_all([part for part in PARTS if part.name in names or not names], look_at_machine())
     print("\n== summary\n" + summary(outcomes), flush=True)
+    if not any(outcome.has_run for outcome in outcomes):
+        return 2
     return int(any(outcome.has_failed for outcome in outcomes))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,84 +1,67 @@
-"""How often a training step calls CUDA to wait, to allocate and to free, counted by NVIDIA's profiler nsys.
+"""How often a training step calls CUDA to wait, to allocate and to free, counted by CUPTI.
 
     python -m tests.gpu.calls [arrays] [tensorflow] [tensorflow-alone]
 
-Each kind of step runs in a process of its own under `nsys profile`, which records only the steps between
-cudaProfilerStart and cudaProfilerStop. The first steps, which connect and compile, come before. `tensorflow-alone`
-is TensorFlow's step without the averaging, for TensorFlow calls CUDA too.
+Each kind of step runs in a process of its own. The first steps, which connect and compile, are not counted.
+`tensorflow-alone` is TensorFlow's step without the averaging, for TensorFlow calls CUDA too.
 """
 
-import csv
 import subprocess
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 import mpistrat
 
+from .cupti import Calls
+
 STEPS = 50
 TENSORS = 161  # as many as ResNet-50 has
-# CUDA's calls by a part of their names, in lower case.
+# The driver's calls by a part of their names, in lower case.
 CALLS = {"waits": "synchronize", "allocations": "alloc", "frees": "free"}
 
 
-def counts_per_step(report: str) -> dict[str, float]:
-    """The calls per step, from the CSV of `nsys stats -r cuda_api_sum`, which may follow other lines.
+def counts_per_step(number: Mapping[str, int]) -> dict[str, float]:
+    """The calls per step, from the calls of all steps by name.
 
     Raises:
-        ValueError: The report lists no calls.
+        ValueError: There are no calls, so they were not counted.
     """
-    lines = report.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith("Time (%)")), len(lines))
-    number: Counter[str] = Counter()
-    rows = list(csv.DictReader(lines[start:]))
-    for row in rows:
-        for kind, part in CALLS.items():
-            if part in (row["Name"] or "").lower():
-                number[kind] += int(row["Num Calls"])
-    if not rows:
-        raise ValueError(f"the profiler has recorded no calls of CUDA: {report}")
-    return {kind: number[kind] / STEPS for kind in CALLS}
+    if not number:
+        raise ValueError("CUPTI has counted no calls of CUDA")
+    return {kind: sum(count for name, count in number.items() if part in name.lower()) / STEPS
+            for kind, part in CALLS.items()}
 
 
-def profiled(kind: str) -> dict[str, float]:
-    """Run the steps of a kind under the profiler, and return the calls per step."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.nsys-rep"
-        subprocess.run(["nsys", "profile", "-t", "cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
-                        "-o", str(path), sys.executable, "-m", "tests.gpu.calls", "--steps-of", kind], check=True)
-        made = subprocess.run(["nsys", "stats", "-r", "cuda_api_sum", "--format", "csv", str(path)], check=True,
-                              stdout=subprocess.PIPE, text=True)
-    return counts_per_step(made.stdout)
-
-
-def main(kinds: Iterable[str]) -> None:
-    """Print the counts. Raise AssertionError if a step of arrays waits, allocates or frees."""
-    for kind in kinds:
-        found = profiled(kind)
-        print(f"calls of CUDA per step, {kind}: " + ", ".join(f"{count:.2f} {name}" for name, count in found.items()),
-              flush=True)
-        assert kind != "arrays" or not any(found.values()), "a step of arrays must not wait, allocate or free"
+def main(kinds: Iterable[str]) -> int:
+    """Run the steps of each kind in a process of its own; returns 1 if one has failed."""
+    codes = [subprocess.run([sys.executable, "-m", "tests.gpu.calls", "--steps-of", kind], check=False).returncode
+             for kind in kinds]
+    return int(any(codes))
 
 
 # -- the steps, in the process that is profiled -----------------------------------------------------------------------
 
 
-def steps_of(kind: str, recording: AbstractContextManager[Any]) -> None:
-    """Run the steps of a kind, the first ones outside of `recording`."""
-    mpistrat.init()
-    step = arrays() if kind == "arrays" else tensorflow(averages=kind == "tensorflow")
+def steps_of(kind: str) -> None:
+    """Run the steps of a kind and print the counts. Raises AssertionError if a step of arrays waits or allocates."""
+    if kind == "arrays":
+        mpistrat.init()
+        step = arrays()
+    else:
+        step = tensorflow(averages=kind == "tensorflow")
     for _ in range(5):
         step()
-    with recording:
+    with Calls() as calls:
         for _ in range(STEPS):
             step()
     mpistrat.shutdown()
+    found = counts_per_step(calls.number)
+    print(f"calls of CUDA per step, {kind}: " + ", ".join(f"{count:.2f} {name}" for name, count in found.items()),
+          flush=True)
+    assert kind != "arrays" or not any(found.values()), "a step of arrays must not wait, allocate or free"
 
 
 def arrays() -> Callable[[], object]:
@@ -101,6 +84,7 @@ def tensorflow(averages: bool) -> Callable[[], object]:
     import tensorflow as tf
 
     import mpistrat.tensorflow as hvd
+    hvd.init()
     variables = [tf.Variable(tf.ones([100, 100])) for _ in range(TENSORS)]
 
     @tf.function
@@ -115,24 +99,12 @@ def tensorflow(averages: bool) -> Callable[[], object]:
     return lambda: step().numpy()
 
 
-class Recording:
-    """What the profiler records."""
-
-    def __enter__(self) -> None:
-        import cupy
-        cupy.cuda.runtime.deviceSynchronize()
-        cupy.cuda.runtime.profilerStart()
-
-    def __exit__(self, *_: object) -> None:
-        import cupy
-        cupy.cuda.runtime.profilerStop()
-
-
 if __name__ == "__main__":
     names = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if "--stand-in" in sys.argv:
-        steps_of("arrays", nullcontext())
+        mpistrat.init()
+        arrays()()
     elif "--steps-of" in sys.argv:
-        steps_of(names[0], Recording())
+        steps_of(names[0])
     else:
-        main(names or ["arrays"])
+        sys.exit(main(names or ["arrays"]))

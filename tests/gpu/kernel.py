@@ -1,5 +1,6 @@
 """The batched copy kernel on a GPU against its model in numpy, for every job: python -m tests.gpu.kernel."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -70,16 +71,17 @@ def check(device: Any, job: CopyJob, shift: int) -> None:
 
 
 def main() -> None:
-    """Check all jobs, aligned and not, and then name those that differ."""
+    """Check all jobs, aligned and not, with --few every thirteenth, and then name those that differ."""
     device, failed = open_device(), []
+    chosen = jobs()[::13] if "--few" in sys.argv else jobs()  # compute-sanitizer takes long
     with device.current():
-        for job in jobs():
+        for job in chosen:
             for shift in (0, 8):
                 try:
                     check(device, job, shift)
                 except AssertionError as error:
                     failed.append(f"{job}, shifted by {shift}: {error}")
-    print("\n".join([*failed, f"{len(jobs())} jobs, {len(failed)} differences from the model"]))
+    print("\n".join([*failed, f"{len(chosen)} jobs, {len(failed)} differences from the model"]))
     raise SystemExit(bool(failed))
 
 

@@ -15,8 +15,14 @@ from pathlib import Path
 from mpistrat.cli.mpirun import find_mpirun
 from mpistrat.core.errors import LaunchError
 
+from .cupti import find_cupti
+
 ROOT = Path(__file__).parents[2]
-PROBE_LIMIT_S = 60.0
+# NCCL lets ranks share a GPU from 2.30 on, if the first one is set. An older one ignores it, and tensors are staged.
+# Kernels of two ranks that do not fit on a GPU beside each other would hang, so each takes few multiprocessors.
+# TensorFlow otherwise takes all memory of the GPU, before the other rank and cupy get any.
+SURROUNDINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+PROBE_LIMIT_S = 30.0
 GRACE_S = 5.0
 
 # Prints what cupy finds; every failure is in words, since it is the reason of what is skipped.
@@ -48,7 +54,7 @@ class Machine:
         pytest: pytest, with ml_dtypes.
         tensorflow: TensorFlow that sees a GPU.
         sanitizer: compute-sanitizer.
-        profiler: nsys.
+        cupti: CUPTI, which counts calls of CUDA.
     """
 
     gpu: str = ""
@@ -57,7 +63,7 @@ class Machine:
     pytest: str = ""
     tensorflow: str = ""
     sanitizer: str = ""
-    profiler: str = ""
+    cupti: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,11 @@ class Outcome:
     seconds: float = 0.0
 
     @property
+    def has_run(self) -> bool:
+        """Whether it was not skipped."""
+        return not self.text.startswith("skipped")
+
+    @property
     def has_failed(self) -> bool:
         """Whether it ran and did not pass."""
         return self.text.startswith("FAILED")
@@ -92,22 +103,29 @@ _PYTHON = sys.executable
 _RANKS = (_PYTHON, "-m", "mpistrat", "run", "-np", "2", "--", _PYTHON)
 _PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
 
+_TENSORFLOW_CHECKS = ("-m", "tests.gpu.tensorflow_checks")
+
+# What no stand-in can show comes first, and last what takes long.
 PARTS = (
-    Part("copy kernel, every job", (_PYTHON, "-m", "tests.gpu.kernel"), 80),
-    Part("copy kernel under compute-sanitizer",
-         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel"), 90, ("gpu", "sanitizer")),
-    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 60, ("gpu", "nccl")),
-    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 70, ("gpu", "mpi")),
-    Part("figures, one rank", (_PYTHON, "tests/scripts/gpu_figures.py"), 50, ("gpu", "nccl", "mpi")),
-    Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 50, ("gpu", "mpi")),
-    Part("calls of CUDA per step", (_PYTHON, "-m", "tests.gpu.calls"), 30, ("gpu", "nccl", "profiler")),
-    Part("calls of CUDA per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 60,
-         ("gpu", "nccl", "profiler", "tensorflow")),
+    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 50, ("gpu", "mpi")),
+    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 35, ("gpu", "nccl")),
+    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 55, ("gpu", "tensorflow")),
+    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 60, ("gpu", "mpi", "tensorflow")),
+    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 50),
+    Part("calls per step", (_PYTHON, "-m", "tests.gpu.calls"), 20, ("gpu", "nccl", "cupti")),
+    Part("calls per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 35,
+         ("gpu", "nccl", "cupti", "tensorflow")),
+    Part("figures, one rank", (_PYTHON, "tests/scripts/gpu_figures.py"), 25, ("gpu", "nccl", "mpi")),
+    Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 15, ("gpu", "mpi")),
     Part("tests of arrays, two ranks",
-         (*_RANKS, *_PYTEST, "tests/unit/test_gpu_device.py", "tests/unit/test_gpu_copy.py",
-          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 50, ("gpu", "mpi", "pytest")),
-    Part("tests of TensorFlow, two ranks", (*_RANKS, *_PYTEST, "tests/parallel/test_gpu_tensorflow.py"), 60,
+         (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/unit/test_gpu_device.py", "tests/unit/test_gpu_copy.py",
+          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 25, ("gpu", "mpi", "pytest")),
+    Part("tests of TensorFlow, two ranks",
+         (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/parallel/test_gpu_tensorflow.py"), 20,
          ("gpu", "mpi", "pytest", "tensorflow")),
+    Part("copy kernel under compute-sanitizer",
+         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel", "--few"), 30,
+         ("gpu", "sanitizer")),
 )
 
 
@@ -124,17 +142,20 @@ def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
         seen = _answer(_TENSORFLOW_PROBE, environ)
         tensorflow = "" if isinstance(seen, int) and seen else f"TensorFlow sees no GPU ({seen})"
     mpi = _lacking("mpi4py") or _why_no_mpirun(environ)
-    return Machine(gpu, nccl, mpi, _lacking("pytest") or _lacking("ml_dtypes"), tensorflow,
-                   *("" if shutil.which(tool) else f"no {tool} in PATH" for tool in ("compute-sanitizer", "nsys")))
+    sanitizer = "" if shutil.which("compute-sanitizer") else "no compute-sanitizer in PATH"
+    return Machine(gpu, nccl, mpi, _lacking("pytest") or _lacking("ml_dtypes"), tensorflow, sanitizer,
+                   "" if find_cupti() else "no libcupti.so")
 
 
 def run_all(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
-    """Run all parts, whatever fails. Their output goes to this process' output."""
+    """Run all parts, whatever fails. Their output goes to this process' output, with a line when a part ends."""
     outcomes = []
     for part in parts:
         reason = part.why_skipped(machine)
-        print(f"\n== {part.name}" + (f": skipped: {reason}" if reason else f": {' '.join(part.command)}"), flush=True)
+        if not reason:
+            print(f"\n== {part.name}: {' '.join(part.command)}", flush=True)
         outcomes.append(Outcome(part, f"skipped: {reason}") if reason else _run(part, environ))
+        print("== ended: " + summary(outcomes[-1:]), flush=True)
     return outcomes
 
 
@@ -145,8 +166,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def _run(part: Part, environ: Mapping[str, str]) -> Outcome:
-    # NCCL lets ranks share a GPU from 2.30 on, if this is set. An older one ignores it, and tensors are staged.
-    surroundings = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **environ}
+    surroundings = {**SURROUNDINGS, **environ}
     began = time.monotonic()
     try:
         process = subprocess.Popen(part.command, cwd=ROOT, env=surroundings, start_new_session=True)

@@ -12,3 +12,31 @@ def test_all_collectives_are_right_by_nccl_and_staged() -> None:
     assert job.code == 0, job.output
     assert [line for line in job.output.splitlines() if "all collectives" in line] == [
         "auto: all collectives are right on 2 ranks", "staged: all collectives are right on 2 ranks"]
+
+
+FAILS_FIRST = """
+import os, sys
+sys.argv.append("--stand-in")
+from tests.gpu import tensorflow_checks as program
+import mpistrat
+
+def one_rank_fails_where_the_others_wait() -> None:
+    if mpistrat.rank() == 0:
+        raise ValueError("this rank alone")
+    program.a_sum_of_eager_tensors()
+
+os.environ["MPISTRAT_STALL_CHECK_TIME_SECONDS"] = "1"
+os.environ["MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
+sys.exit(program.main([one_rank_fails_where_the_others_wait, *program.CHECKS]))
+"""
+
+
+@pytest.mark.quick
+@needs_mpirun
+def test_a_check_of_tensorflow_that_fails_on_a_rank_keeps_no_other_from_running() -> None:
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    job = run_job(2, ["python", "-c", FAILS_FIRST])
+    assert job.code == 1, job.output
+    first, *others = [line for line in job.output.splitlines() if line.startswith("== ")]
+    assert first.startswith("== one rank fails where the others wait: FAILED on rank 0: ValueError: this rank alone")
+    assert len(others) == 10 and all(": passed (" in line for line in others), job.output

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpistrat
 from mpistrat.api import libraries, own_gpu
@@ -329,3 +330,33 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
     assert len(lines) == (mpistrat.rank() == 0)
     if lines and wanted in ("staged", "host"):
         assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")
+
+
+def test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums(rank: int, size: int,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    if size < 3:
+        pytest.skip("sets of two ranks overlap among three")
+    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "auto")
+    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    found = StandIn(rank)
+    mpistrat.shutdown()
+    mpistrat.init()
+    world = MPI.COMM_WORLD
+    monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
+        world.group.Incl(process_set.ranks)))
+    sets = [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])]
+    by_nccl = []
+    for process_set in (*sets, mpistrat.global_process_set, *sets):
+        if process_set.included():
+            calls = len([entry for entry in found.device.log if entry[0] == "allReduce"])
+            result = mpistrat.allreduce(found.array(np.full(3, rank, np.float32)), op=mpistrat.Sum,
+                                        process_set=process_set)
+            assert found.values(result).tolist() == [sum(process_set.ranks)] * 3
+            by_nccl.append(len([entry for entry in found.device.log if entry[0] == "allReduce"]) > calls)
+        mpistrat.barrier()
+    # The first one keeps it, and of set [1, 2] and all ranks each has a rank that is in the first.
+    assert by_nccl == {0: [True, False, True], 1: [True, False, False, True, False], 2: [False] * 3}[rank]
+    mpistrat.shutdown()
+    monkeypatch.undo()
+    mpistrat.init()

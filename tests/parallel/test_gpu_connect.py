@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +12,7 @@ from mpistrat.core.errors import EngineError
 from mpistrat.gpu.connect import exchange_over
 from mpistrat.gpu.nccl.communicators import make_communicators
 from mpistrat.transport.mpi.data import MpiData
-
-
-class AnyDevice:
-    """A GPU that need not be made the current one."""
-
-    def current(self) -> Any:
-        return nullcontext()
+from tests.support.gpu_stand_in import Device
 
 
 @pytest.fixture
@@ -41,7 +34,7 @@ def test_all_ranks_leave_at_once_when_one_cannot_connect(exchange: Any, rank: in
 
     began = time.monotonic()
     with pytest.raises(EngineError, match=rf"rank {size - 1}: no memory for a communicator\. MPISTRAT_GPU_OPERATIONS"):
-        make_communicators(make, AnyDevice(), rank, exchange, 60.0)
+        make_communicators(make, Device(), rank, exchange, 60.0)
     assert time.monotonic() - began < 30
     in_nccl.set()
 
@@ -49,9 +42,13 @@ def test_all_ranks_leave_at_once_when_one_cannot_connect(exchange: Any, rank: in
 def test_ranks_that_take_longer_are_waited_for(exchange: Any, rank: int, size: int) -> None:
     def make() -> list[Any]:
         time.sleep(0.2 * rank)
-        return [rank]
+        return [communicator]
 
-    assert make_communicators(make, AnyDevice(), rank, exchange, 60.0) == [rank]
+    device = Device(seed=rank)
+    communicator = device.communicator(size, (7,), rank)
+    assert make_communicators(make, device, rank, exchange, 60.0) == [communicator]
+    assert [entry[0] for entry in device.log] == ["allReduce"]
+    communicator.destroy()
 
 
 def test_values_of_different_lengths_are_exchanged(exchange: Any, size: int, rank: int) -> None:

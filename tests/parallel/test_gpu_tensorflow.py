@@ -108,7 +108,7 @@ def test_compression_rounds_what_is_wider_without_a_cast_in_the_graph(name: str,
 # -- in tf.function ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
 def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(dtype: str, hvd: Any, rank: int, size: int) -> None:
     @tf.function
     def step(tensor: tf.Tensor) -> tf.Tensor:
@@ -209,7 +209,7 @@ def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank
     handed = []
     copied = gpu_graph.copied
     monkeypatch.setattr(gpu_graph, "copied", lambda tensor, device: handed.append(
-        (tensor.dtype.name, tensor.shape[0])) or copied(tensor, device))
+        (tensor.dtype.name, tensor.shape[1])) or copied(tensor, device))
 
     @tf.function
     def step() -> list[tf.Tensor]:

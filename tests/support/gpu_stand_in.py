@@ -299,11 +299,12 @@ class Communicator:
 
     def __init__(self, device: Device, size: int, rank: int = 0, unique_id: tuple[int, ...] = ()):
         self._device, self._size, self._rank = device, size, rank
-        self._comm: Any = None
-        if size > 1:
-            from mpi4py import MPI
-            # Those who know the same id meet; all ranks make communicators at the same time.
-            self._comm = MPI.COMM_WORLD.Split(zlib.crc32(bytes(unique_id)) >> 1, rank)
+        self._comm: Any = self.meet(unique_id) if size > 1 else None
+
+    def meet(self, unique_id: tuple[int, ...]) -> Any:
+        """MPI's communicator of those who know the same id. All ranks make communicators at the same time."""
+        from mpi4py import MPI
+        return MPI.COMM_WORLD.Split(zlib.crc32(bytes(unique_id)) >> 1, self._rank)
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
         self._device.log.append(("allReduce", count, dtype, op, stream))
@@ -361,6 +362,10 @@ class Communicator:
 
     def check_async_error(self) -> None:
         """There is none."""
+
+    def revoke(self) -> bool:
+        self._device.log.append(("revoke",))
+        return True
 
     def abort(self) -> None:
         self._device.log.append(("abort",))

@@ -1,31 +1,41 @@
 """Communicators are made on all ranks or on none, in time; here on one rank that asks itself how far it is."""
 
 import threading
-from contextlib import nullcontext
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mpistrat.core.errors import EngineError
+from mpistrat.core.interfaces import Recorder
 from mpistrat.core.settings import Settings
+from mpistrat.core.topology import Topology
 from mpistrat.gpu.connect import connect, exchange_over
+from mpistrat.gpu.cuda_variables import set_cuda_variables
+from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.communicators import make_communicators
 from mpistrat.transport.local import ThreadGroup
 from tests.support.gpu_stand_in import Device
 
 
-class AnyDevice:
-    """A GPU that need not be made the current one."""
-
-    def current(self) -> Any:
-        return nullcontext()
-
-
 class Communicator:
-    """Knows whether it was aborted."""
+    """Knows whether it was aborted. Its all-reduces are done at once, or only after an abort."""
 
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
+    def __init__(self, device: Device | None = None) -> None:
+        self.aborted, self.reduces = threading.Event(), 0
+        self._device = device
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
+        self.reduces += count
+        if self._device is not None:
+            self._device.stream_at(stream).work.append(self.aborted.is_set)
+
+    def check_async_error(self) -> None:
+        """There is none."""
+
+    def revoke(self) -> bool:
+        return False
 
     def abort(self) -> None:
         self.aborted.set()
@@ -44,8 +54,9 @@ def test_what_was_made_in_another_thread_is_returned() -> None:
         threads.append(threading.current_thread())
         return [made]
 
-    assert make_communicators(make, AnyDevice(), 0, alone, 10.0) == [made]
+    assert make_communicators(make, Device(), 0, alone, 10.0) == [made]
     assert threads != [threading.current_thread()] and not made.aborted.is_set()
+    assert made.reduces == 1
 
 
 def test_an_error_names_the_rank_and_the_way_around_nccl() -> None:
@@ -53,7 +64,7 @@ def test_an_error_names_the_rank_and_the_way_around_nccl() -> None:
         raise EngineError("NCCL has failed (connecting rank 0 of 1): NCCL_ERROR_SYSTEM_ERROR. socketPollConnect")
 
     with pytest.raises(EngineError) as raised:
-        make_communicators(make, AnyDevice(), 0, alone, 10.0)
+        make_communicators(make, Device(), 0, alone, 10.0)
     assert str(raised.value) == (
         "NCCL cannot connect the ranks: rank 0: NCCL has failed (connecting rank 0 of 1): NCCL_ERROR_SYSTEM_ERROR. "
         "socketPollConnect. MPISTRAT_GPU_OPERATIONS=staged does without NCCL.")
@@ -67,7 +78,7 @@ def test_a_rank_that_waits_in_nccl_leaves_when_another_one_fails_and_aborts_what
         return [made]
 
     with pytest.raises(EngineError, match="NCCL cannot connect the ranks: rank 1: out of memory"):
-        make_communicators(make, AnyDevice(), 0, lambda state: [state, "out of memory"], 10.0)
+        make_communicators(make, Device(), 0, lambda state: [state, "out of memory"], 10.0)
     assert not made.aborted.is_set()
     other_connects.set()
     assert made.aborted.wait(30)
@@ -78,7 +89,7 @@ def test_a_rank_that_is_connected_waits_for_the_others_and_aborts_when_one_of_th
     states: list[Any] = [None, None, "out of memory"]
 
     with pytest.raises(EngineError, match="rank 1: out of memory"):
-        make_communicators(lambda: [made], AnyDevice(), 0, lambda state: [state, states.pop(0)], 10.0)
+        make_communicators(lambda: [made], Device(), 0, lambda state: [state, states.pop(0)], 10.0)
     assert states == [] and made.aborted.wait(30)
 
 
@@ -86,7 +97,7 @@ def test_ranks_that_do_not_connect_in_time_say_so() -> None:
     times = iter([0.0, 1.0, 11.0])
     never = threading.Event()
     with pytest.raises(EngineError, match="rank 0: not connected after 10 s"):
-        make_communicators(lambda: [never.wait(30)], AnyDevice(), 0, alone, 10.0, clock=lambda: next(times))
+        make_communicators(lambda: [never.wait(30)], Device(), 0, alone, 10.0, clock=lambda: next(times))
     never.set()
 
 
@@ -102,6 +113,96 @@ def test_an_id_of_nccl_arrives_as_it_was_made(made: bytes | tuple[int, ...], mon
     monkeypatch.setattr(Device, "communicator", record)
     host = ThreadGroup(1).data(0)
     settings = Settings(fusion_bytes=2**16, nccl_streams=2)
-    nccl, _ = connect(device, 0, 1, exchange_over(host, 1), host, settings)
+    nccl, _ = connect(device, 0, 1, exchange_over(host, 1), host, settings, executor())
     assert nccl is not None
     assert given == [made] * 2
+
+
+def test_an_error_of_the_first_collective_is_an_error_of_all_ranks_while_they_connect() -> None:
+    class Failing(Communicator):
+        def check_async_error(self) -> None:
+            raise EngineError("no room in /dev/shm")
+
+    failing = Failing(Device())
+    device = failing._device
+    assert device is not None
+    with pytest.raises(EngineError, match="NCCL cannot connect the ranks: rank 0: no room in /dev/shm"):
+        make_communicators(lambda: [failing], device, 0, alone, 10.0)
+    assert failing.aborted.wait(30)
+
+
+def test_a_rank_that_waits_in_the_first_collective_leaves_when_another_one_fails() -> None:
+    device = Device()
+    made = Communicator(device)
+    with pytest.raises(EngineError, match="rank 1: out of memory"):
+        make_communicators(lambda: [made], device, 0, lambda state: [state, "out of memory" if made.reduces else None],
+                           10.0)
+    assert made.aborted.is_set()
+
+
+def test_a_communicator_is_aborted_after_the_thread_has_left_it_where_nccl_can_revoke() -> None:
+    left, revoked = threading.Event(), threading.Event()
+
+    class Revoked(Communicator):
+        def allReduce(self, *_: object) -> None:  # noqa: N802
+            self.reduces = 1
+            revoked.wait(30)
+            time.sleep(0.2)
+            left.set()
+            raise EngineError("revoked")
+
+        def revoke(self) -> bool:
+            revoked.set()
+            return True
+
+        def abort(self) -> None:
+            assert left.is_set()
+            super().abort()
+
+    made = Revoked()
+    with pytest.raises(EngineError, match="rank 1: out of memory"):
+        make_communicators(lambda: [made], Device(), 0,
+                           lambda state: [state, "out of memory" if made.reduces else None], 10.0)
+    assert made.aborted.wait(30)
+
+
+def test_of_two_process_sets_that_overlap_one_uses_nccl_and_it_may_be_the_other_one_afterwards(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    device, host, settings = Device(), ThreadGroup(1).data(0), Settings(fusion_bytes=2**16)
+
+    def exchange(value: Any) -> list[Any]:
+        other = list(value[0])
+        other[0] = "another GPU"
+        return [value, [other, []]]
+
+    first, second = executor(), executor()
+    monkeypatch.setattr("mpistrat.gpu.connect.make_communicators", lambda *_: [])
+    monkeypatch.setattr("mpistrat.gpu.connect.NcclData", lambda *_: "NCCL")
+
+    def choice(owner: GpuExecutor, operations: str = "auto") -> Any:
+        return connect(device, 0, 2, exchange, host, replace(settings, gpu_operations=operations), owner)[0]
+
+    assert [choice(first), choice(second), choice(first)] == ["NCCL", None, "NCCL"]
+    assert choice(second, "nccl") == "NCCL"
+    first._device, second._device = device, device
+    second.abandon()
+    assert choice(second) is None
+    first.abandon()
+    assert [choice(second), choice(first)] == ["NCCL", None]
+    del second
+    assert choice(first) == "NCCL"
+
+
+def executor() -> GpuExecutor:
+    """One of a rank."""
+    return GpuExecutor(Topology(0, ("",)), ThreadGroup(1).data(0), Settings(), Recorder())
+
+
+def test_variables_of_cuda_are_set_unless_the_user_has_set_them() -> None:
+    environ: dict[str, str] = {}
+    set_cuda_variables(environ, 1)
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    environ = {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    set_cuda_variables(environ, 2)
+    assert environ == {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                       "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}

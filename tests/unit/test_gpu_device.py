@@ -1,8 +1,10 @@
 """What the modules that call cupy do without a GPU; skipped where cupy is not installed."""
 
 import ast
+import ctypes
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +76,41 @@ def test_a_communicator_is_aborted_once_and_not_used_after_it(monkeypatch: pytes
     with pytest.raises(EngineError, match="was aborted before allReduce on rank 1"):
         communicator.allReduce()
     assert calls == ["allReduce", "abort"]
+
+
+def test_a_communicator_is_revoked_where_nccl_can_and_not_used_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.gpu.nccl import library
+    revoked = []
+
+    def comm_revoke(comm: int, flags: int) -> int:
+        revoked.append((comm, flags))
+        return 0
+
+    class Recording:
+        comm = 77
+
+        def allReduce(self) -> None:  # noqa: N802
+            revoked.append("allReduce")
+
+        def abort(self) -> None:
+            revoked.append("abort")
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Recording())
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: object())  # as before ncclCommRevoke
+    communicator = library.Communicator(2, b"", 1)
+    assert not communicator.revoke()
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: SimpleNamespace(ncclCommRevoke=comm_revoke))
+    assert communicator.revoke() and not communicator.revoke()
+    with pytest.raises(EngineError, match="was aborted before allReduce on rank 1"):
+        communicator.allReduce()
+    communicator.abort()
+    assert revoked == [(77, 0), "abort"]
+
+
+def test_this_nccl_has_what_revokes() -> None:
+    if nccl.get_version() < 23000:
+        pytest.skip("an older NCCL")
+    ctypes.CDLL("libnccl.so.2").ncclCommRevoke  # noqa: B018
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
 from mpistrat.core.interfaces import Recorder
-from mpistrat.core.request import DEVICE_GPU, Product, ScaledOp, Sum, allreduce_request, specs_of
+from mpistrat.core.request import (
+    DEVICE_GPU,
+    Product,
+    ScaledOp,
+    Sum,
+    allgather_request,
+    allreduce_request,
+    reducescatter_request,
+    specs_of,
+)
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu.arrays import GpuInput
@@ -21,7 +31,7 @@ from mpistrat.gpu.backend import last_of_streams
 from mpistrat.gpu.connect import connect, fusion_buffers
 from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
-from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64
+from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.transport.local import ThreadGroup
@@ -137,7 +147,8 @@ def test_tensors_that_travel_in_different_dtypes_are_not_fused() -> None:
     job = Job()
     handles = [job.submit(name, np.full(2, 0.1), wire=wire) for name, wire in zip("abc", ("", "float16", "float16"))]
     job.settle()
-    assert [entry[1:3] for entry in job.device.log if entry[0] == "allReduce"] == [(2, FLOAT64), (16, FLOAT16)]
+    assert [entry[1:3] for entry in job.device.log if entry[0] == "allReduce"] == [
+        (1, UINT8), (2, FLOAT64), (16, FLOAT16)]  # The first one connects.
     assert [values_of(handle)[0][0] == 0.1 for handle in handles] == [True, False, False]
 
 
@@ -171,7 +182,8 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptu
         return [value, value]  # as if another rank had found the same GPU
 
     with caplog.at_level(logging.INFO, "mpistrat"):
-        nccl, fusion_bytes = connect(device, 0, 2, exchange, ThreadGroup(1).data(0), Settings(fusion_bytes=2**16))
+        nccl, fusion_bytes = connect(device, 0, 2, exchange, ThreadGroup(1).data(0), Settings(fusion_bytes=2**16),
+                                     Job().executor)
     assert (nccl, fusion_bytes) == (None, 2**16)
     assert [(record.levelname, record.message) for record in caplog.records] == [(
         "INFO", "rank 0: GPU tensors are staged through host memory and reduced by local: ranks [0, 1] share a GPU, "
@@ -251,7 +263,7 @@ def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(m
 
 def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
     aborted = threading.Event()
-    watchdog = Watchdog(0.05, aborted.set, "too late")
+    watchdog = Watchdog(0.05, lambda: False, aborted.set, "too late")
     for _ in range(20):
         with watchdog.guarding():
             pass
@@ -259,6 +271,24 @@ def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
     with pytest.raises(EngineError, match="too late"), watchdog.guarding():
         assert aborted.wait(30)
     watchdog.close()
+
+
+def test_a_guarded_call_that_a_revoke_ends_is_not_aborted_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.2)
+    revoked, aborted = threading.Event(), threading.Event()
+
+    def revoke() -> bool:
+        revoked.set()
+        return True
+
+    watchdog = Watchdog(0.05, revoke, aborted.set, "too late")
+    with pytest.raises(EngineError, match="too late"), watchdog.guarding():
+        assert revoked.wait(30)
+    assert not aborted.wait(0.4)
+    revoked.clear()
+    watchdog = Watchdog(0.05, revoke, aborted.set, "too late")
+    with pytest.raises(EngineError, match="too late"), watchdog.guarding():
+        assert aborted.wait(30) and revoked.is_set()  # It has not returned soon.
 
 
 def watchdogs() -> set[threading.Thread]:
@@ -269,11 +299,11 @@ def watchdogs() -> set[threading.Thread]:
 def test_a_watchdog_has_a_thread_if_it_has_a_limit() -> None:
     before = watchdogs()
     aborted = threading.Event()
-    watchdog = Watchdog(0.0, aborted.set, "too late")
+    watchdog = Watchdog(0.0, lambda: True, aborted.set, "too late")
     assert watchdogs() <= before
     with watchdog.guarding():
         pass
-    limited = Watchdog(60.0, aborted.set, "too late")
+    limited = Watchdog(60.0, lambda: True, aborted.set, "too late")
     assert len(watchdogs() - before) == 1
     for each in (watchdog, limited):
         each.close()
@@ -293,9 +323,16 @@ def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixtur
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives never end, as if another rank had died."""
-    monkeypatch.setattr(Communicator, "_with_all", lambda self, source, count, dtype, stream, use: next(
-        s for s in self._device._streams if s.ptr == stream).work.append(lambda: False))
+    """Collectives never end, as if another rank had died after it was connected."""
+    with_all = Communicator._with_all
+
+    def never_end(self: Communicator, source: int, count: int, dtype: np.dtype, stream: int, use: Any) -> None:
+        if dtype == np.uint8:
+            with_all(self, source, count, dtype, stream, use)
+        else:
+            self._device.stream_at(stream).work.append(lambda: False)
+
+    monkeypatch.setattr(Communicator, "_with_all", never_end)
 
 
 @pytest.fixture
@@ -331,16 +368,20 @@ def test_without_a_limit_a_gpu_is_waited_for_and_no_watchdog_is_made(no_limit: d
     assert ("abort",) not in job.device.log
 
 
-def test_a_call_of_nccl_that_does_not_return_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    aborted = threading.Event()
+@pytest.mark.parametrize("method", ["revoke", "abort"])
+def test_a_call_of_nccl_that_does_not_return_is_ended_in_time(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
 
     def wait_for_the_others(self: Communicator, *arguments: Any) -> None:
-        assert aborted.wait(30), "nobody has aborted it"
+        assert ended.wait(30), "nobody has ended it"
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
-    monkeypatch.setattr(Communicator, "allReduce", wait_for_the_others)
-    monkeypatch.setattr(Communicator, "abort", lambda self: aborted.set())
     job = Job(stall_warning_s=0.1, stall_abort_s=0.2)
+    job.submit("connect", np.ones(3))
+    job.settle()
+    monkeypatch.setattr(Communicator, "allReduce", wait_for_the_others)
+    monkeypatch.setattr(Communicator, "revoke", lambda self: False)  # as before ncclCommRevoke
+    monkeypatch.setattr(Communicator, method, lambda self: ended.set() or True)
     job.engine.start()
     with pytest.raises(EngineError, match=r"NCCL has kept rank 0 waiting for 0\.2 s; another rank may have died"):
         job.submit("a", np.ones(3)).wait(30)
@@ -348,6 +389,8 @@ def test_a_call_of_nccl_that_does_not_return_is_aborted_in_time(monkeypatch: pyt
 
 def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(nccl_streams=1, fusion_bytes=0)
+    job.submit("connect", np.ones(3))
+    job.settle()
     calls = []
 
     def fail_second(self: Communicator, *arguments: Any) -> None:
@@ -408,3 +451,21 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
     job.executor.close()
     job.executor.close()
     assert job.device.log[-1] == ("destroy",)
+
+
+@pytest.mark.parametrize("make", [allgather_request, partial(reducescatter_request, scaled=ScaledOp(Sum))],
+                         ids=["allgather", "reducescatter"])
+def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collective(make: Any) -> None:
+    job = Job(nccl_streams=1)
+
+    def allocate(shape: tuple[int, ...]) -> Any:
+        raise MemoryError("the GPU has no memory left")
+
+    first = job.submit("a", np.ones(3))
+    arrays = [replace(array, allocate=allocate) for array in job.input(np.ones((2, 3)))]
+    second = job.engine.submit(replace(make("b", specs_of(arrays)), device=DEVICE_GPU), arrays)
+    job.engine.start()
+    for handle in (first, second):
+        with pytest.raises(EngineError, match="no memory left"):
+            handle.wait(30)
+    assert [entry[1:3] for entry in job.device.log if entry[0] == "allReduce"] == [(1, UINT8)]  # This one connects.

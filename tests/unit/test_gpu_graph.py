@@ -17,7 +17,7 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
     from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
     monkeypatch.setattr(gpu_eager, "has_gpu", lambda: True)
-    monkeypatch.setattr(gpu_graph, "_has_cupy", lambda: True)
+    monkeypatch.setattr(gpu_eager, "has_cupy", lambda: True)
 
     def choose(make: Callable[[], list[Any]]) -> Any:
         with tf.Graph().as_default():
@@ -151,3 +151,53 @@ def test_a_cast_to_int32_is_in_the_memory_of_the_gpu() -> None:
     found = [kernel for kernel in kernels.get_registered_kernels_for_op("Cast").kernel if kernel.device_type == "GPU"
              and all(dtypes[rule.name] in rule.allowed_values.list.type for rule in kernel.constraint)]
     assert found and not any(kernel.host_memory_arg for kernel in found)
+
+
+def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
+
+    class Eager:
+        backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
+
+    monkeypatch.setattr(gpu_eager, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_eager, "why_no_cupy", lambda: "it is not installed")
+    gpu_eager.has_cupy.cache_clear()
+    mpistrat.init()
+    assert not gpu_eager.are_on_gpu([Eager()])
+    with tf.Graph().as_default():
+        assert gpu_graph.device_of([tf.zeros([2])]) is None
+    mpistrat.shutdown()
+    gpu_eager.has_cupy.cache_clear()
+    assert [message for message in caplog.messages if "cupy" in message] == [
+        "rank 0: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: it is not installed"]
+
+
+@pytest.mark.parametrize("on_gpu, buckets", [(True, 2), (False, 3)])
+def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, buckets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from tests.support import tensorflow_stand_in
+    mpistrat.init()
+    if on_gpu:
+        tensorflow_stand_in.install(0, monkeypatch.setattr)
+    step = tf.function(lambda *tensors: hvd.grouped_allreduce(tensors))
+    graph = step.get_concrete_function(*[tf.TensorSpec([12, 2**18])] * 3).graph
+    mpistrat.shutdown()
+    assert len([operation for operation in graph.get_operations() if operation.type == "PyFunc"]) == buckets
+
+
+def test_a_bucket_is_copied_by_one_eager_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_graph
+    from tests.support import tensorflow_stand_in
+    calls = []
+    mpistrat.init()
+    tensorflow_stand_in.install(0, monkeypatch.setattr)
+    site = gpu_graph._GpuCallSite("a", lambda arrays: None, [tf.float32], gpu_graph.Execution(), 0, None)
+    row = tf.ones([1, 2, 3])
+    site.pack(row)  # makes the mark and the index of the row
+    executes = {name: getattr(tf, name) for name in ("reshape", "bitcast", "zeros", "cast", "expand_dims")}
+    for name, execute in executes.items():
+        monkeypatch.setattr(tf, name, lambda *of, name=name, execute=execute: calls.append(name) or execute(*of))
+    site.pack(row)
+    mpistrat.shutdown()
+    assert calls == []

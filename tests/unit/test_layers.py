@@ -52,7 +52,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
     "gpu.events": {"cupy"}, "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
-    "api.basics": {"mpi4py"}, "api.ops": {"numpy", "cloudpickle"}, "api.libraries": {"numpy", "ml_dtypes"},
+    "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
+    "api.ops": {"numpy", "cloudpickle"}, "api.libraries": {"numpy", "ml_dtypes"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},

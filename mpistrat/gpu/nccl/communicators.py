@@ -2,18 +2,22 @@
 
 ncclCommInitRank waits for all ranks without a limit, so a rank that fails alone would leave the others blocked in it.
 Therefore each rank connects in a separate thread, and meanwhile exchanges its state with the other ranks.
+
+NCCL opens the connections between ranks in their first collective (NCCL_RUNTIME_CONNECT, the default of 2.30). No room
+in /dev/shm, or a port that is blocked, is an error there. So connecting includes an all-reduce of one element.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from ...core.errors import EngineError
+from ...core.request import ReduceOp
 from ...core.tuning import NCCL_CONNECT_FIRST_SLEEP_S, NCCL_CONNECT_LONGEST_SLEEP_S
 from ..arrays import GpuDevice
-from .types import NcclCommunicator
+from .types import OPERATIONS, UINT8, NcclCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +31,9 @@ class Exchange(Protocol):
         """The values of all ranks, by rank. Tuples may arrive as lists."""
 
 
-
-def make_communicators(make: Callable[[], list[NcclCommunicator]], device: GpuDevice, rank: int, exchange: Exchange,
+def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int, exchange: Exchange,
                        limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
-    """Call `make`, and return its result when it has returned on all ranks. Collective.
+    """Make communicators and connect them; return them when all ranks have done so. Collective.
 
     Args:
         make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
@@ -67,22 +70,27 @@ class _Attempt:
 
     Attributes:
         made: The communicators.
-        state: None while they are being made, then "", or the error.
+        state: None while they are being made and connected, then "", or the error.
     """
 
-    def __init__(self, make: Callable[[], list[NcclCommunicator]], device: GpuDevice, rank: int):
-        self._rank = rank
+    def __init__(self, make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int):
+        self._device, self._rank = device, rank
         self.made: list[NcclCommunicator] = []
         self.state: str | None = None
         self._is_given_up = False
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, args=(make, device), name="mpistrat-nccl-connect", daemon=True).start()
+        threading.Thread(target=self._run, args=(make,), name="mpistrat-nccl-connect", daemon=True).start()
 
-    def _run(self, make: Callable[[], list[NcclCommunicator]], device: GpuDevice) -> None:
+    def _run(self, make: Callable[[], Iterable[NcclCommunicator]]) -> None:
         state = ""
         try:
-            with device.current():
-                self.made = make()
+            with self._device.current():
+                for communicator in make():
+                    with self._lock:
+                        self.made.append(communicator)
+                    if self._is_given_up:
+                        break
+                    self._reduce_one_element(communicator)
         except Exception as error:  # Sent to all ranks, including this one.
             state = str(error) or repr(error)
         with self._lock:
@@ -90,11 +98,25 @@ class _Attempt:
             if self._is_given_up:
                 self._abort()
 
+    def _reduce_one_element(self, communicator: NcclCommunicator) -> None:
+        memory, stream = self._device.scratch(1), self._device.stream()
+        if memory is None:
+            raise MemoryError("the GPU has no memory left")
+        communicator.allReduce(memory.address, memory.address, 1, UINT8, OPERATIONS[ReduceOp.MAX], stream.ptr)
+        end = self._device.record(stream)
+        while not end.done and not self._is_given_up:
+            communicator.check_async_error()
+            time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
+
     def give_up(self) -> None:
-        """Abort the communicators, now or when they have been made."""
+        """Abort the communicators, at once, or when the thread has left them.
+
+        An abort frees what the thread uses. So a communicator that NCCL can revoke is revoked first.
+        """
         with self._lock:
             self._is_given_up = True
-            if self.state is not None:
+            revoked = [communicator.revoke() for communicator in self.made] if self.state is None else [False]
+            if not all(revoked):
                 self._abort()
 
     def _abort(self) -> None:

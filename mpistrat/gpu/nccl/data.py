@@ -101,6 +101,10 @@ class NcclData(GpuBackend):
         for stream in self._streams:
             stream.communicator.check_async_error()
 
+    def revoke(self) -> bool:
+        revoked = [stream.communicator.revoke() for stream in self._streams]
+        return all(revoked)
+
     def abandon(self) -> None:
         with ExitStack() as aborts:  # calls all of them, even if one raises
             for stream in reversed(self._taken()):

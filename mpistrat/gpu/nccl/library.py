@@ -41,21 +41,39 @@ class Communicator:
     """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
 
     Implements types.NcclCommunicator. Making one is collective, and waits for all ranks. One thread calls it. Another
-    one may call `abort` meanwhile: the call that waits in NCCL returns then, and no call begins after it. (cupy forgets
-    NCCL's communicator only when ncclCommAbort has returned. Without the flag a call that begins in the meantime would
-    use freed memory.) The waiting call itself cannot be waited for first, since nothing but the abort makes it return.
-    cupy's calls release the lock of Python's interpreter, so that another thread can run.
+    one may call `revoke` and `abort` meanwhile: the call that waits in NCCL returns then, and no call begins after it.
+    ncclCommAbort frees the communicator, so `revoke` comes first, and the waiting call is waited for, where NCCL has
+    it. (cupy forgets NCCL's communicator only when ncclCommAbort has returned. Without the flag a call that begins in
+    the meantime would use freed memory.) cupy's calls release the lock of Python's interpreter, so that another thread
+    can run.
     """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
         with explained(f"connecting rank {rank} of {size}"):
             self._cupy_communicator = nccl.NcclCommunicator(size, unique_id, rank)
-        self._rank, self._lock, self._is_aborted = rank, Lock(), False
+        self._rank, self._lock, self._is_ended, self._is_aborted = rank, Lock(), False, False
+
+    def revoke(self) -> bool:
+        """Make the call that waits in NCCL return, and free nothing. Any thread may call it.
+
+        Returns:
+            False if this version of NCCL has no ncclCommRevoke, or an abort has begun.
+        """
+        try:
+            comm_revoke = ctypes.CDLL("libnccl.so.2").ncclCommRevoke
+        except (OSError, AttributeError):
+            return False
+        comm_revoke.argtypes = ctypes.c_void_p, ctypes.c_int
+        with self._lock:
+            if self._is_ended:
+                return False
+            self._is_ended = True
+        return bool(comm_revoke(self._cupy_communicator.comm, 0) == 0)
 
     def abort(self) -> None:
         """End all work of the communicator, and free it. May be called twice, and by any thread."""
         with self._lock:
-            is_first, self._is_aborted = not self._is_aborted, True
+            is_first, self._is_aborted, self._is_ended = not self._is_aborted, True, True
         if is_first:
             with explained(f"abort on rank {self._rank}"):
                 self._cupy_communicator.abort()
@@ -64,7 +82,7 @@ class Communicator:
         method = getattr(self._cupy_communicator, name)
 
         def call(*arguments: Any) -> Any:
-            if self._is_aborted:
+            if self._is_ended:
                 raise EngineError(f"NCCL's communicator was aborted before {name} on rank {self._rank}.")
             with explained(f"{name} on rank {self._rank}"):
                 return method(*arguments)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
-from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
+from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
 from ..xla import context as xla
 from . import cpu, gpu_graph
@@ -70,7 +70,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 
 def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
-                may_wait: bool = True, bucket_bytes: int = BUCKET_BYTES, wire_dtype: str = "",
+                may_wait: bool = True, bucket_bytes: int = 0, wire_dtype: str = "",
                 process_set: int = 0, places: Sequence[int] = (),
                 observer: Observer | None = None) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
@@ -82,7 +82,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         labels: Users' names of the tensors, for error messages.
         may_wait: Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last
             collective of the graph.
-        bucket_bytes: The size of the buckets; the same on all ranks.
+        bucket_bytes: The size of the buckets; the same on all ranks. 0: that of core.tuning, for a CPU or a GPU.
         wire_dtype: As in Request.
         process_set: The id of the process set.
         places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
@@ -93,6 +93,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         return []
     places = places or range(len(tensors))
     device = gpu_graph.device_of(tensors)
+    bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
     if tf.executing_eagerly() or xla.is_compiled():
         # Nothing overlaps with an eager call or a custom call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]

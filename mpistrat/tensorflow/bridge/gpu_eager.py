@@ -9,6 +9,7 @@ whose size depends on the other ranks (of a gather) is allocated later, in memor
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host, gpu_input, this_ranks_gpu
+from ...api.own_gpu import go_by_host, gpu_input, this_ranks_gpu, why_no_cupy
 from ...core.request import DEVICE_GPU, Request
 from ...gpu.arrays import Allocated, GpuArray, GpuInput
 from .gpu_memory import exported, shared, uninitialised
@@ -25,15 +26,27 @@ from .own_executor import SynchronousExecution
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
+logger = logging.getLogger(__name__)
+
 
 def are_on_gpu(tensors: Sequence[tf.Tensor]) -> bool:
     """Whether all these eager tensors are reduced on the GPU. If one is in host memory, all go through the host.
 
-    TensorFlow keeps some tensors (int32, mostly) in host memory although their device is a GPU. False too if the
-    settings send GPU tensors through the host.
+    TensorFlow keeps some tensors (int32, mostly) in host memory although their device is a GPU. False too if cupy is
+    missing, or the settings send GPU tensors through the host.
     """
     return (has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
-            and not go_by_host())
+            and has_cupy() and not go_by_host())
+
+
+@cache
+def has_cupy() -> bool:
+    """Whether the engine can read tensors on a GPU, eager ones and those of graphs. Warns once if not."""
+    reason = why_no_cupy()
+    if reason:
+        logger.warning("rank %d: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: %s",
+                       runtime.current().topology.rank, reason)
+    return not reason
 
 
 def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence[tf.Tensor],

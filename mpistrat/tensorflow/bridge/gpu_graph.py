@@ -30,7 +30,6 @@ more. So `device_of` decides from what is known during tracing.
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -39,22 +38,20 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host, gpu_input, why_no_cupy
+from ...api.own_gpu import go_by_host, gpu_input
 from ...core.handle import Handle
 from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
-from ...gpu.arrays import GpuInput
+from ...gpu.arrays import GpuArray, GpuInput
 from ..types import Arrays
 from . import cpu, executions, gpu_eager
 from .calls import CallSite
 from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
 from .executions import Execution
-from .gpu_memory import Shared, copied, shared, without_elements
+from .gpu_memory import Shared, as_row, copied, from_row, shared, without_elements
 from .own_executor import SynchronousExecution
 from .program_order import in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
 from .submission import MakeRequest, Observer
-
-logger = logging.getLogger(__name__)
 
 
 class _Lifetime:
@@ -70,7 +67,7 @@ class _Lifetime:
 
 @dataclasses.dataclass(frozen=True)
 class _Pack:
-    """The tensors of one execution, and memory for its results."""
+    """The tensors of one execution, and memory for its results, all as rows (see gpu_memory.as_row)."""
 
     copies: list[Shared]
     results: list[Shared]
@@ -89,7 +86,7 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
     dtypes, as gradients do: others TensorFlow has no GPU kernels for, or keeps on the host. A tensor that turns out to
     be on the host is copied.
     """
-    if tf.executing_eagerly() or not gpu_eager.has_gpu() or not _has_cupy() or go_by_host():
+    if tf.executing_eagerly() or not gpu_eager.has_gpu() or not gpu_eager.has_cupy() or go_by_host():
         return None
     if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
         return None
@@ -98,15 +95,6 @@ def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
         return None
     numbers = {place.device_index or 0 for place in places} or {0}
     return f"/device:GPU:{numbers.pop()}" if len(numbers) == 1 else None
-
-
-@cache
-def _has_cupy() -> bool:
-    reason = why_no_cupy()
-    if reason:
-        logger.warning("rank %d: GPU tensors of a tf.function are copied to the host, since cupy is missing: %s",
-                       runtime.current().topology.rank, reason)
-    return not reason
 
 
 def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
@@ -126,14 +114,15 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
     """
     cpu.require_function()
     execution = executions.current.get() or Execution()
-    site = _GpuCallSite(name, make_request, len(tensors), execution, process_set, observer)
+    site = _GpuCallSite(name, make_request, [t.dtype for t in tensors], execution, process_set, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()
     with tf.device("CPU:0"):
         shapes_of_carriers = [tf.stack([size, 0]) for size in rows]
     with tf.device(device):
         carriers = [tf.reshape(tf.zeros([0]), shape) for shape in shapes_of_carriers]
-        key, mark = unordered_tensor_call(site.pack, [*tensors, *carriers], [tf.float32, tf.float32], device)
+        of_rows = [as_row(tensor) for tensor in tensors]
+        key, mark = unordered_tensor_call(site.pack, [*of_rows, *carriers], [tf.float32, tf.float32], device)
         shape_of_key = tf.shape(key, tf.int64)
     with tf.device("CPU:0"):
         ticket = cpu.scalars(in_order(lambda: host_call(site.submit, [shape_of_key, mark, *past], TICKET,
@@ -142,7 +131,8 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         shape_of_carrier = tf.concat([ticket[0][tf.newaxis], awaited(ticket, queue_of(ticket))], axis=0)
     with tf.device(device):
         carrier = tf.reshape(tf.zeros([0]), shape_of_carrier)
-        results = unordered_tensor_call(site.fetch, [key, carrier], [t.dtype for t in tensors], device)
+        fetched = unordered_tensor_call(site.fetch, [key, carrier], [row.dtype for row in of_rows], device)
+        results = [from_row(row, t.dtype) for row, t in zip(fetched, tensors, strict=True)]
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
     if execution.number is None:
@@ -175,25 +165,26 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
 class _GpuCallSite(CallSite):
     """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
 
-    def __init__(self, name: str, make_request: MakeRequest, tensors: int, execution: Execution,
+    def __init__(self, name: str, make_request: MakeRequest, dtypes: Sequence[tf.DType], execution: Execution,
                  process_set: int, observer: Observer | None):
         super().__init__(name, process_set)
-        self._make_request, self._tensors, self._observer = make_request, tensors, observer
+        self._make_request, self._observer = make_request, observer
+        self._dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
         self._counts = execution.number is None
 
     def pack(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
         """Start to copy the tensors; return the key and the mark.
 
         Args:
-            inputs: The tensors, and then those whose first dimensions are the numbers of rows.
+            inputs: The tensors, each as a row, and then those whose first dimensions are the numbers of gathered rows.
         """
         keep_thread_state()
-        tensors, carriers = inputs[:self._tensors], inputs[self._tensors:]
+        tensors, carriers = inputs[:len(self._dtypes)], inputs[len(self._dtypes):]
         device = gpu_eager.device_of(tensors[0])
-        with SynchronousExecution():
+        with SynchronousExecution(), tf.device(tensors[0].backing_device):
             copies = results = [copied(tensor, device) for tensor in tensors]
             if carriers:
-                results = [shared([carrier.shape[0], *tensor.shape[1:]], tensor, device)
+                results = [shared([1, carrier.shape[0], *tensor.shape[2:]], tensor, device)
                            for tensor, carrier in zip(tensors, carriers, strict=True)]
             number, lifetime = next(_numbers), _Lifetime()
             key = without_elements([number, 0], lifetime, tensors[0], device)
@@ -220,11 +211,14 @@ class _GpuCallSite(CallSite):
 
     def _observed(self, pack: _Pack, name: str) -> tuple[Request, list[GpuInput]]:
         """The request and its arrays, which the observer has seen."""
+        arrays = [_input(copy, result, dtype)
+                  for copy, result, dtype in zip(pack.copies, pack.results, self._dtypes, strict=True)]
         if self._observer is not None:
             with SynchronousExecution():
-                if not self._observer([copy.tensor.numpy() for copy in pack.copies], self.thread):
+                values = [copy.tensor.numpy().view(array.dtype).reshape(array.shape)
+                          for copy, array in zip(pack.copies, arrays, strict=True)]
+                if not self._observer(values, self.thread):
                     self._observer = None
-        arrays = [_input(copy, result) for copy, result in zip(pack.copies, pack.results, strict=True)]
         return dataclasses.replace(self._make_request(arrays), name=name, device=DEVICE_GPU, in_graph=True), arrays
 
     def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
@@ -238,10 +232,16 @@ class _GpuCallSite(CallSite):
         return [result.owner for result in COMPLETIONS.redeem(carrier.shape[0]).wait()]
 
 
-def _input(copy: Shared, result: Shared) -> GpuInput:
+def _input(copy: Shared, result: Shared, dtype: np.dtype) -> GpuInput:
     """A complete copy as the engine's input, with memory for the result, which is the same one in place."""
-    target = dataclasses.replace(result.array, owner=result.tensor)
-    return gpu_input(copy.array, copy.device, None, lambda _: (target, None))
+    target = dataclasses.replace(_tensor_in(result, dtype), owner=result.tensor)
+    return gpu_input(_tensor_in(copy, dtype), copy.device, None, lambda _: (target, None))
+
+
+def _tensor_in(row: Shared, dtype: np.dtype) -> GpuArray:
+    """The memory of a tensor of this dtype, which a row has."""
+    array = row.array
+    return dataclasses.replace(array, dtype=dtype, shape=array.shape[1:] if array.dtype == dtype else array.shape[1:-1])
 
 
 @cache

@@ -12,7 +12,6 @@ import tensorflow as tf
 from ...api import runtime
 from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ReduceOp, ScaledOp, Sum
-from ...core.tuning import BUCKET_BYTES
 from .. import gradients, lists
 from ..bridge.program_order import complete_in_order
 from ..bridge.submission import Observer
@@ -42,7 +41,7 @@ def reduce_gradients(sent: Sequence[Tensor], labels: Sequence[str], options: Gra
 
 def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp | ReduceOp,
                operation: str = "all_reduce", labels: Sequence[str] = (),
-               bucket_bytes: int = BUCKET_BYTES) -> list[Tensor]:
+               bucket_bytes: int = 0) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
     Args:

@@ -23,7 +23,6 @@ from tensorflow.python.distribute.values import DistributedVariable
 
 from ...api import runtime
 from ...core.topology import Topology
-from ...core.tuning import BUCKET_BYTES
 from ..first_steps import FirstSteps
 from ..gradients import GradientOptions
 from ..timed_steps import count_step
@@ -165,10 +164,10 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
     def _bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
-        """The size of the buckets of a call; `options` are the call's own, whose timeout is applied."""
+        """The size of the buckets of a call; 0: the default. `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
-        return int(self._options.merge(options).bytes_per_pack) or BUCKET_BYTES
+        return int(self._options.merge(options).bytes_per_pack)
 
     def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
                  options: CommunicationOptions | None) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """tf.distribute.experimental.CommunicationOptions: the meaning of each field under MPIStrategy.
 
-bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: core.tuning.BUCKET_BYTES.
+bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: that of core.tuning, which is
+    larger on a GPU.
 timeout_seconds: the time after which a collective that only some ranks have called ends the job, instead of
     MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. It is set in the engine, so it applies to all later collectives.
 implementation: NCCL logs a warning where NCCL is not available. RING and AUTO have no effect; the settings choose.

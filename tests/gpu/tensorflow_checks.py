@@ -1,0 +1,251 @@
+"""TensorFlow's tensors on a GPU, one check after the other, whatever fails; on one rank or on several.
+
+    python -m tests.gpu.tensorflow_checks
+    mpistrat run -np 2 -- python -m tests.gpu.tensorflow_checks
+
+What no stand-in can show comes first. Each check has a line, on each rank where it fails. With --stand-in it runs
+without a GPU, and shows that the program itself works.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# A check that fails on one rank leaves the others waiting for this long.
+os.environ.update({"MPISTRAT_STALL_CHECK_TIME_SECONDS": "5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "10"})
+os.environ.setdefault("MPISTRAT_LOG_LEVEL", "info")
+
+import numpy as np
+import tensorflow as tf
+
+import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph, gpu_memory
+from mpistrat.tensorflow.bridge.python_op import unordered_tensor_call
+
+IS_STAND_IN = "--stand-in" in sys.argv
+DEVICE = "/device:CPU:0" if IS_STAND_IN else "/device:GPU:0"
+BUCKETS, BUCKET_MB = (3, 1) if IS_STAND_IN else (13, 32)  # as many as BERT-base has
+
+
+def start() -> None:
+    """Begin a job; on the stand-in its tensors go the way of those on a GPU."""
+    hvd.init()
+    if IS_STAND_IN:
+        from tests.support import tensorflow_stand_in
+        tensorflow_stand_in.install(mpistrat.rank())
+
+
+def same(result: Any, expected: Any) -> None:
+    """Raise AssertionError if they differ by more than rounding."""
+    np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-5, atol=1e-5)
+
+
+# -- without a collective ---------------------------------------------------------------------------------------------
+
+
+def tensors_are_on_the_gpu() -> None:
+    """TensorFlow has a GPU, and it is the one of the engine."""
+    tensor = tf.ones([3])
+    assert DEVICE in tensor.backing_device, tensor.backing_device
+    assert gpu_eager.are_on_gpu([tensor])
+    print(f"    {gpu_eager.device_of(tensor).identity}, of {tf.config.list_physical_devices()}")
+
+
+def tensorflow_imports_memory_of_cupy() -> None:
+    """An imported tensor is on the GPU, has the memory, and gives it back."""
+    like = tf.ones([4])
+    shared = gpu_memory.shared([1, 4], like, gpu_eager.device_of(like))
+    assert shared.imported is not None, "cupy has no memory left"
+    assert shared.tensor.backing_device == like.backing_device, shared.tensor.backing_device
+    assert gpu_memory.exported(shared.tensor, shared.device).address == shared.imported.address
+
+
+def a_copy_is_what_was_copied() -> None:
+    """copied() in every dtype of gradients, after work that is still enqueued."""
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        row = tf.cast(tf.reshape(tf.range(6.0), [1, 2, 3]), dtype)
+        for _ in range(10):
+            row = row + tf.cast(1, dtype)
+        copy = gpu_memory.copied(row, gpu_eager.device_of(row))
+        same(tf.cast(copy.tensor, tf.float32), np.arange(6.0).reshape(1, 2, 3) + 10)
+
+
+def python_gets_tensors_on_the_gpu() -> None:
+    """The py_function of a graph gets and returns tensors on the GPU, in TensorFlow's thread."""
+    seen: list[str] = []
+
+    def look(tensor: tf.Tensor) -> list[tf.Tensor]:
+        seen.append(tensor.backing_device)
+        return [tensor]
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        result, = unordered_tensor_call(look, [tensor + 1], [tf.float32], DEVICE)
+        return result * 2
+
+    same(step(tf.ones([3])), [4, 4, 4])
+    assert len(seen) == 1 and DEVICE in seen[0], seen
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def a_sum_of_eager_tensors() -> None:
+    """Eager all-reduce, gather, broadcast."""
+    rank, size = mpistrat.rank(), mpistrat.size()
+    same(hvd.allreduce(tf.fill([5], float(rank)), op=hvd.Sum), np.full(5, sum(range(size))))
+    same(hvd.allgather(tf.fill([rank + 1, 2], float(rank))), [[r, r] for r in range(size) for _ in range(r + 1)])
+    same(hvd.broadcast(tf.fill([2], float(rank)), size - 1), [size - 1] * 2)
+
+
+def a_sum_in_a_graph() -> None:
+    """It stays on the GPU, and is read when it is complete; 50 steps."""
+    assert IS_STAND_IN or _device_in_a_graph() == DEVICE
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return 2 * hvd.allreduce(tensor + 1, op=hvd.Sum, name="sum")
+
+    for number in range(50):
+        same(step(tf.fill([100_000], float(mpistrat.rank() + number))),
+             np.full(100_000, 2 * (sum(range(mpistrat.size())) + mpistrat.size() * (number + 1))))
+
+
+def no_node_reads_a_result_too_early() -> None:
+    """What TensorFlow's optimizer moves before a reshape: a reshape, a cast, a flattened list, a gradient."""
+    rank, size = mpistrat.rank(), mpistrat.size()
+
+    @tf.function
+    def step(values: tf.Tensor) -> list[tf.Tensor]:
+        first = hvd.allreduce(values + 1, op=hvd.Sum, name="first")
+        second = hvd.allreduce(values + 1, op=hvd.Sum, name="second")
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            third = hvd.allreduce(tf.reduce_sum(values * values, axis=0), op=hvd.Sum, name="third")
+            total = tf.reduce_sum(third)
+        return [tf.reshape(-first, [-1]), tf.cast(second, tf.float16), tape.gradient(total, values),
+                tf.concat([tf.reshape(first, [-1]), tf.reshape(second, [-1])], axis=0)]
+
+    for number in range(20):
+        values = np.arange(6.0).reshape(2, 3) + rank + number
+        reduced = sum(np.arange(6.0).reshape(2, 3) + r + number + 1 for r in range(size))
+        negated, halves, gradient, flat = step(tf.constant(values, tf.float32))
+        same(negated, -reduced.reshape(-1))
+        same(halves, reduced.astype(np.float16))
+        same(gradient, 2 * values * size)
+        same(flat, np.concatenate([reduced.reshape(-1)] * 2))
+
+
+def sync_batch_normalization_has_the_gradient_of_the_host() -> None:
+    """Of its input, against the same on the host."""
+    import mpistrat.keras as hvd_keras
+    layer = hvd_keras.SyncBatchNormalization()
+    layer.build([None, 5])
+    values = tf.constant(np.random.RandomState(mpistrat.rank()).randn(8, 5), tf.float32)
+    weights = tf.constant(np.random.RandomState(9).randn(8, 5), tf.float32)
+
+    def gradient(values: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = tf.reduce_sum(weights * tf.square(layer(values, training=True)))
+        return tape.gradient(result, values)
+
+    with tf.device("/device:CPU:0"):
+        expected = tf.function(gradient)(values)
+    step = tf.function(gradient)
+    for _ in range(10):
+        np.testing.assert_allclose(step(values).numpy(), expected.numpy(), atol=1e-4)
+
+
+def fit_trains_the_same_weights_on_all_ranks() -> None:
+    """20 steps of a small model by a DistributedOptimizer."""
+    import keras
+
+    import mpistrat.keras as hvd_keras
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    data = np.random.RandomState(mpistrat.rank()).randn(160, 4).astype(np.float32)
+    model.fit(data, data.sum(1), batch_size=8, verbose=0)
+    weights = np.concatenate([weight.reshape(-1) for weight in model.get_weights()])
+    assert np.isfinite(weights).all()
+    for other in mpistrat.allgather_object(weights):
+        np.testing.assert_array_equal(other, weights)
+
+
+def a_step_with_as_many_buckets_as_bert() -> None:
+    """Its time, with averaging and without; not a check."""
+    variables = [tf.Variable(tf.ones([BUCKET_MB * 2**18])) for _ in range(BUCKETS)]
+
+    def step(averages: bool) -> tf.Tensor:
+        gradients = [variable * 0.5 for variable in variables]
+        if averages:
+            gradients = hvd.grouped_allreduce(gradients, name="bert")
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign(gradient * 2)
+        return tf.reduce_sum(variables[-1])
+
+    took = {}
+    for averages in (False, True):
+        function = tf.function(step)
+        seconds = []
+        for _ in range(8):
+            began = time.perf_counter()
+            function(averages).numpy()
+            seconds.append(time.perf_counter() - began)
+        took[averages] = np.median(seconds[3:])
+    same(variables[0][:3], [1, 1, 1])
+    if mpistrat.rank() == 0:
+        print(f"    {BUCKETS} buckets of {BUCKET_MB} MB, {mpistrat.size()} ranks: {took[True] * 1e3:.2f} ms a step, "
+              f"{took[False] * 1e3:.2f} ms without averaging")
+
+
+def _device_in_a_graph() -> str | None:
+    with tf.Graph().as_default():
+        return gpu_graph.device_of([tf.zeros([2])])
+
+
+CHECKS: list[Callable[[], None]] = [
+    tensors_are_on_the_gpu, tensorflow_imports_memory_of_cupy, a_copy_is_what_was_copied,
+    python_gets_tensors_on_the_gpu, a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,
+    sync_batch_normalization_has_the_gradient_of_the_host, fit_trains_the_same_weights_on_all_ranks,
+    a_step_with_as_many_buckets_as_bert]
+
+
+def main(checks: list[Callable[[], None]]) -> int:
+    """Run the checks; returns how many have failed on some rank. After a failure the ranks connect anew."""
+    failed = 0
+    start()
+    rank, size = mpistrat.rank(), mpistrat.size()
+    for check in checks:
+        name, began, problem = check.__name__.replace("_", " "), time.monotonic(), ""
+        try:
+            check()
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"FAILED on rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        problems = [text for text in _of_all_ranks(problem, size) if text]
+        if rank == 0:
+            print(f"== {name}: {'; '.join(problems) or 'passed'} ({time.monotonic() - began:.1f} s)", flush=True)
+        if problems:
+            failed += 1
+            mpistrat.shutdown()
+            start()
+    mpistrat.shutdown()
+    return failed
+
+
+def _of_all_ranks(problem: str, size: int) -> list[str]:
+    """What each rank reports; over MPI itself, because the engine of a rank may have ended."""
+    if size == 1:
+        return [problem]
+    from mpi4py import MPI
+    return list(MPI.COMM_WORLD.allgather(problem))
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(CHECKS)))
