@@ -7,9 +7,11 @@ import functools
 
 import tensorflow as tf
 
+from ..core.errors import InvalidRequestError
 from ..process import step_timer
 from ..process.step_timer import StepTimer
 from .bridge._private import AtomicFunction
+from .xla.context import is_compiled
 
 
 def count_step(is_global: bool) -> None:
@@ -17,6 +19,9 @@ def count_step(is_global: bool) -> None:
 
     Args:
         is_global: Whether the script's batches are those of all ranks together.
+
+    Raises:
+        InvalidRequestError: While a function is traced that XLA compiles.
     """
     timer = step_timer.current()
     if timer is None or timer.is_in_fit:
@@ -25,6 +30,9 @@ def count_step(is_global: bool) -> None:
         timer.end_step(1, None, is_global)
         timer.end_script()
         return
+    if is_compiled():
+        raise InvalidRequestError("mpistrat run --efficiency cannot count the steps of a loop that XLA compiles. Leave "
+                                  "out jit_compile=True while you measure, or train with fit.")
     _end_after_calls(timer)
     tf.numpy_function(lambda: timer.end_step(1, None, is_global), [], [])
 

@@ -175,6 +175,12 @@ def test_a_loop_inside_of_a_graph_ends_when_the_graph_does(timer: StepTimer, tol
     assert [each.steps for each in told] == [8]
 
 
+def test_a_loop_that_xla_compiles_is_told(timer: StepTimer) -> None:
+    import tensorflow as tf
+    with pytest.raises(Exception, match="Leave out jit_compile=True while you measure"):  # AutoGraph may wrap it.
+        tf.function(tape_step(), jit_compile=True)()
+
+
 def test_fit_counts_its_steps_and_rows_and_not_its_averagings(timer: StepTimer, told: list[StepTimes]) -> None:
     import keras
     import numpy as np

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -245,3 +246,19 @@ def test_what_is_not_installed_is_named(job: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["top", *words]) == 2
     assert f"({pip_extra('top')})" in capsys.readouterr().err
+
+
+def test_the_file_of_a_real_job_is_understood(directory: Path) -> None:
+    code = "import mpistrat, sys; mpistrat.init(); mpistrat.allreduce([1.0]); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as job:
+        try:
+            until = time.monotonic() + 60
+            while not list(directory.glob("*.json")) and time.monotonic() < until:
+                time.sleep(0.05)
+            found = read(directory, os.getuid(), time.time())
+        finally:
+            job.communicate(b"")
+    assert not found.problems
+    status, = found.jobs
+    assert (status.size, [rank.pid for rank in status.ranks]) == (1, [job.pid])
+    assert summarize(status, None, time.time()).why == "there is one rank"
