@@ -4,7 +4,6 @@ The dependencies of a backend are imported when it is checked: mpi4py loads an M
 by `mpistrat doctor`, in the process that cli/probe.py starts, and by mpi_built() and its like.
 """
 
-import os
 from dataclasses import dataclass
 
 from ..core.errors import MpistratError
@@ -39,12 +38,13 @@ def backends() -> list[BackendStatus]:
 
 
 def _shared_memory_status() -> BackendStatus:
-    from ..transport.open_file import OpenFile
-    from ..transport.shm.memfd import map_file
+    from ..transport.shm.memfd import HostFile
     try:
-        with open(os.memfd_create("mpistrat"), "r+b") as made, \
-                open(OpenFile.of(made.fileno()).open(os.O_RDWR), "r+b") as opened:
-            map_file(opened.fileno(), 4096)
+        file = HostFile.make()
+        try:
+            file.take(4096)
+        finally:
+            file.close()
     except OSError as error:
         return BackendStatus("shared_memory", False, str(error))
     return BackendStatus("shared_memory", True, "among the ranks of a host, of all sizes")

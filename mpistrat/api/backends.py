@@ -7,8 +7,6 @@ are imported only when they are used. Called by init(), on the thread that calls
 import contextlib
 import logging
 import mmap
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +14,12 @@ from ..core.errors import MpistratError
 from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, LocalChannel
 from ..core.interruption import Interruption
 from ..core.settings import Settings
-from ..core.topology import Topology, ranks_by_value
+from ..core.topology import Topology
 from ..negotiation.tree import edges_among, neighbours_of
+from ..transport.host_link import HostLink
 from ..transport.local import ThreadGroup
-from ..transport.open_file import OpenFile
-from ..transport.pipes import PipeChannel
-from ..transport.shm.memfd import map_file
 from ..transport.shm.segment import HostMemory, Regions
+from ..transport.unix_socket import UnixSocketChannel
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,8 +70,8 @@ class _Setup:
 
     Attributes:
         comm: All ranks.
-        topology: Where they are. Ranks of the same host are connected.
-        channel: Messages among the ranks of this host, over pipes.
+        link: Shares memory among the ranks of this host.
+        channel: Messages among the ranks of this host, over sockets.
         mpi: Collectives over MPI, for operations that shared memory does not support.
         interruption: Ends waits for other ranks.
     """
@@ -82,7 +79,8 @@ class _Setup:
     comm: "MPI.Intracomm"
     topology: Topology
     settings: Settings
-    channel: PipeChannel
+    link: HostLink
+    channel: UnixSocketChannel
     mpi: DataPlane
     interruption: Interruption
 
@@ -101,33 +99,26 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     """Build the backends for a job of several ranks, whose waits `interruption` ends. Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
-    memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0. If the ranks of some host cannot be connected,
-    every rank is treated as a host of its own.
-
-    Raises:
-        MpistratError: On all ranks, if what MPISTRAT_CPU_OPERATIONS asks for is not possible, or a rank has no pipe.
+    memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0.
     """
     from ..transport.mpi.control import MpiControl
     from ..transport.mpi.data import MpiData
     from ..transport.mpi.peer_wait import PeerWait
-    channel, problems = _connected(comm, topology)
-    place = topology
-    if problems:
-        _share_nothing(problems, topology, settings)
-        place = Topology(topology.rank, tuple(f"{host}#{rank}" for rank, host in enumerate(topology.host_of)),
-                         topology.members)
+    rank, local_ranks = topology.rank, topology.local_ranks
+    link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
-    setup = _Setup(comm, place, settings, channel, MpiData(comm.Dup(), wait), interruption)
+    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait), interruption)
     parts: _Parts | None = None
-    if settings.cpu_operations != "mpi" and max(place.local_sizes) > 1:
+    if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
         parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
-    elif max(place.local_sizes) == 1 and settings.fast_path:
+    elif max(topology.local_sizes) == 1 and settings.fast_path:
         parts = _build_for_single_rank_hosts(setup)
-    data, local, agreement = parts or (setup.mpi, channel, None)
+    data, channel, agreement = parts or (setup.mpi, sockets, None)
+    link.close()
     if agreement is not None:
-        local.watch(agreement.has_news)
-    leads = agreement is not None and place.local_rank == 0 and bool(setup.remote_ranks)
-    control = MpiControl(comm.Dup(), local, place.local_ranks, neighbours_of(place.rank, place.size), leads, wait)
+        channel.watch(agreement.has_news)
+    leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
+    control = MpiControl(comm.Dup(), channel, local_ranks, neighbours_of(rank, topology.size), leads, wait)
     _log_choice(topology, settings, data, agreement)
     return Backends(control, data, agreement)
 
@@ -199,28 +190,34 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
                "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
 
 
-def _connected(comm: "MPI.Intracomm", topology: Topology) -> tuple[PipeChannel, str]:
-    """Connect the ranks of each host. Collective. Returns this rank's channel, and why some ranks are not connected.
+def _connect_host(comm: "MPI.Intracomm", topology: Topology,
+                  interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
+    """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
     Raises:
-        MpistratError: On all ranks, if a rank cannot make its pipe.
+        MpistratError: On all ranks, if the ranks of some host cannot be connected.
     """
-    channel, problem = None, ""
+    link, channel, problem = None, None, ""
     try:
-        channel = PipeChannel(topology.rank)
+        link = HostLink(topology.rank, topology.local_ranks,
+                        [topology.job_ranks[rank] for rank in topology.local_ranks], interruption)
     except OSError as error:
-        problem = f"a pipe cannot be made: {error}"
-    told = comm.allgather((problem, None if channel is None else channel.inbox))
-    problems = _listed((problem for problem, _ in told), topology)
-    if channel is None or problems:
-        if channel is not None:
-            channel.close()
-        raise MpistratError(f"The ranks of a host cannot be connected. {problems}")
-    try:
-        channel.connect({rank: told[rank][1] for rank in topology.local_ranks if rank != topology.rank})
-    except OSError as error:
-        problem = f"pipes of their host cannot be opened in /proc ({error.strerror or error}), as in other containers"
-    return channel, _listed(comm.allgather(problem), topology)
+        problem = str(error)
+    invitations = comm.allgather(None if link is None else link.invitation)
+    if link is not None:
+        try:
+            channel = link.connect(invitations[topology.local_ranks[0]])
+        except OSError as error:
+            problem = str(error)
+    problems = [f"rank {topology.job_ranks[rank]} on {topology.host_of[rank]}: {text}"
+                for rank, text in enumerate(comm.allgather(problem)) if text]
+    if problems:
+        for opened in (channel, link):
+            if opened is not None:
+                opened.close()
+        raise MpistratError(f"The ranks of a host cannot be connected. {'; '.join(problems)}")
+    assert link is not None and channel is not None
+    return link, channel
 
 
 def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
@@ -233,41 +230,25 @@ def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
     is_extended = settings.limit_s and len(topology.hosts) > 1
     limit_s = settings.limit_s + _EXTRA_WAIT_S if is_extended else settings.limit_s
-    memory, problems = None, ""
-    files: list[OpenFile | None] = []
-    with contextlib.ExitStack() as opened:
-        # The first rank of a host reserves the memory before the others map it, so its limits decide.
-        for is_due in (topology.local_rank == 0, topology.local_rank > 0):
-            problem, made = "", None
-            if is_due and not problems:
-                try:
-                    first = files[topology.local_ranks[0]] if files else None
-                    descriptor = os.memfd_create("mpistrat") if first is None else first.open(os.O_RDWR)
-                    opened.callback(os.close, descriptor)  # after the others have opened it
-                    memory = HostMemory(map_file(descriptor, nbytes), topology.local_rank, topology.local_ranks,
-                                        limit_s, topology, setup.interruption)
-                    made = OpenFile.of(descriptor)
-                except OSError as error:
-                    problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of "
-                               f"{topology.host}: {error}")
-            told = setup.comm.allgather((problem, made))
-            problems = problems or _listed((problem for problem, _ in told), topology)
-            files = [made for _, made in told]
+    memory = None
+    problems: dict[int, str] = {}
+    # The first rank of a host reserves the memory before the others map it, so its limits decide.
+    for is_due in (topology.local_rank == 0, topology.local_rank > 0):
+        problem = ""
+        if is_due and not problems:
+            try:
+                with contextlib.closing(setup.link.share()) as file:
+                    memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology,
+                                        setup.interruption)
+            except OSError as error:
+                problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
+                           f"{error}")
+        problems |= {rank: text for rank, text in enumerate(setup.comm.allgather(problem)) if text}
     if not problems:
         return memory
-    _share_nothing(problems, topology, settings)
-    return None
-
-
-def _listed(problems: Iterable[str], topology: Topology) -> str:
-    """What the ranks say, with their numbers; "" if no rank says anything. `problems`: that of each rank, or ""."""
-    return "; ".join(f"ranks {topology.listed(ranks)}: {text}"
-                     for text, ranks in ranks_by_value(problems).items() if text)
-
-
-def _share_nothing(problems: str, topology: Topology, settings: Settings) -> None:
-    """Warn that MPI has to serve. Raises MpistratError if MPISTRAT_CPU_OPERATIONS=shared_memory."""
+    text = "; ".join(f"rank {topology.job_ranks[rank]}: {text}" for rank, text in problems.items())
     if settings.cpu_operations == "shared_memory":
-        raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {problems}")
+        raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
     if topology.rank == 0:
-        logger.warning("%s. MPI is used instead, which is slower.", problems)
+        logger.warning("%s. MPI is used instead, which is slower.", text)
+    return None

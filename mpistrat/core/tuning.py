@@ -97,6 +97,16 @@ FAILED_EXECUTION_S = 2.0
 # A look takes 30 us.
 LAUNCHER_POLL_S = 1.0
 
+# -- transport: connections among the ranks of one host ---------------------------------------------------------------
+
+# Bytes of a part of a message over a socket. Longer messages are sent in parts.
+# Not measured: well below the kernel's default limit for a datagram.
+SOCKET_FRAGMENT_BYTES = 32 * 1024
+
+# How many descriptors one message passes to another rank in init().
+# Not measured: below the 253 that the kernel allows.
+DESCRIPTORS_PER_MESSAGE = 128
+
 # -- transport.shm: ranks of one host ---------------------------------------------------------------------------------
 
 # Bytes of a chunk of a two-shot all-reduce.

@@ -93,15 +93,15 @@ def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
     job = run_job(3, WITHOUT_MEMORY)
     assert job.code == 0, job.output
     assert [job.of_rank(rank)[-1] for rank in range(3)] == ["mpi without votes stays"] * 3, job.output
-    problem = re.findall(r"(?m)^(ranks \[\d\]): [\d.]+ MiB of memory cannot be shared among the ranks of", job.output)
-    assert problem == ["ranks [0]"], job.output
+    problem = re.findall(r"(?m)^(rank \d): [\d.]+ MiB of memory cannot be shared among the ranks of", job.output)
+    assert problem == ["rank 0"], job.output
     assert job.output.count("MPI is used instead, which is slower") == 1, job.output
 
 
 def test_without_room_for_shared_memory_that_was_asked_for_every_rank_is_told() -> None:
     job = run_job(2, WITHOUT_MEMORY, env={"MPISTRAT_CPU_OPERATIONS": "shared_memory"})
     assert job.code != 0
-    assert job.output.count("MpistratError: MPISTRAT_CPU_OPERATIONS=shared_memory: ranks [0]: ") >= 2, job.output
+    assert job.output.count("MpistratError: MPISTRAT_CPU_OPERATIONS=shared_memory: rank 0: ") >= 2, job.output
 
 
 def test_nothing_is_left_when_all_ranks_are_killed() -> None:

@@ -29,11 +29,12 @@ from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.allreduce import HierarchicalData
 from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
 from mpistrat.transport.hierarchical.piggyback import Piggyback
+from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
-from mpistrat.transport.pipes import PipeChannel
+from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..support.shared_memory_of_threads import host_memories
 
@@ -316,9 +317,9 @@ def test_a_rank_that_takes_no_messages_is_named_after_the_limit(rank: int, size:
 
 
 @pytest.fixture
-def channel(rank: int) -> Iterator[PipeChannel]:
+def channel(rank: int) -> Iterator[UnixSocketChannel]:
     """That of a rank which is alone on its host."""
-    with closing(PipeChannel(rank)) as opened:
+    with closing(HostLink(rank, [rank])) as link, closing(link.connect(link.invitation)) as opened:
         yield opened
 
 
@@ -350,7 +351,7 @@ class AnnouncedOnly(MPI.Intracomm):
         return self.pending[-1]
 
 
-def test_a_message_that_is_announced_and_does_not_arrive_ends_with_its_sender(channel: PipeChannel, rank: int,
+def test_a_message_that_is_announced_and_does_not_arrive_ends_with_its_sender(channel: UnixSocketChannel, rank: int,
                                                                              size: int) -> None:
     if size == 1:
         pytest.skip("needs another rank")
@@ -367,7 +368,7 @@ def test_a_message_that_is_announced_and_does_not_arrive_ends_with_its_sender(ch
     comm.Free()
 
 
-def test_large_and_small_messages_between_hosts_arrive_in_order(channel: PipeChannel, rank: int,
+def test_large_and_small_messages_between_hosts_arrive_in_order(channel: UnixSocketChannel, rank: int,
                                                                 size: int) -> None:
     sizes = [3, 2**20, 0, 5, 2**17]
     control = MpiControl(MPI.COMM_WORLD.Dup(), channel, [rank], range(size), wait=waits())

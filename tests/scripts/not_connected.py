@@ -1,32 +1,25 @@
-"""A job where rank 1 may not open the pipes of the other ranks: says what serves then, and what is logged."""
+"""init() where rank 1 cannot be connected to the ranks of its host: every rank says what it is told."""
 
-import numpy as np
-from reporting import attempt, launched_rank, say_log
+from typing import Any
+
+from mpi4py import MPI
+from reporting import say
 
 import mpistrat
-from mpistrat.api import runtime
-from mpistrat.transport.open_file import OpenFile
+from mpistrat.transport import fd_exchange
 
-say_log()
-
-
-def refuse(*_: object) -> int:
-    """As the kernel does in another container."""
-    raise PermissionError(13, "Permission denied", "/proc/1/fd/2")
+fd_exchange._LIMIT_S = 1.0
+rank = MPI.COMM_WORLD.Get_rank()
 
 
-if launched_rank() == 1:
-    OpenFile.open = refuse  # type: ignore[method-assign]
+def refuse(*_: Any) -> None:
+    """As if another process had the first rank's place."""
+    raise OSError("process 7 of user 8 answers in the place of rank 0")
 
 
-def collectives() -> str:
-    """Some collectives, and which backend serves."""
+if rank == 1:
+    fd_exchange.FdExchange.take = refuse  # type: ignore[method-assign]
+try:
     mpistrat.init()
-    for elements in (1, 300_000, 1, 1):
-        array = np.full(elements, mpistrat.rank(), np.float32)
-        assert (mpistrat.allreduce(array, op=mpistrat.Sum) == 3).all()
-    assert mpistrat.broadcast_object(mpistrat.rank(), 2) == 2
-    return f"{runtime.current().data_name} for {mpistrat.local_size()} ranks of a host"
-
-
-attempt(collectives)
+except mpistrat.MpistratError as error:
+    say(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Sums while a process of another user tries to write to all that the job has open.
+"""Sums while a process of another user writes to every socket of the job that has a name.
 
 Arguments: how many seconds the stranger has.
 """
@@ -14,7 +14,7 @@ from tests.support import strangers
 
 hvd.init()
 processes = hvd.allgather_object(os.getpid())
-stranger = strangers.start(float(sys.argv[1]), processes) if hvd.rank() == 0 else None
+stranger = strangers.start(float(sys.argv[1]), strangers.names_of(*processes)) if hvd.rank() == 0 else None
 if stranger is not None:
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "ready\n"

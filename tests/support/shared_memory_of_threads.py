@@ -4,28 +4,41 @@ import os
 from collections.abc import Sequence
 
 from mpistrat.core.interfaces import DataPlane
-from mpistrat.transport.pipes import PipeChannel
 from mpistrat.transport.shm.data import SharedMemoryData
-from mpistrat.transport.shm.memfd import map_file
+from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
+from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel
 
 
-def channels_of(ranks: Sequence[int]) -> list[PipeChannel]:
-    """The channel of each of `ranks`, all those of a host."""
-    channels = {rank: PipeChannel(rank) for rank in ranks}
-    for rank, channel in channels.items():
-        channel.connect({other: channels[other].inbox for other in ranks if other != rank})
-    return list(channels.values())
+def host_files(count: int) -> list[HostFile]:
+    """One anonymous file, as each of `count` ranks has it."""
+    descriptor = os.memfd_create("mpistrat-test")
+    try:
+        return [HostFile(os.dup(descriptor)) for _ in range(count)]
+    finally:
+        os.close(descriptor)
+
+
+def channels_of(ranks: Sequence[int]) -> list[UnixSocketChannel]:
+    """The channel of each of `ranks`, all those of a host. Each has descriptors of its own, as processes have."""
+    made = ChannelSockets.make(ranks)
+    try:
+        return [UnixSocketChannel(rank, ChannelSockets(made[rank].inbox, {r: s.dup() for r,
+                                                                          s in made[rank].outboxes.items()}))
+                for rank in ranks]
+    finally:
+        for outbox in made[ranks[0]].outboxes.values():
+            outbox.close()
 
 
 def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[HostMemory]:
     """What each of `ranks`, all those of a host, has of one file."""
     nbytes = HostMemory.size_for(len(ranks), data_bytes)
-    file = os.memfd_create("mpistrat-test")
-    try:
-        return [HostMemory(map_file(file, nbytes), index, ranks, limit_s) for index in range(len(ranks))]
-    finally:
-        os.close(file)
+    found = []
+    for index, file in enumerate(host_files(len(ranks))):
+        found.append(HostMemory(file.take(nbytes), index, ranks, limit_s))
+        file.close()
+    return found
 
 
 def shared_memory_planes(ranks: list[int], chunk: int, others: list[DataPlane],

@@ -1,8 +1,8 @@
 """Ranks that are lost: the error that names them, the waits that end, and how the end of a process is noticed."""
 
+import contextlib
 import copy
 import errno
-import mmap
 import os
 import pickle
 import queue
@@ -28,10 +28,12 @@ from mpistrat.process import abort, neighbours, procfs
 from mpistrat.process.neighbours import Neighbours
 from mpistrat.process.procfs import Process
 from mpistrat.process.silent_hosts import SilentHosts
+from mpistrat.transport.fd_exchange import FdExchange
 from mpistrat.transport.local import ThreadGroup
 from mpistrat.transport.shm.segment import PACKED, HostMemory
 
 from ..support.engines import make_engine
+from ..support.shared_memory_of_threads import host_files
 
 FIRST, SECOND = LostRank(3, "node2", "process 4711 has ended"), LostRank(1, "node1", "process 12 has ended")
 LIMIT_S = 30.0
@@ -97,9 +99,16 @@ def interrupted(wait: Callable[[], object], interruption: Interruption) -> None:
 
 
 def test_a_wait_in_shared_memory_is_interrupted() -> None:
-    interruption = Interruption()
-    memory = HostMemory(mmap.mmap(-1, HostMemory.size_for(2, 0)), 0, (0, 1), interruption=interruption)
+    interruption, file = Interruption(), host_files(1)[0]
+    with contextlib.closing(file):
+        memory = HostMemory(file.take(HostMemory.size_for(2, 0)), 0, (0, 1), interruption=interruption)
     interrupted(lambda: memory.await_all(1, PACKED), interruption)
+
+
+def test_the_wait_for_ranks_that_take_no_descriptors_is_interrupted() -> None:
+    interruption = Interruption()
+    with contextlib.closing(FdExchange(0, (0, 1), interruption)) as exchange:
+        interrupted(lambda: exchange.give({1: [0]}), interruption)
 
 
 def test_an_engine_refuses_all_operations_once_ranks_are_lost() -> None:

@@ -1,6 +1,8 @@
 """Shared memory among ranks of a host, with threads in the place of processes."""
 
+import fcntl
 import mmap
+import os
 import threading
 
 import numpy as np
@@ -12,9 +14,10 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.transport.local import ThreadGroup
 from mpistrat.transport.shm.data import SharedMemoryData
+from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 
-from ..support.shared_memory_of_threads import shared_memory_planes
+from ..support.shared_memory_of_threads import host_files, shared_memory_planes
 from ..support.threads import on_all
 
 LIMIT_S = 20.0
@@ -100,6 +103,61 @@ def test_a_rank_that_has_left_since_it_had_waited_too_long_is_named_with_the_hos
     with pytest.raises(StallError, match=r"rank 11 has left in the middle of a collective, after it had waited too "
                                          r"long for others\. Either the network between the hosts here and there"):
         first.await_all(1, 0)
+
+
+# -- the memory itself ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_in_the_same_order_is_the_same_memory() -> None:
+    files = host_files(3)
+    for nbytes in (8192, 100, 70_000):
+        blocks = [file.take(nbytes) for file in files]
+        blocks[1][99] = 42
+        assert [block[99] for block in blocks] == [42, 42, 42]
+        assert all(len(block) == nbytes for block in blocks)
+    for file in files:
+        file.close()
+        file.close()
+
+
+def test_a_file_can_grow_but_not_shrink() -> None:
+    file = HostFile.make()
+    block = file.take(100_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file.fileno(), 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    block[99_999] = 1
+    file.take(100_000)[99_999] = 2
+    assert block[99_999] == 1
+    file.close()
+
+
+def test_only_the_file_of_a_rank_is_taken_and_what_is_not_is_closed() -> None:
+    made = HostFile.make()
+    unsealed, ordinary = os.memfd_create("other", os.MFD_ALLOW_SEALING), os.open(os.devnull, os.O_RDWR)
+    for wrong in (unsealed, ordinary):
+        with pytest.raises(OSError, match=r"^this is not the file that was to be shared: "):
+            HostFile.over(wrong)
+        with pytest.raises(OSError):
+            os.fstat(wrong)
+    same = HostFile.over(os.dup(made.fileno()))
+    made.take(1)[0] = 7
+    assert same.take(1)[0] == 7
+    made.close()
+    same.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 4096, 50_000, 1_000_000])
+def test_every_rank_reserves_a_part_of_memory_that_all_have(nbytes: int) -> None:
+    files = host_files(3)
+    for turn in range(2):
+        blocks = [file.take(nbytes, (index, 3)) for index, file in enumerate(files)]
+        blocks[turn][:] = bytes([turn + 1]) * nbytes
+        assert all(block[:] == blocks[turn][:] for block in blocks)
+    assert os.fstat(files[0]._descriptor).st_blocks * 512 >= 2 * nbytes
+    for file in files:
+        file.close()
 
 
 # -- all-reduce -------------------------------------------------------------------------------------------------------

@@ -176,8 +176,8 @@ def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:
         reason = next(filter(None, reasons), "")
         if reason:
             yield Finding("shared memory", WARNING, f"{host}: ranks cannot share memory ({reason}); MPI carries their "
-                          "gradients instead, which is slower", "allow memfd_create and /proc in the container "
-                          "(docker run --security-opt seccomp=...)")
+                          "gradients instead, which is slower", "allow memfd_create in the container (docker run "
+                          "--security-opt seccomp=...)")
 
 
 def _cores(observed: Observed) -> Iterator[Finding]:

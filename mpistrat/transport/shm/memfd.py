@@ -1,20 +1,89 @@
 """Shared memory of the ranks of one host: an anonymous file (memfd).
 
-One rank makes the file, and the others open it; see open_file. An MPI-3 shared window would be a file in /dev/shm, of
-which containers often have only 64 MB, and it may stay behind when all ranks are killed. This memory has no name and no
-limit of its own, and the kernel frees it with the last process. Used in init(), by one thread.
+One rank makes the file and passes it to the others; see host_link. An MPI-3 shared window would be a file in /dev/shm,
+of which containers often have only 64 MB, and it may stay behind when all ranks are killed. This memory has no name and
+no limit of its own, and the kernel frees it with the last process. Used in init(), by one thread.
 """
 
+import fcntl
 import mmap
 import os
 
+from ...core.memory import rounded_up
 
-def map_file(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map the first `nbytes` (at least one) of the file, which are zero at first. They outlive the descriptor. Local.
+# The file may grow, but not shrink: a rank that touches memory beyond the end is killed (SIGBUS).
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-    Raises:
-        OSError: There is not enough memory.
+
+class HostFile:
+    """The file. Calls of `take` in the same order return the same memory on all ranks of the host.
+
+    Args:
+        descriptor: The descriptor of the file. `close` closes it.
     """
-    # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
-    os.posix_fallocate(descriptor, 0, nbytes)
-    return mmap.mmap(descriptor, nbytes)
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._end = descriptor, 0
+
+    @classmethod
+    def make(cls) -> "HostFile":
+        """Make a file that can grow, but not shrink. Other processes get it only if this process passes it on.
+
+        Raises:
+            OSError: The kernel refuses it.
+        """
+        descriptor = os.memfd_create("mpistrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(descriptor, 0o600)  # else other users could open it by way of /proc
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(descriptor)
+
+    @classmethod
+    def over(cls, descriptor: int) -> "HostFile":
+        """Wrap a file that another rank made with `make`.
+
+        Raises:
+            OSError: It is not such a file. The descriptor is closed.
+        """
+        try:
+            seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
+            if seals != _SEALS or owner != os.geteuid():
+                raise OSError(f"what came is of user {owner} and can be changed in other ways than growing")
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(f"this is not the file that was to be shared: {error}") from error
+        return cls(descriptor)
+
+    def fileno(self) -> int:
+        """The descriptor; -1 after `close`."""
+        return self._descriptor
+
+    def take(self, nbytes: int, part: tuple[int, int] = (0, 1)) -> mmap.mmap:
+        """Map the next `nbytes` of the file, which are zero at first. Local.
+
+        Args:
+            nbytes: At least one.
+            part: (k, n): This rank allocates part k of n, and other ranks allocate the other parts. Each part is then
+                near to the processor of its rank (NUMA). All ranks must have returned before any of them uses the
+                memory.
+
+        Raises:
+            OSError: There is not enough memory. A later, smaller `take` may succeed.
+        """
+        (k, n), start = part, self._end
+        self._end += rounded_up(nbytes, mmap.ALLOCATIONGRANULARITY)
+        first, last = (min(rounded_up(nbytes * i // n, mmap.ALLOCATIONGRANULARITY), nbytes) for i in (k, k + 1))
+        # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
+        if first < last:
+            os.posix_fallocate(self._descriptor, start + first, last - first)
+        os.posix_fallocate(self._descriptor, start + nbytes - 1, 1)  # Sets the end: no mapping beyond it works.
+        return mmap.mmap(self._descriptor, nbytes, offset=start)
+
+    def close(self) -> None:
+        """Close the descriptor. Memory that was taken stays mapped."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

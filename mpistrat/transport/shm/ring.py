@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ...core.tuning import SHM_RING_BYTES, SHM_RING_LOOKS
-from ..pipes import PipeChannel
+from ..unix_socket import UnixSocketChannel
 from .segment import ASLEEP, HostMemory
 
 _HEADER_BYTES = 256  # two counters, each with two cache lines of its own
@@ -59,7 +59,7 @@ class _Ring:
 
 
 class ShmRing:
-    """One rank's channel (interfaces.LocalChannel) over rings. A PipeChannel wakes ranks that sleep.
+    """One rank's channel (interfaces.LocalChannel) over rings. A UnixSocketChannel wakes ranks that sleep.
 
     Args:
         memory: The memory of the host. Uses its counter ASLEEP.
@@ -68,7 +68,7 @@ class ShmRing:
         channel: The channel to sleep at. `close` closes it.
     """
 
-    def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: PipeChannel):
+    def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):
         self._memory, self._channel = memory, channel
         self._rank = memory.ranks[memory.index]
         self._out: dict[int, _Ring] = {}

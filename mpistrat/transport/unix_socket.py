@@ -1,0 +1,219 @@
+"""Messages among the ranks of one host over Unix datagram sockets. A receiver sleeps in the kernel until one arrives.
+
+Used by the engine's thread, except `UnixSocketChannel.wake`, which any thread may call.
+"""
+
+import errno
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core.errors import MessageError
+from ..core.tuning import SOCKET_FRAGMENT_BYTES
+
+_LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
+_HEADER_BYTES = 5  # one of these bytes, and the sender
+_SELECT_LIMIT = 1024  # select() takes lower descriptors only, but has timeouts in microseconds; poll() in milliseconds
+# Errors when the receiver has ended. The launcher or its last message reports that.
+_GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)
+
+
+@dataclass(frozen=True)
+class ChannelSockets:
+    """The sockets of one rank.
+
+    Attributes:
+        inbox: Receives the messages to this rank. No other rank has it.
+        outboxes: For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
+    """
+
+    inbox: socket.socket
+    outboxes: Mapping[int, socket.socket]
+
+    @staticmethod
+    def make(ranks: Sequence[int]) -> "dict[int, ChannelSockets]":
+        """Make the sockets of all `ranks` of a host. All ranks share the same outboxes.
+
+        They are socket pairs without names, so only processes that are given an outbox can write to its inbox.
+
+        Raises:
+            OSError: The process has reached its limit of descriptors.
+        """
+        outboxes: dict[int, socket.socket] = {}
+        inboxes: dict[int, socket.socket] = {}
+        try:
+            for rank in ranks:
+                outboxes[rank], inboxes[rank] = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                outboxes[rank].setblocking(False)
+                inboxes[rank].setblocking(False)
+        except OSError:
+            for made in (*outboxes.values(), *inboxes.values()):
+                made.close()
+            raise
+        return {rank: ChannelSockets(inboxes[rank], outboxes) for rank in ranks}
+
+    @staticmethod
+    def over(descriptors: Sequence[int], ranks: Sequence[int]) -> "ChannelSockets":
+        """Wrap received descriptors: the inbox, and the outboxes in the order of `ranks`.
+
+        Raises:
+            OSError: A descriptor is not such a socket. All descriptors are still open.
+        """
+        made: list[socket.socket] = []
+        try:
+            for descriptor in descriptors:
+                made.append(socket.socket(fileno=descriptor))
+                if (made[-1].family, made[-1].type) != (socket.AF_UNIX, socket.SOCK_DGRAM):
+                    raise OSError(f"{made[-1]} is no socket for messages")
+                made[-1].setblocking(False)
+        except OSError:
+            for taken in made:
+                taken.detach()
+            raise
+        return ChannelSockets(made[0], dict(zip(ranks, made[1:], strict=True)))
+
+    def close(self) -> None:
+        """Close all sockets. May be called twice."""
+        self.inbox.close()
+        for outbox in self.outboxes.values():
+            outbox.close()
+
+
+class UnixSocketChannel:
+    """One rank's connection to the ranks of its host. The kernel removes it when the process ends.
+
+    Messages of one sender arrive in order and are not lost. If a receiver's queue is full, they wait in the sender, and
+    a later call sends them.
+
+    Args:
+        rank: This rank.
+        sockets: Closed by `close`.
+    """
+
+    def __init__(self, rank: int, sockets: ChannelSockets):
+        self._sockets = sockets
+        self._socket, self._outboxes = sockets.inbox, sockets.outboxes
+        self._own = sockets.outboxes[rank]
+        sender = rank.to_bytes(_HEADER_BYTES - 1, "little")
+        self._last, self._more = _LAST + sender, _MORE + sender
+        self._wake_lock = threading.RLock()  # A signal handler may interrupt `wake`, and call it.
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        self._outbox: dict[int, deque[bytes]] = {}
+        self._partial: dict[int, list[bytes]] = {}
+        self._is_woken = self._is_waking = False
+        self._has_other_news: Callable[[], bool] = bool
+
+    def watch(self, has_news: Callable[[], bool]) -> None:
+        """Make `ready`, and `wait` while it spins, also return when `has_news()` is true."""
+        self._has_other_news = has_news
+
+    def is_sending_to(self, ranks: Iterable[int]) -> bool:
+        """Whether a message waits for room in the queue of one of `ranks`."""
+        return any(self._outbox.get(rank) for rank in ranks)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a message waits for room in a receiver's queue."""
+        return any(self._outbox.values())
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to a rank of this host. Never blocks."""
+        outbox = self._outbox.setdefault(rank, deque())
+        for start in range(0, max(len(message), 1), SOCKET_FRAGMENT_BYTES):
+            end = start + SOCKET_FRAGMENT_BYTES
+            outbox.append((self._last if end >= len(message) else self._more) + message[start:end])
+        self._flush_to(rank)
+
+    def flush(self) -> None:
+        """Send the messages that wait, as far as there is room."""
+        for rank in self._outbox:
+            self._flush_to(rank)
+
+    def _flush_to(self, rank: int) -> None:
+        outbox, receiver = self._outbox[rank], self._outboxes[rank]
+        while outbox:
+            try:
+                receiver.send(outbox[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+            outbox.popleft()
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """The messages that have arrived, as (sender, message). Does not wait.
+
+        Raises:
+            MessageError: A malformed datagram has arrived.
+        """
+        messages: list[tuple[int, bytes]] = []
+        while True:
+            try:
+                datagram = self._socket.recv(_HEADER_BYTES + SOCKET_FRAGMENT_BYTES)
+            except BlockingIOError:
+                return messages
+            if datagram == _WAKE:
+                self._is_woken = False
+                continue
+            kind, sender = datagram[:1], int.from_bytes(datagram[1:_HEADER_BYTES], "little")
+            if len(datagram) < _HEADER_BYTES or kind not in (_LAST, _MORE) or sender not in self._outboxes:
+                raise MessageError(f"a part of a message came that begins with {datagram[:_HEADER_BYTES]!r}, as no "
+                                   "rank of this host sends it.")
+            parts = self._partial.setdefault(sender, [])
+            parts.append(datagram[_HEADER_BYTES:])
+            if kind == _LAST:
+                messages.append((sender, b"".join(self._partial.pop(sender))))
+
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
+        """Wait for at most `timeout_s` until `ready`, spinning for the first `spin_s`. Returns whether it is ready."""
+        if spin_s:
+            until = time.monotonic() + min(spin_s, timeout_s)
+            while time.monotonic() < until:
+                if self.ready():
+                    return True
+                os.sched_yield()
+        return self._await(timeout_s)
+
+    def ready(self) -> bool:
+        """Whether a message has arrived. Makes a system call, during which other threads may run."""
+        return self._await(0.0) or self._has_other_news()
+
+    def _await(self, timeout_s: float) -> bool:
+        if self._socket.fileno() < _SELECT_LIMIT:
+            return bool(select.select([self._socket], [], [], timeout_s)[0])
+        return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
+
+    def wake(self) -> None:
+        """Make this rank's `wait` return. Any thread may call it."""
+        with self._wake_lock:
+            if self._is_woken and not self._is_waking:
+                return  # One wake-up in the queue suffices. More would take the room of messages.
+            self._is_woken = self._is_waking = True
+            try:
+                self._own.send(_WAKE)
+            except BlockingIOError:
+                self._is_woken = False  # The queue is full, so `wait` returns anyway. A later `wake` must try again.
+            finally:
+                self._is_waking = False
+
+    def wake_rank(self, rank: int) -> None:
+        """Make the `wait` of another rank of this host return."""
+        try:
+            self._outboxes[rank].send(_WAKE)
+        except BlockingIOError:
+            pass  # Its queue is full, so it does not sleep.
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+
+    def close(self) -> None:
+        """Close the sockets. May be called twice."""
+        self._sockets.close()
