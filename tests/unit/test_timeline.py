@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpistrat
+from mpistrat.api import job as job_of_init
 from mpistrat.cli.main import main
 from mpistrat.core.errors import SettingsError
 from mpistrat.core.handle import Entry, Handle
@@ -434,6 +436,18 @@ def test_what_was_too_fast_to_be_read_is_counted(job: Job, tmp_path: Path) -> No
     job.tracers[0].stop_timeline()
     warning, = job.warnings
     assert "1500 operations came faster than they could be read" in warning
+
+
+def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpistrat.shutdown()
+    monkeypatch.setattr(job_of_init, "_timelines", itertools.count())
+    monkeypatch.setenv("MPISTRAT_TIMELINE", str(tmp_path / "f.json"))
+    for size in (2, 3):
+        mpistrat.init()
+        mpistrat.allreduce(np.ones(size))
+        mpistrat.shutdown()
+    found = {path.name: records_in(files.spans_in(str(path))[0])[0].nbytes for path in tmp_path.iterdir()}
+    assert found == {"f.json": 16, "f.1.json": 24}
 
 
 @pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("all", None), ("5:5", None), ("a:b", None)])
