@@ -4,6 +4,7 @@ The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, w
 from the first second of a job to its end.
 """
 
+import glob
 import json
 import os
 import platform
@@ -76,6 +77,10 @@ class StatusFile:
         # In /tmp another user may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise PermissionError(f"{directory} is not a directory that only this user may read.")
+        for path in directory.glob(f"{glob.escape(platform.node())}-*.json"):
+            process = f"/proc/{path.stem.rpartition('-')[2]}"
+            if os.path.exists("/proc/self") and not os.path.exists(process):  # Its job was killed.
+                path.unlink(missing_ok=True)
         name = f"{platform.node()}-{os.getpid()}"
         self.path = directory / f"{name}.json"
         self._pid = os.getpid()

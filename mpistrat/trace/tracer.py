@@ -37,6 +37,7 @@ _INTERVAL_S = 1.0
 _TIMELINE_INTERVAL_S = 0.1
 _LAST_RECORDS_S = 5.0  # How long rank 0 waits for those of other ranks when a timeline ends.
 _LAST_RECORDS_POLL_S = 0.01
+_MOST_WAITING = 1000  # messages that the engine has not sent. Operations that come then are lost.
 _EVERYTHING: Window = (NO_STEP, 2**62)
 
 # The first byte of a message. From rank 0: the time, for the clocks; begin to send operations, with the window, or end.
@@ -299,8 +300,11 @@ class Tracer(TraceLink):
         if not self._topology.rank:
             self._add(chosen)
             return
-        for message in to_messages(chosen):
-            self._send(_RECORDS + message)
+        if len(self.outgoing) > _MOST_WAITING:
+            self._lost += len(chosen)
+        else:
+            for message in to_messages(chosen):
+                self._send(_RECORDS + message)
         if self._must_end or (self._steps.steps or 0) > window[1]:
             self._send_last()
 

@@ -450,6 +450,21 @@ def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatc
     assert found == {"f.json": 16, "f.1.json": 24}
 
 
+def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.trace.tracer._MOST_WAITING", 3)
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    job.carries.clear()
+    for _ in range(20):
+        before = job.tracers[1]._operations
+        job.work(1)
+        until(lambda before=before: job.tracers[1]._operations > before)  # type: ignore[misc]
+    assert sum(message.startswith(b"R") for message in job.tracers[1].outgoing) <= 4
+    job.carries.set()
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert "operations came faster than they could be read" in warning
+
+
 @pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("all", None), ("5:5", None), ("a:b", None)])
 def test_a_window_is_two_numbers(text: str, window: tuple[int, int] | None) -> None:
     assert Settings(timeline_steps=text).timeline_window == window
