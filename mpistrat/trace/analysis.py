@@ -5,8 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .records import NO_STEP, Record
+from .records import Record
 from .spans import Span, length, union
+from .steps import NO_STEP
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")

@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..core.handle import Entry
-from .records import Record
 from .spans import Span, length, union
 
 VERSION = 1
@@ -29,7 +28,20 @@ def status_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
 
 
-def shares(operations: Iterable[Record], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
+class Timed(Protocol):
+    """The times of an operation or a record."""
+
+    @property
+    def submitted(self) -> int: ...
+
+    @property
+    def agreed(self) -> int: ...
+
+    @property
+    def delivered(self) -> int: ...
+
+
+def shares(operations: Iterable[Timed], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
     """The shares of an interval in which a rank computed, waited, and moved bytes. Their sum is 1.
 
     It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .files import OPERATION, Part, TraceFile, Values
-from .records import NO_STEP, Record
+from .records import Record
+from .steps import NO_STEP
 
 Window = tuple[int, int]
 

@@ -21,14 +21,13 @@ from typing import Any
 from ..core.errors import MissingDependencyError
 from ..core.interfaces import TraceLink
 from ..core.topology import Topology
-from ..core.tuning import RECORDED_OPERATIONS
 from . import files
 from .clocks import Offset
-from .records import NO_STEP, Record, from_message, record_of, to_messages
-from .ring import Traced
+from .records import Record, from_message, record_of, to_messages
+from .ring import Operation, Traced
 from .spans import Span
 from .status import StatusFile, outstanding, rss_bytes, shares
-from .steps import StepCounter
+from .steps import NO_STEP, StepCounter
 from .timeline import Timeline, Window
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Tracer(TraceLink):
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps = StepCounter()
         self._operations = self._bytes = self._lost = 0
-        self._recent: list[Record] = []  # since the last report
+        self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
         self._reports: dict[int, dict[str, Any]] = {}
         # Which steps this rank sends, or writes; None: nothing. Rank 0 decides, and may end it.
@@ -141,6 +140,7 @@ class Tracer(TraceLink):
                 logger.warning("mpistrat: there is no timeline: %s", error)
                 return
             self._read()  # What came before is not in it.
+            self._lost = 0
             self._incoming.clear()
             self._timeline, self._path = Timeline(file, self._topology.host_of, mark_cycles), path
             self._window = window or _EVERYTHING
@@ -224,15 +224,11 @@ class Tracer(TraceLink):
     def _report_and_write(self) -> None:
         status = self._open_status()
         began = time.monotonic_ns()
-        operations = 0
         while True:
-            # Often, too, if so much happens that the ring might not keep it all for longer.
-            is_busy = self._operations - operations > RECORDED_OPERATIONS / 8
-            self._called.wait(_INTERVAL_S if self._window is None and not is_busy else _TIMELINE_INTERVAL_S)
+            self._called.wait(_INTERVAL_S if self._window is None else _TIMELINE_INTERVAL_S)
             self._called.clear()
             if self._ends:
                 break
-            operations = self._operations
             with self._lock:
                 self._read()
                 self._write_records()
@@ -280,7 +276,7 @@ class Tracer(TraceLink):
     def _read(self) -> None:
         """Read what the engines have recorded, and send or write what belongs to the timeline."""
         window = self._window
-        records: list[Record] = []
+        chosen: list[Record] = []
         for number, traced in self._traced().items():
             expected = self._next.get(number, 0)
             operations = traced.ring.since(expected)
@@ -290,13 +286,16 @@ class Tracer(TraceLink):
             self._operations += operations[-1].serial + 1 - expected
             if window is not None:
                 self._lost += operations[0].serial - expected
+            # Bytes and steps are those of the operations that are kept. Without a timeline so many are read in a second
+            # that this takes a few milliseconds.
+            self._recent += operations
             for each in operations:
-                self._bytes += each.nbytes  # Of those that are kept: the ring may be too small.
-                records.append(record_of(self._topology.rank, each, traced, self._steps.add(each.request)))
-        self._recent += records
+                self._bytes += each.nbytes
+                step = self._steps.add(each.request)
+                if window is not None and window[0] <= step < window[1]:
+                    chosen.append(record_of(self._topology.rank, each, traced, step))
         if window is None:
             return
-        chosen = [record for record in records if window[0] <= record.step < window[1]]
         if not self._topology.rank:
             self._add(chosen)
             return
