@@ -5,9 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .records import Record
+from .records import NO_STEP, Record
 from .spans import Span, length, union
-from .steps import NO_STEP
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")

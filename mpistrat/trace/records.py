@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from ..core.request import CollectiveType
 from .ring import Operation, Traced
-from .steps import NO_STEP
 
 _MESSAGE_BYTES = 3000
 _MOST_CHARACTERS = 200  # of a name
+NO_STEP = -1
 
 
 class Record(NamedTuple):

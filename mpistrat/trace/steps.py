@@ -2,8 +2,6 @@
 
 from ..core.request import CollectiveType, Request
 
-NO_STEP = -1
-
 
 class StepCounter:
     """Counts the steps of one rank. A step begins with a gradient, and ends with one whose name it has already.
@@ -19,8 +17,8 @@ class StepCounter:
         self.steps: int | None = None
         self._names: set[tuple[int, str]] = set()
 
-    def add(self, request: Request) -> int:
-        """The step that a request belongs to, from 0; NO_STEP before the first one.
+    def add(self, request: Request) -> int | None:
+        """The step that a request belongs to, from 0; None before the first one.
 
         Args:
             request: They come in the order in which they were executed.
@@ -32,4 +30,4 @@ class StepCounter:
                 self.steps = (self.steps or 0) + 1
                 self._names.clear()
             self._names.add(key)
-        return NO_STEP if self.steps is None else self.steps - 1
+        return None if self.steps is None else self.steps - 1

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .files import OPERATION, Part, TraceFile, Values
-from .records import Record
-from .steps import NO_STEP
+from .records import NO_STEP, Record
 
 Window = tuple[int, int]
 

@@ -23,11 +23,11 @@ from ..core.interfaces import TraceLink
 from ..core.topology import Topology
 from . import files
 from .clocks import Offset
-from .records import Record, from_message, record_of, to_messages
+from .records import NO_STEP, Record, from_message, record_of, to_messages
 from .ring import Operation, Traced
 from .spans import Span
 from .status import StatusFile, outstanding, rss_bytes, shares
-from .steps import NO_STEP, StepCounter
+from .steps import StepCounter
 from .timeline import Timeline, Window
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class Tracer(TraceLink):
             for each in operations:
                 self._bytes += each.nbytes
                 step = self._steps.add(each.request)
-                if window is not None and window[0] <= step < window[1]:
+                if window is not None and window[0] <= (NO_STEP if step is None else step) < window[1]:
                     chosen.append(record_of(self._topology.rank, each, traced, step))
         if window is None:
             return

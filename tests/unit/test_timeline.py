@@ -28,9 +28,8 @@ from mpistrat.core.topology import Topology
 from mpistrat.trace import files, records
 from mpistrat.trace.analysis import analyse
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.records import Record
+from mpistrat.trace.records import NO_STEP, Record
 from mpistrat.trace.ring import OperationRing, Traced
-from mpistrat.trace.steps import NO_STEP
 from mpistrat.trace.timeline import Timeline, records_in
 from mpistrat.trace.tracer import Tracer
 
