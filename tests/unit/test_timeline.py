@@ -230,7 +230,21 @@ def test_the_command_names_the_straggler(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 operations on 2 ranks in 0.016 s, 2 steps" in out
     assert "Rank 1 came last in 2 of 2 operations, 5.5 ms after the first (median): others waited 0.011 s" in out
     assert "MPISTRAT" not in out and "2  nothing else was ready: x0, x1" in out
-    assert "SHM_ALLREDUCE: 4 MB at 1 GB/s; `mpistrat bench 2MB`" in out
+    assert out.endswith("       2  SHM_ALLREDUCE: 4 MB at 1 GB/s, in operations of 2 MB\n")
+
+
+def test_rates_are_compared_with_what_bench_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps([
+        {"case": "1KB", "operation": "allreduce", "nbytes": 1024, "mpistrat_s": 1e-5},
+        {"case": "1MB", "operation": "allreduce", "nbytes": 2**20, "mpistrat_s": 2**20 / 4e9},
+        {"case": "gather", "operation": "allgather", "nbytes": 2_000_000, "mpistrat_s": 1e-5}]))
+    path = written(tmp_path / "f.json", JOB)
+    assert main(["timeline", str(path), "--bench", str(bench)]) == 0
+    assert "in operations of 2 MB: 25.0 % of 4 GB/s, as bench has measured 1MB\n" in capsys.readouterr().out
+    bench.write_text('[{"case": 1}]')
+    assert main(["timeline", str(path), "--bench", str(bench)]) == 2
+    assert "cannot be read as a file of mpistrat bench --json: KeyError" in capsys.readouterr().err
 
 
 def test_a_file_that_was_cut_is_read_and_has_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
