@@ -4,7 +4,9 @@ runtime.py makes and closes it, and gives it to the other modules. Any thread ma
 it.
 """
 
+import itertools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from ..core.errors import LostRank, RanksLostError, RecoveryError, ShutdownError
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
+from ..elastic.job import job_of
 from ..engine.engine import Engine
 from ..process import abort
 from ..trace.ring import Traced
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_timelines = itertools.count()  # How many this process has begun because of MPISTRAT_TIMELINE.
 _LEAVE_S = 1.0  # A rank that leaves waits at most so long for its engines.
 
 
@@ -47,7 +51,8 @@ class Runtime:
         if tracer is not None:
             tracer.start(self._traced, world.engine.controller.control.wake)
             if settings.timeline not in ("none", "DYNAMIC"):
-                tracer.start_timeline(settings.timeline, settings.timeline_mark_cycles, settings.timeline_window)
+                tracer.start_timeline(_next_file(settings.timeline), settings.timeline_mark_cycles,
+                                      settings.timeline_window)
         losses.when_lost = self._interrupt
         self._in_cluster = False
 
@@ -205,6 +210,16 @@ class Runtime:
 
     def _report_waiting(self, waited_s: float) -> None:
         log_step(self.topology.rank, "has shut down, and has waited %.0f s for the other ranks to do so", waited_s)
+
+
+def _next_file(path: str) -> str:
+    """The path of a timeline; another one, with a number, if an earlier part of this job has written the file."""
+    job = job_of(os.environ)
+    if next(_timelines) == 0 and (job is None or job.generation == 1):
+        return path
+    start, ending = os.path.splitext(path)
+    paths = (f"{start}.{number}{ending}" for number in itertools.count(1))
+    return next(each for each in paths if not os.path.exists(each))
 
 
 def log_step(rank: int, message: str, *values: object) -> None:

@@ -4,6 +4,7 @@ The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, w
 from the first second of a job to its end.
 """
 
+import glob
 import json
 import os
 import platform
@@ -12,10 +13,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..core.handle import Entry
-from .records import Record
 from .spans import Span, length, union
 
 VERSION = 1
@@ -28,7 +28,20 @@ def status_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
 
 
-def shares(operations: Iterable[Record], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
+class Timed(Protocol):
+    """The times of an operation or a record."""
+
+    @property
+    def submitted(self) -> int: ...
+
+    @property
+    def agreed(self) -> int: ...
+
+    @property
+    def delivered(self) -> int: ...
+
+
+def shares(operations: Iterable[Timed], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
     """The shares of an interval in which a rank computed, waited, and moved bytes. Their sum is 1.
 
     It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is
@@ -76,6 +89,10 @@ class StatusFile:
         # In /tmp another user may have made it first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise PermissionError(f"{directory} is not a directory that only this user may read.")
+        for path in directory.glob(f"{glob.escape(platform.node())}-*.json"):
+            process = f"/proc/{path.stem.rpartition('-')[2]}"
+            if os.path.exists("/proc/self") and not os.path.exists(process):  # Its job was killed.
+                path.unlink(missing_ok=True)
         name = f"{platform.node()}-{os.getpid()}"
         self.path = directory / f"{name}.json"
         self._pid = os.getpid()

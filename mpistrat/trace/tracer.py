@@ -21,11 +21,10 @@ from typing import Any
 from ..core.errors import MissingDependencyError
 from ..core.interfaces import TraceLink
 from ..core.topology import Topology
-from ..core.tuning import RECORDED_OPERATIONS
 from . import files
 from .clocks import Offset
 from .records import NO_STEP, Record, from_message, record_of, to_messages
-from .ring import Traced
+from .ring import Operation, Traced
 from .spans import Span
 from .status import StatusFile, outstanding, rss_bytes, shares
 from .steps import StepCounter
@@ -38,6 +37,7 @@ _INTERVAL_S = 1.0
 _TIMELINE_INTERVAL_S = 0.1
 _LAST_RECORDS_S = 5.0  # How long rank 0 waits for those of other ranks when a timeline ends.
 _LAST_RECORDS_POLL_S = 0.01
+_MOST_WAITING = 1000  # messages that the engine has not sent. Operations that come then are lost.
 _EVERYTHING: Window = (NO_STEP, 2**62)
 
 # The first byte of a message. From rank 0: the time, for the clocks; begin to send operations, with the window, or end.
@@ -82,7 +82,7 @@ class Tracer(TraceLink):
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps, self._use = StepCounter(), ProcessorUse()
         self._operations = self._bytes = self._lost = 0
-        self._recent: list[Record] = []  # since the last report
+        self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
         self._reports: dict[int, dict[str, Any]] = {}
         # Which steps this rank sends, or writes; None: nothing. Rank 0 decides, and may end it.
@@ -142,6 +142,7 @@ class Tracer(TraceLink):
                 logger.warning("mpistrat: there is no timeline: %s", error)
                 return
             self._read()  # What came before is not in it.
+            self._lost = 0
             self._incoming.clear()
             self._timeline, self._path = Timeline(file, self._topology.host_of, mark_cycles), path
             self._window = window or _EVERYTHING
@@ -225,15 +226,11 @@ class Tracer(TraceLink):
     def _report_and_write(self) -> None:
         status, stragglers = self._open_status(), StragglerWatch()
         began = time.monotonic_ns()
-        operations = 0
         while True:
-            # Often, too, if so much happens that the ring might not keep it all for longer.
-            is_busy = self._operations - operations > RECORDED_OPERATIONS / 8
-            self._called.wait(_INTERVAL_S if self._window is None and not is_busy else _TIMELINE_INTERVAL_S)
+            self._called.wait(_INTERVAL_S if self._window is None else _TIMELINE_INTERVAL_S)
             self._called.clear()
             if self._ends:
                 break
-            operations = self._operations
             with self._lock:
                 self._read()
                 self._write_records()
@@ -284,7 +281,7 @@ class Tracer(TraceLink):
     def _read(self) -> None:
         """Read what the engines have recorded, and send or write what belongs to the timeline."""
         window = self._window
-        records: list[Record] = []
+        chosen: list[Record] = []
         for number, traced in self._traced().items():
             expected = self._next.get(number, 0)
             operations = traced.ring.since(expected)
@@ -294,18 +291,24 @@ class Tracer(TraceLink):
             self._operations += operations[-1].serial + 1 - expected
             if window is not None:
                 self._lost += operations[0].serial - expected
+            # Bytes and steps are those of the operations that are kept. Without a timeline so many are read in a second
+            # that this takes a few milliseconds.
+            self._recent += operations
             for each in operations:
-                self._bytes += each.nbytes  # Of those that are kept: the ring may be too small.
-                records.append(record_of(self._topology.rank, each, traced, self._steps.add(each.request)))
-        self._recent += records
+                self._bytes += each.nbytes
+                step = self._steps.add(each.request)
+                if window is not None and window[0] <= (NO_STEP if step is None else step) < window[1]:
+                    chosen.append(record_of(self._topology.rank, each, traced, step))
         if window is None:
             return
-        chosen = [record for record in records if window[0] <= record.step < window[1]]
         if not self._topology.rank:
             self._add(chosen)
             return
-        for message in to_messages(chosen):
-            self._send(_RECORDS + message)
+        if len(self.outgoing) > _MOST_WAITING:
+            self._lost += len(chosen)
+        else:
+            for message in to_messages(chosen):
+                self._send(_RECORDS + message)
         if self._must_end or (self._steps.steps or 0) > window[1]:
             self._send_last()
 

@@ -49,9 +49,10 @@ def test_the_status_file_has_all_ranks() -> None:
         if mpistrat.rank() == 0:
             found = list(Path(status_directory(os.environ)).glob(f"*-{pid}.json"))
             ranks = json.loads(found[0].read_text())["ranks"] if found else []
-        is_done = mpistrat.broadcast_object(len(ranks) == mpistrat.size(), name="status.done")
+        has_all = len(ranks) == mpistrat.size() and all(each["bytes"] for each in ranks)
+        is_done = mpistrat.broadcast_object(has_all, name="status.done")
     if mpistrat.rank() == 0:
         assert [each["rank"] for each in ranks] == list(range(mpistrat.size()))
         for each in ranks:
-            assert each["operations"] > 0 and each["bytes"] > 0 and each["rss_bytes"] > 0
+            assert each["operations"] > 0 and each["rss_bytes"] > 0
             assert each["computing"] + each["waiting"] + each["moving"] == pytest.approx(1, abs=1e-3)

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpistrat
+from mpistrat.api import job as job_of_init
 from mpistrat.cli.main import main
 from mpistrat.core.errors import SettingsError
 from mpistrat.core.handle import Entry, Handle
@@ -228,7 +230,21 @@ def test_the_command_names_the_straggler(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 operations on 2 ranks in 0.016 s, 2 steps" in out
     assert "Rank 1 came last in 2 of 2 operations, 5.5 ms after the first (median): others waited 0.011 s" in out
     assert "MPISTRAT" not in out and "2  nothing else was ready: x0, x1" in out
-    assert "SHM_ALLREDUCE: 4 MB at 1 GB/s; `mpistrat bench 2MB`" in out
+    assert out.endswith("       2  SHM_ALLREDUCE: 4 MB at 1 GB/s, in operations of 2 MB\n")
+
+
+def test_rates_are_compared_with_what_bench_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps([
+        {"case": "1KB", "operation": "allreduce", "nbytes": 1024, "mpistrat_s": 1e-5},
+        {"case": "1MB", "operation": "allreduce", "nbytes": 2**20, "mpistrat_s": 2**20 / 4e9},
+        {"case": "gather", "operation": "allgather", "nbytes": 2_000_000, "mpistrat_s": 1e-5}]))
+    path = written(tmp_path / "f.json", JOB)
+    assert main(["timeline", str(path), "--bench", str(bench)]) == 0
+    assert "in operations of 2 MB: 25.0 % of 4 GB/s, as bench has measured 1MB\n" in capsys.readouterr().out
+    bench.write_text('[{"case": 1}]')
+    assert main(["timeline", str(path), "--bench", str(bench)]) == 2
+    assert "cannot be read as a file of mpistrat bench --json: KeyError" in capsys.readouterr().err
 
 
 def test_a_file_that_was_cut_is_read_and_has_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,6 +450,33 @@ def test_what_was_too_fast_to_be_read_is_counted(job: Job, tmp_path: Path) -> No
     job.tracers[0].stop_timeline()
     warning, = job.warnings
     assert "1500 operations came faster than they could be read" in warning
+
+
+def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpistrat.shutdown()
+    monkeypatch.setattr(job_of_init, "_timelines", itertools.count())
+    monkeypatch.setenv("MPISTRAT_TIMELINE", str(tmp_path / "f.json"))
+    for size in (2, 3):
+        mpistrat.init()
+        mpistrat.allreduce(np.ones(size))
+        mpistrat.shutdown()
+    found = {path.name: records_in(files.spans_in(str(path))[0])[0].nbytes for path in tmp_path.iterdir()}
+    assert found == {"f.json": 16, "f.1.json": 24}
+
+
+def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.trace.tracer._MOST_WAITING", 3)
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    job.carries.clear()
+    for _ in range(20):
+        before = job.tracers[1]._operations
+        job.work(1)
+        until(lambda before=before: job.tracers[1]._operations > before)  # type: ignore[misc]
+    assert sum(message.startswith(b"R") for message in job.tracers[1].outgoing) <= 4
+    job.carries.set()
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert "operations came faster than they could be read" in warning
 
 
 @pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("all", None), ("5:5", None), ("a:b", None)])

@@ -1,6 +1,8 @@
 """What is recorded of operations, and what each rank reports of it once a second."""
 
 import json
+import os
+import platform
 import threading
 import time
 from pathlib import Path
@@ -165,6 +167,17 @@ def test_a_status_file_is_replaced_whole_and_only_its_user_may_read_it(tmp_path:
     file.remove()
     file.remove()
     assert not file.path.exists()
+
+
+def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
+    directory = status.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+    directory.mkdir(mode=0o700)
+    alive, dead, elsewhere = [directory / name for name in (
+        f"{platform.node()}-{os.getppid()}.json", f"{platform.node()}-99999999.json", "other-99999999.json")]
+    for path in (alive, dead, elsewhere):
+        path.touch()
+    status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert alive.exists() and elsewhere.exists() and not dead.exists()
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ Called by main.py.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from ...core.errors import LaunchError
 from ...trace.analysis import analyse
@@ -23,6 +25,7 @@ examples:
   MPISTRAT_TIMELINE=steps.json MPISTRAT_TIMELINE_STEPS=100:120 mpistrat run -np 2 python train.py
   mpistrat timeline steps.json
   mpistrat timeline steps.json --html steps.html
+  mpistrat run -np 2 -- mpistrat bench 16MB --json bench.json && mpistrat timeline steps.json --bench bench.json
 """
 
 
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         raise LaunchError(f"{options.file} cannot be read as a timeline: {error}") from error
     analysis = analyse(records)
-    print(text_of(analysis, options.file))
+    print(text_of(analysis, options.file, _measured(options.bench) if options.bench else ()))
     if options.html:
         try:
             Path(options.html).write_text(page(analysis, records, Path(options.file).name), encoding="utf-8")
@@ -52,10 +55,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _measured(path: str) -> list[dict[str, Any]]:
+    """The points of a file of `mpistrat bench --json`."""
+    try:
+        points = json.loads(Path(path).read_bytes())
+        return [{key: point[key] for key in ("case", "operation", "nbytes", "mpistrat_s")} for point in points]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(f"{path} cannot be read as a file of mpistrat bench --json: {error!r}") from error
+
+
 def _parser() -> Parser:
     parser = Parser(prog="mpistrat timeline", description="Say what a timeline shows: the file of MPISTRAT_TIMELINE or "
                     "of start_timeline().", epilog=_EPILOG, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", metavar="FILE", help="a timeline: .json or .pftrace")
+    parser.add_argument("--bench", metavar="FILE", help="compare with what `mpistrat bench --json FILE` has measured")
     parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT, which needs no network")
     return parser

@@ -1,5 +1,9 @@
 """The analysis of a timeline as text. Pure functions."""
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from ...trace.analysis import Analysis, Rate, Straggler, Unfused
 from ..arguments import counted
 
@@ -15,8 +19,8 @@ MEANINGS = {
 }
 
 
-def text_of(analysis: Analysis, path: str) -> str:
-    """What the command prints."""
+def text_of(analysis: Analysis, path: str, measured: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What the command prints. `measured` are the points of `mpistrat bench --json`, to compare with."""
     steps = f", {counted(analysis.steps, 'step')}" if analysis.steps else ""
     lines = [f"{path}: {counted(analysis.operations, 'operation')} on {counted(len(analysis.ranks), 'rank')} in "
              f"{analysis.seconds:.3g} s{steps}", "", "rank" + "".join(f"{title:>11}" for title in MEANINGS)]
@@ -26,7 +30,8 @@ def text_of(analysis: Analysis, path: str) -> str:
     lines += [*stragglers_of(analysis), ""]
     if analysis.unfused:
         lines += ["Operations that shared no reduction with another one:", *map(_unfused, analysis.unfused), ""]
-    lines += ["Reductions and gathers, of the tensors of one rank:", *map(_rate, analysis.rates)]
+    lines.append("Reductions and gathers, of the tensors of one rank:")
+    lines += [_rate(rate, measured) for rate in analysis.rates]
     return "\n".join(lines)
 
 
@@ -54,15 +59,17 @@ def _unfused(unfused: Unfused) -> str:
     return f"{unfused.operations:>8}  {unfused.reason}: {names}{more}"
 
 
-def _rate(rate: Rate) -> str:
-    speed = f"{rate.bytes_per_s / 1e9:.3g} GB/s" if rate.bytes_per_s >= 1e9 else f"{rate.bytes_per_s / 1e6:.3g} MB/s"
-    return (f"{rate.operations:>8}  {rate.what}: {rate.nbytes / 1e6:.3g} MB at {speed}; "
-            f"`mpistrat bench {size_for_bench(rate.nbytes // rate.operations)}` measures what this machine can do")
+def _rate(rate: Rate, measured: Sequence[Mapping[str, Any]]) -> str:
+    mean = rate.nbytes / rate.operations
+    line = (f"{rate.operations:>8}  {rate.what}: {rate.nbytes / 1e6:.3g} MB at {_speed(rate.bytes_per_s)}, in "
+            f"operations of {mean / 1e6:.3g} MB")
+    alike = [point for point in measured if rate.what.lower().endswith(f"_{point['operation']}")]
+    if not alike:
+        return line
+    nearest = min(alike, key=lambda point: abs(math.log(point["nbytes"] / mean)))
+    at_best = nearest["nbytes"] / nearest["mpistrat_s"]
+    return f"{line}: {shown(rate.bytes_per_s / at_best)} of {_speed(at_best)}, as bench has measured {nearest['case']}"
 
 
-def size_for_bench(nbytes: int) -> str:
-    """The case of `mpistrat bench` that is nearest to a number of bytes."""
-    for unit, name in ((2**20, "MB"), (2**10, "KB")):
-        if nbytes >= unit:
-            return f"{round(nbytes / unit)}{name}"
-    return "1KB"
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
