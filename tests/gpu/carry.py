@@ -96,9 +96,10 @@ def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
         for wheel in wheels.iterdir():
             install(wheel, site)
         shutil.rmtree(wheels)
-        for unused in ("tensorflow/include", "tensorflow/python/profiler/internal/_pywrap_profiler_plugin.so"):
-            path = site / unused
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(site / "tensorflow/include", ignore_errors=True)
+        for profiler in site.glob("tensorflow/python/profiler/internal/_pywrap_profiler_plugin.so"):
+            profiler.with_suffix(".py").write_text("# TensorFlow imports it, and calls it only for a profile.\n")
+            profiler.unlink()
         for library in (*site.glob("tensorflow/*.so*"), *site.glob("tensorflow/python/*.so"),
                         *site.glob("nvidia/nccl/lib/*.so*")):
             trim(library, architecture)
