@@ -123,16 +123,17 @@ def install(wheel: Path, site: Path) -> None:
     """Unpack a wheel: modules to `site`, programs to `site`/bin. `pip install --target` leaves Open MPI's lib out."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
+            if member.is_dir():
+                continue
             first, *others = Path(member.filename).parts
             if first.endswith(".data"):
                 kind, *others = others
                 target = site.joinpath(*(["bin"] if kind == "scripts" else []), *others)
             else:
                 target = site / member.filename
-            if not member.is_dir():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(member))
-                target.chmod(member.external_attr >> 16 & 0o777 or 0o644)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(member))
+            target.chmod(member.external_attr >> 16 & 0o777 or 0o644)
 
 
 def pieces(archive: Path, folder: Path, first: int, limit: int) -> list[int]:
