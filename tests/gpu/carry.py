@@ -96,9 +96,10 @@ def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
         for wheel in wheels.iterdir():
             install(wheel, site)
         shutil.rmtree(wheels)
-        for unused in ("tensorflow/include", "tensorflow/python/profiler/internal/_pywrap_profiler_plugin.so"):
-            path = site / unused
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(site / "tensorflow/include", ignore_errors=True)
+        for profiler in site.glob("tensorflow/python/profiler/internal/_pywrap_profiler_plugin.so"):
+            profiler.with_suffix(".py").write_text("# TensorFlow imports it, and calls it only for a profile.\n")
+            profiler.unlink()
         for library in (*site.glob("tensorflow/*.so*"), *site.glob("tensorflow/python/*.so"),
                         *site.glob("nvidia/nccl/lib/*.so*")):
             trim(library, architecture)
@@ -122,16 +123,17 @@ def install(wheel: Path, site: Path) -> None:
     """Unpack a wheel: modules to `site`, programs to `site`/bin. `pip install --target` leaves Open MPI's lib out."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
+            if member.is_dir():
+                continue
             first, *others = Path(member.filename).parts
             if first.endswith(".data"):
                 kind, *others = others
                 target = site.joinpath(*(["bin"] if kind == "scripts" else []), *others)
             else:
                 target = site / member.filename
-            if not member.is_dir():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(member))
-                target.chmod(member.external_attr >> 16 & 0o777 or 0o644)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(member))
+            target.chmod(member.external_attr >> 16 & 0o777 or 0o644)
 
 
 def pieces(archive: Path, folder: Path, first: int, limit: int) -> list[int]:

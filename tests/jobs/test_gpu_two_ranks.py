@@ -31,7 +31,6 @@ sys.exit(program.main([one_rank_fails_where_the_others_wait, *program.CHECKS]))
 """
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_a_check_of_tensorflow_that_fails_on_a_rank_keeps_no_other_from_running() -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

@@ -1,5 +1,6 @@
 """NCCL's communicators when one rank fails before, or while, they are made: nobody stays behind in NCCL."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -59,3 +60,8 @@ def test_values_of_different_lengths_are_exchanged(exchange: Any, size: int, ran
 def test_only_plain_values_are_exchanged(exchange: Any) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         exchange(object())
+
+
+def test_init_of_several_ranks_sets_the_variables_of_cuda(size: int) -> None:
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
+    assert size == 1 or [os.environ[name] for name in names] == ["32", "EAGER"]

@@ -181,6 +181,7 @@ def test_what_is_carried_in_pieces_is_there_after_the_last_one(tmp_path: Path,
 
 def test_a_wheel_is_unpacked_with_its_programs_and_libraries(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+        archive.writestr("a-1.data/", "")
         for name, mode in (("a/__init__.py", 0o644), ("a-1.data/data/bin/mpirun", 0o755),
                            ("a-1.data/data/lib/b.so", 0o644), ("a-1.data/scripts/run", 0o755),
                            ("a-1.data/purelib/c.py", 0o644)):

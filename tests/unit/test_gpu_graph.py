@@ -73,12 +73,13 @@ def test_without_a_gpu_the_graph_is_what_it_was() -> None:
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name, on_host", [("EagerPyFunc", set()), ("Reshape", {"shape"}), ("Shape", {"output"}),
-                                           ("InplaceUpdate", set()), ("PartitionedCall", set())])
+                                           ("InplaceUpdate", set()), ("PartitionedCall", set()),
+                                           ("ExpandDims", {"dim"}), ("Squeeze", set()), ("Bitcast", set())])
 def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set[str], dtype: tf.DType) -> None:
     from tensorflow.python.framework import kernels
     found = [kernel for kernel in kernels.get_registered_kernels_for_op(name).kernel
              if kernel.device_type in ("GPU", "DEFAULT") and set(kernel.host_memory_arg) == on_host
-             and all(not constraint.name.startswith("T") or constraint.name == "Tshape"
+             and all(not constraint.name.startswith("T") or constraint.name in ("Tshape", "Tdim")
                      or dtype.as_datatype_enum in constraint.allowed_values.list.type
                      for constraint in kernel.constraint if constraint.name not in ("out_type", "Tin", "Tout"))]
     assert found
