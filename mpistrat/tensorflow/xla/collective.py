@@ -139,8 +139,9 @@ def _write(handle: Handle, results: Arrays) -> None:
         if found.shape != result.shape:
             raise InvalidRequestError(
                 f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
-                f"shape of its result is fixed: {result.shape}, but the ranks' rows make {found.shape}. Leave "
-                "jit_compile out of the function that gathers.")
+                f"shape of its result is fixed: {result.shape}, but the ranks' rows make {found.shape}. Give "
+                "the ranks batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out "
+                "of the function that gathers.")
         np.copyto(result, found)
 
 
