@@ -185,19 +185,29 @@ class GatherGradient(Gradient):
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name = of_gradient(self.name, self.process_set)
-        if xla.is_compiled():
-            topology, means = topology_of(self.process_set), reduce_dense(upstream, name, ScaledOp(Average),
-                                                                          process_set=self.process_set)
-            if any(None not in (mean.shape[0], value.shape[0]) and mean.shape[0] != topology.size * value.shape[0]
-                   for mean, value in zip(means, values, strict=True)):
-                raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only where all ranks have as "
-                                          "many rows. Leave jit_compile out of the function.")
-            return [tf.split(mean, topology.size)[topology.rank] for mean in means]
-        own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
+        if xla.is_compiled():
+            return equal_parts(means, values, name, self.process_set)
+        own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
         rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
         before = tf.reduce_sum(rows[:place_in(self.process_set)[0]], axis=0)
         return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
+
+
+def equal_parts(joined: Sequence[tf.Tensor], values: Sequence[tf.Tensor], name: str, process_set: int = 0,
+                axis: int = 0) -> list[tf.Tensor]:
+    """This rank's parts of what has the shape of gathered `values`, if all ranks have given as many rows. Local.
+
+    Raises:
+        InvalidRequestError: They have not, as far as the shapes are known. `name` is that of the gather.
+    """
+    topology = topology_of(process_set)
+    for whole, value in zip(joined, values, strict=True):
+        rows, own = whole.shape[axis], value.shape[axis]
+        if None not in (rows, own) and rows != topology.size * own:
+            raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only where all ranks have as "
+                                      "many rows. Leave jit_compile out of the function.")
+    return [tf.split(whole, topology.size, axis)[topology.rank] for whole in joined]
 
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observer: Observer | None = None,

@@ -38,6 +38,18 @@ def test_gradients_of_programs_under_a_strategy() -> None:
 
 
 @needs_mpirun
+@pytest.mark.parametrize("options", [["4", "1000"], ["3", "3000", "gradients"]], ids=["values", "gradients"])
+def test_programs_that_xla_compiles(options: list[str]) -> None:
+    pytest.importorskip("tensorflow")
+    if pytest.importorskip("mpistrat.tensorflow.xla.ffi").api() is None:
+        pytest.skip("this TensorFlow does not export XLA's FFI")
+    job = run_job(2, ["python", "tests/scripts/random_programs.py", *options, "compiled"], limit_s=300)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert f"rank {rank}: {options[0]} programs are right" in job.output, job.output
+
+
+@needs_mpirun
 @pytest.mark.parametrize("ranks, first", [(2, "0"), (3, "200")])
 def test_whole_scripts(ranks: int, first: str) -> None:
     job = run_job(ranks, ["python", "tests/scripts/random_scripts.py", "6", first], limit_s=600)

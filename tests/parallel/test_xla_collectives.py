@@ -212,14 +212,14 @@ def test_fit_with_a_distributed_optimizer(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("error:jit_compile")
-def test_fit_of_mpistrategy() -> None:
+def test_fit_of_mpistrategy(size: int) -> None:
     weights = []
     for jit_compile in (False, True):
         strategy = MPIStrategy()
         with strategy.scope():
             model = new_model(keras.layers.BatchNormalization)
             model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=jit_compile)
-        model.fit(*data(44, 0), batch_size=16, verbose=0)
+        model.fit(*data(10 * size, 0), batch_size=4 * size, verbose=0)
         assert model.jit_compile == jit_compile
         assert_equal_on_all_ranks(model.get_weights())
         weights.append(model.get_weights())

