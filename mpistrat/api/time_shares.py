@@ -4,7 +4,6 @@ Read from what the engine has recorded of its last operations. Any thread may ca
 """
 
 from ..core.errors import MpistratError
-from ..trace.records import record_of
 from ..trace.status import shares
 from . import runtime
 
@@ -25,10 +24,10 @@ def time_shares(process_set: int, began_s: float, ended_s: float) -> tuple[float
         return 0.0, 0.0, 0.0
     began, ended = int(began_s * 1e9), int(ended_s * 1e9)
     kept = traced.ring.since(0)
-    operations = [record_of(0, each, traced, None) for each in kept if began < each.delivered and each.agreed < ended]
+    operations = [each for each in kept if began < each.delivered and each.agreed < ended]
     if not operations:
         return 0.0, 0.0, 0.0
-    if kept[0].number:  # Earlier ones are gone.
+    if kept[0].serial:  # Earlier ones are gone.
         began = max(began, kept[0].delivered)
     _, waiting, moving = shares(operations, (), (began, ended))
     seconds = max(ended - began, 0) / 1e9

@@ -34,7 +34,7 @@ _ROUNDS, _WARM_UP_ROUNDS = 50, 5
 _FLUSH_S = 0.3  # mpirun may lose what a rank prints just before it ends the job.
 
 
-def say(kind: str, **values: Any) -> None:
+def say(kind: str, **values: object) -> None:
     """Print a line for command.py. A line of less than 4096 bytes stays whole among those of other ranks."""
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 

@@ -167,13 +167,13 @@ def _error(message: str, code: int) -> int:
     return error
 
 
-def view(buffer: Buffer, dtype: Any) -> np.ndarray:
+def view(buffer: Buffer, dtype: np.dtype | type) -> np.ndarray:
     """The memory of an argument or a result."""
     shape = buffer.dims[:buffer.rank]
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if not nbytes:
         return np.empty(shape, dtype)
-    memory = (ctypes.c_char * nbytes).from_address(buffer.data)
+    memory: Any = (ctypes.c_char * nbytes).from_address(buffer.data)
     return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
@@ -229,7 +229,7 @@ def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int]
             handler of ours has run there.
         execute: Called for each call. It returns None, or the text and the code of an error. It must not raise.
     """
-    def handle(pointer: Any) -> int | None:
+    def handle(pointer: "ctypes._Pointer[CallFrame]") -> int | None:
         frame = pointer.contents
         if frame.extension_start and frame.extension_start.contents.type == _METADATA_EXTENSION:
             # XLA asks what the handler needs.
