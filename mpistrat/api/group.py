@@ -7,6 +7,7 @@ that runs on a GPU: of sets that overlap, the first one with a collective on GPU
 """
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from .backends import Backends
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_LAST_OPERATIONS = 3  # in a report
 
 
 class Group:
@@ -58,10 +61,17 @@ class Group:
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
-                                interruption=interruption, where=stacks.where, trace=trace)
+                                interruption=interruption, where=self._where, trace=trace)
         self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
         self.engine = Engine(controller)
         self.engine.start()
+
+    def _where(self) -> str:
+        """Where this rank is in the script, and what it has completed last, for reports on ranks that are waited for."""
+        now = time.monotonic_ns()
+        last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"
+                for each in self.traced.ring.since(0)[-_LAST_OPERATIONS:]]
+        return stacks.where() + (f"\nIts last collectives: {', '.join(last)}" if last else "")
 
     @property
     def data_name(self) -> str:
