@@ -67,7 +67,7 @@ class Group:
         self.engine.start()
 
     def _where(self) -> str:
-        """Where this rank is in the script, and what it has completed last, for reports on ranks that are waited for."""
+        """Where this rank is in the script, and what it has completed last, for reports on ranks that have not come."""
         now = time.monotonic_ns()
         last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"
                 for each in self.traced.ring.since(0)[-_LAST_OPERATIONS:]]
