@@ -65,6 +65,7 @@ class Tracer(TraceLink):
 
     Attributes:
         rows: Returns the rows that this rank has trained on; None: nobody counts them.
+        stragglers: On rank 0, knows which ranks it has named.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], writes_status: bool,
@@ -81,6 +82,7 @@ class Tracer(TraceLink):
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps, self._use = StepCounter(), ProcessorUse()
+        self.stragglers = StragglerWatch()
         self._operations = self._bytes = self._lost = 0
         self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
@@ -224,7 +226,7 @@ class Tracer(TraceLink):
                            self._topology.rank, exc_info=True)
 
     def _report_and_write(self) -> None:
-        status, stragglers = self._open_status(), StragglerWatch()
+        status = self._open_status()
         began = time.monotonic_ns()
         while True:
             self._called.wait(_INTERVAL_S if self._window is None else _TIMELINE_INTERVAL_S)
@@ -248,7 +250,7 @@ class Tracer(TraceLink):
                     self._send(_CLOCK + _ANSWER.pack(self._topology.rank, *self._asked, time.monotonic_ns()))
                 continue
             self._send(_CLOCK + _SENT.pack(now))
-            straggler = stragglers.add(self._reports)
+            straggler = self.stragglers.add(self._reports)
             if straggler is not None:
                 logger.warning("mpistrat: %s", straggler)
             if status is not None:
