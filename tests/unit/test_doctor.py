@@ -91,6 +91,8 @@ def links_of(*rates: float) -> list[Link]:
     (job(silences=[("node1", "node2")], result={}, end="exit code 1"), "links", FAILURE,
      "node1 and node2 do not reach each other over MPI", "btl_tcp_if_include"),
     (job(silences=[()], result={}), "links", FAILURE, "the ranks do not reach each other over MPI", "all TCP ports"),
+    (job(links=[], result={}, end="exit code 1"), "links", FAILURE, "the ranks do not reach each other over MPI",
+     "all TCP ports"),
     (job(result={**RIGHT, "right": False}), "all-reduce", FAILURE, "wrong result", "doctor --json"),
     (job(errors={1: "MPISTRAT_X is not a setting."}, result={}, end="exit code 1"), "all-reduce", FAILURE,
      "MPISTRAT_X is not a setting", "mpirun ..."),

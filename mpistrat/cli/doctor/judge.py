@@ -6,7 +6,7 @@ command.py.
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ...core.install import pip, pip_extra
@@ -281,6 +281,9 @@ def _unexplained(observed: Observed) -> Iterator[Finding]:
         yield Finding("start", FAILURE, f"{counted(len(silent), 'rank')} of {observed.ranks} did not start: "
                       f"{observed.end}", "install mpistrat and the same Python under the same path on all hosts, which "
                       "must reach this host by TCP. The line was: " + observed.line)
+    elif observed.end and len(_by_host(observed.facts)) > 1 and not observed.links and not observed.errors:
+        # The first message between hosts did not arrive, and mpirun has lost what the rank said of that.
+        yield from _links(replace(observed, silences=[()]))
     elif observed.end:
         yield Finding("all-reduce", FAILURE, f"the all-reduce did not end: {observed.end}",
                       f"run it again, and read what MPI says: {observed.line}")
