@@ -110,7 +110,7 @@ def test_a_supervisor_that_was_stopped_learns_what_the_ranks_have_done_meanwhile
             supervisor.resume()
 
     # The ranks are done before the keeper would end them, which has heard nothing either.
-    job = elastic("-np", "2", script=["--pause", "0.1", "--log", str(log)], watch=stop_supervisor)
+    job = elastic("-np", "2", script=["--pause", "0.05", "--log", str(log)], watch=stop_supervisor)
     assert_whole(job, ranks=2, generation=1, most_twice=0)
     assert stopped and "is lost" not in job.output
 

@@ -34,8 +34,10 @@ def test_threads_have_their_names_and_the_lines_of_the_user_but_not_those_of_pyt
 
         def ask() -> str:
             begins.wait(LIMIT_S)
-            time.sleep(0.2)  # The main thread waits for the result by now.
-            return stacks.where()
+            until = time.monotonic() + LIMIT_S
+            while "asked.result()" not in (text := stacks.where()) and time.monotonic() < until:
+                time.sleep(0.01)
+            return text
 
         asked = pool.submit(ask)
         begins.set()

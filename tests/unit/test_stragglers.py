@@ -68,6 +68,5 @@ def test_the_use_of_the_processor_is_that_since_the_last_call() -> None:
     busy, _ = use.since_last()
     time.sleep(0.2)
     idle, delayed = use.since_last()
-    assert busy > 0.1  # Of a core, on a machine with other work.
     assert idle < busy
     assert delayed >= 0.0
