@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,17 +62,10 @@ class Group:
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
-                                interruption=interruption, where=self._where, trace=trace)
+                                interruption=interruption, where=partial(_where, ring), trace=trace)
         self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
         self.engine = Engine(controller)
         self.engine.start()
-
-    def _where(self) -> str:
-        """Where this rank is in the script, and what it has completed last, for reports on ranks that have not come."""
-        now = time.monotonic_ns()
-        last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"
-                for each in self.traced.ring.since(0)[-_LAST_OPERATIONS:]]
-        return stacks.where() + (f"\nIts last collectives: {', '.join(last)}" if last else "")
 
     @property
     def data_name(self) -> str:
@@ -123,3 +117,14 @@ class Group:
         self._backends.close()
         if self.comm is not None:
             self.comm.Free()
+
+
+def _where(ring: OperationRing) -> str:
+    """Where this rank is in the script, and what it has completed last, for reports on ranks that have not come.
+
+    Not a method: the engine would refer to its group, and this circle would keep the memory of ranks after a recovery.
+    """
+    now = time.monotonic_ns()
+    last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"
+            for each in ring.since(0)[-_LAST_OPERATIONS:]]
+    return stacks.where() + (f"\nIts last collectives: {', '.join(last)}" if last else "")
