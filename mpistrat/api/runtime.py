@@ -32,7 +32,7 @@ from ..trace import clocks
 from ..trace.tracer import Tracer
 from ..transport.mpi import library
 from . import handshake, own_cores
-from .backends import backends_alone, backends_over
+from .backends import Backends, backends_alone, backends_over
 from .group import Group
 from .job import Runtime, log_step
 from .losses import Losses
@@ -235,10 +235,7 @@ def _init_alone() -> Runtime:
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
     losses = Losses(topology)
-    tracer = Tracer(topology, {}, settings.status_file, os.environ, stacks.main_line) \
-        if settings.recorder else None
-    return Runtime(settings, Group(settings, topology, backends_alone(), None, losses.interruption, tracer), losses,
-                   tracer)
+    return _started(settings, topology, backends_alone(), None, losses)
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
@@ -286,14 +283,20 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
-        tracer = Tracer(topology, clocks.measure(own), settings[rank].status_file, os.environ,
-                        stacks.main_line) \
-            if settings[rank].recorder else None
-        group = Group(settings[rank], topology, backends, own, losses.interruption, tracer)
-        return Runtime(settings[rank], group, losses, tracer)
+        return _started(settings[rank], topology, backends, own, losses)
     except BaseException:
         losses.stop()
         raise
+
+
+def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
+             losses: Losses) -> Runtime:
+    """Start the engine, and the tracer if there is one. Collective over `comm`; None: this is the only rank."""
+    tracer = None
+    if settings.recorder:
+        offsets = {} if comm is None else clocks.measure(comm)
+        tracer = Tracer(topology, offsets, settings.status_file, os.environ, stacks.main_line)
+    return Runtime(settings, Group(settings, topology, backends, comm, losses.interruption, tracer), losses, tracer)
 
 
 def _configure_logging(settings: Settings) -> None:

@@ -44,8 +44,8 @@ class Neighbours:
                  when_ended: Callable[[list[int]], None], reported: Callable[[], Collection[int]] | None = None,
                  beside: int | None = None, when_stopped: Callable[[int, float], None] = lambda *_: None):
         self._when_ended = when_ended
-        self._beside, self._when_stopped = beside, when_stopped
-        self._beside_process = None if beside is None else processes.get(beside)
+        self._beside = None if beside is None else (beside, processes[beside])
+        self._when_stopped = when_stopped
         self._stopped_looks = 0
         self._known: set[int] = set()
         self._poller = select.poll()
@@ -85,7 +85,7 @@ class Neighbours:
 
     def _run(self) -> None:
         wait_s = [_LOOK_S] * (self._reported is not None) + [LAUNCHER_POLL_S] * bool(self._processes)
-        wait_s += [_STOP_LOOK_S] * (self._beside_process is not None)
+        wait_s += [_STOP_LOOK_S] * (self._beside is not None)
         look_at = time.monotonic() + _STOP_LOOK_S
         while True:
             ready = [descriptor for descriptor, _ in self._poller.poll(min(wait_s) * 1000 if wait_s else None)]
@@ -106,12 +106,13 @@ class Neighbours:
 
     def _look_beside(self) -> None:
         """Tell whether the process beside this one is stopped, or goes on."""
-        if self._beside is None or self._beside_process is None:
+        if self._beside is None:
             return
-        if self._beside_process.is_stopped():
+        rank, process = self._beside
+        if process.is_stopped():
             self._stopped_looks += 1
-            self._when_stopped(self._beside, self._stopped_looks * _STOP_LOOK_S)
+            self._when_stopped(rank, self._stopped_looks * _STOP_LOOK_S)
         elif self._stopped_looks:
             self._stopped_looks = 0
-            if self._beside not in self._known:
-                self._when_stopped(self._beside, 0.0)
+            if rank not in self._known:
+                self._when_stopped(rank, 0.0)

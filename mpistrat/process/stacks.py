@@ -4,9 +4,8 @@ import linecache
 import sys
 import threading
 import traceback
-from types import FrameType
 
-from .error_text import MOST_FRAMES, Frame, is_users
+from .error_text import MOST_FRAMES, Frame, frames_of, is_users
 
 _MOST_THREADS = 3
 
@@ -24,7 +23,8 @@ def where() -> str:
     parts = []
     # Tuples, since idents are numbers: the main thread comes first.
     for _, ident in sorted((ident != main, ident) for ident in frames):
-        shown = _users_frames(frames[ident]) or (_every_frame(frames[ident])[-1:] if ident == main else [])
+        every = frames_of(traceback.extract_stack(frames[ident]))
+        shown = _users(every) or (every[-1:] if ident == main else [])
         if shown:
             heading = "in the main thread:" if ident == main else f"in {names.get(ident, 'a thread of a library')}:"
             parts.append("\n".join([heading, *map(str, shown)]))
@@ -34,17 +34,12 @@ def where() -> str:
 def main_line() -> str:
     """Return the line of the user's code in which the main thread is, or "" if there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = [] if frame is None else _users_frames(frame)
+    frames = [] if frame is None else _users(frames_of(traceback.extract_stack(frame)))
     if not frames:
         return ""
     file, line, name = frames[-1]
     return f'at "{file}", line {line}, in {name}: {linecache.getline(file, line).strip()}'
 
 
-def _every_frame(frame: FrameType) -> list[Frame]:
-    return [Frame(each.filename, each.lineno or 0, each.name)
-            for each in traceback.extract_stack(frame)]
-
-
-def _users_frames(frame: FrameType) -> list[Frame]:
-    return [each for each in _every_frame(frame) if is_users(each.file)][-MOST_FRAMES:]
+def _users(frames: list[Frame]) -> list[Frame]:
+    return [each for each in frames if is_users(each.file)][-MOST_FRAMES:]

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .records import NO_STEP, Record
+from .records import NO_STEP, Record, arrival_of, by_operation
 from .spans import Span, length, union
 from .timeline import label
 
@@ -107,10 +107,9 @@ class Analysis:
 def analyse(records: Sequence[Record]) -> Analysis:
     """The analysis of at least one record."""
     by_rank: defaultdict[int, list[Record]] = defaultdict(list)
-    together: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)
     for record in records:
         by_rank[record.rank].append(record)
-        together[record.process_set, record.number].append(record)
+    together = by_operation(records)
     whole = min(each.submitted or each.agreed for each in records), max(each.delivered for each in records)
     last_submitted = last_submissions(records)
     first_of_sets = [min(some, key=lambda each: each.rank) for some in together.values()]
@@ -155,9 +154,9 @@ def _hidden(records: Sequence[Record]) -> float | None:
 def _stragglers(operations: Sequence[Sequence[Record]]) -> tuple[Straggler, ...]:
     waits: defaultdict[int, list[Span]] = defaultdict(list)
     for some in operations:
-        came = sorted((each.submitted, each.rank) for each in some if each.submitted)
-        if len(came) > 1:
-            waits[came[-1][1]].append((came[0][0], came[-1][0]))
+        arrival = arrival_of(some)
+        if arrival is not None:
+            waits[arrival.rank].append((arrival.first, arrival.last))
     found = [Straggler(rank, len(spans), statistics.median(end - begin for begin, end in spans) / 1e9,
                        length(union(spans)) / 1e9) for rank, spans in waits.items()]
     return tuple(sorted(found, key=lambda each: -each.cost_s))

@@ -5,6 +5,7 @@ larger one only when the receiver answers.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +60,34 @@ class Record(NamedTuple):
 
 
 _HEAD = Record._fields.index("number")  # The fields from here on differ among operations of one name.
+
+
+class Arrival(NamedTuple):
+    """When the ranks came to an operation.
+
+    Attributes:
+        first: When the first rank has submitted it.
+        last: When the last rank has.
+        rank: That last rank.
+    """
+
+    first: int
+    last: int
+    rank: int
+
+
+def arrival_of(records: Iterable[Record]) -> Arrival | None:
+    """How the ranks came to an operation, given their records of it; None unless two of them have submitted it."""
+    came = [(each.submitted, each.rank) for each in records if each.submitted]
+    return Arrival(min(came)[0], *max(came)) if len(came) > 1 else None
+
+
+def by_operation(records: Iterable[Record]) -> dict[tuple[int, int], list[Record]]:
+    """The records of all ranks of each operation, by process set and number."""
+    together: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in records:
+        together[record.process_set, record.number].append(record)
+    return together
 
 
 def record_of(rank: int, operation: Operation, traced: Traced, step: int | None) -> Record:

@@ -28,6 +28,15 @@ def status_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
 
 
+def foreign(found: os.stat_result, uid: int, others: int) -> str:
+    """Why a file or directory is not trusted: it is not this user's, or others have one of these permissions. Or ""."""
+    if found.st_uid != uid:
+        return f"belongs to user {found.st_uid}"
+    if stat.S_IMODE(found.st_mode) & others:
+        return f"can be changed by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
 class Timed(Protocol):
     """The times of an operation or a record."""
 
@@ -87,7 +96,7 @@ class StatusFile:
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         # In /tmp another user may have made it first.
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        if not stat.S_ISDIR(found.st_mode) or foreign(found, os.getuid(), 0o077):
             raise PermissionError(f"{directory} is not a directory that only this user may read.")
         for path in directory.glob(f"{glob.escape(platform.node())}-*.json"):
             process = f"/proc/{path.stem.rpartition('-')[2]}"

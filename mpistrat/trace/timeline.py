@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .files import OPERATION, Part, TraceFile, Values
-from .records import NO_STEP, Record
+from .records import NO_STEP, Record, arrival_of
 
 Window = tuple[int, int]
 
@@ -104,9 +104,9 @@ class Timeline:
         if len(together) < record.ranks:
             return
         del self._submitted[key]
-        came = sorted((each.submitted, each.rank) for each in together if each.submitted)
-        if len(came) > 1:
-            (first, _), (last, rank) = came[0], came[-1]
+        arrival = arrival_of(together)
+        if arrival is not None:
+            first, last, rank = arrival
             group = len(self._names) - 1
             self._file.span(group, self._lane(group, _OPERATIONS, first, last), "last", (f"rank {rank}", first, last),
                             {"operation": record.name, "late_us": (last - first) // 1000})

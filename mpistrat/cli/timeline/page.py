@@ -1,11 +1,10 @@
 """The analysis of a timeline as one HTML page: inline SVG, no script, nothing from the network. Pure functions."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from ...trace.analysis import Analysis, last_submissions
-from ...trace.records import Record
+from ...trace.records import Record, arrival_of, by_operation
 from .text import MEANINGS, shown, stragglers_of, text_of
 
 _COLOURS = {"computing": "#4c9f70", "waiting": "#d1495b", "agreeing": "#edae49", "moving": "#30638e"}
@@ -59,12 +58,8 @@ def _shares(analysis: Analysis) -> str:
 
 
 def _lateness(records: Sequence[Record]) -> str:
-    together: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for record in records:
-        if record.submitted:
-            together[record.process_set, record.number].append((record.submitted, record.rank))
-    late = [(max(came)[0], (max(came)[0] - min(came)[0]) / 1e6, max(came)[1]) for came in together.values()
-            if len(came) > 1]
+    late = [(arrival.last, (arrival.last - arrival.first) / 1e6, arrival.rank)
+            for some in by_operation(records).values() if (arrival := arrival_of(some)) is not None]
     if not late:
         return "<p>The timeline has no operation of several ranks.</p>"
     begin, end = min(late)[0], max(late)[0]

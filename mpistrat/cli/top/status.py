@@ -6,14 +6,13 @@ not shown; why is part of the result. Called by command.py.
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ...process import procfs
-from ...trace.status import VERSION
+from ...trace.status import VERSION, foreign
 
 # A rank, or a job, of which nothing was heard for so long is called silent.
 SILENT_S = 10.0
@@ -86,7 +85,7 @@ class Found:
 def read(directory: Path, uid: int, time_s: float) -> Found:
     """The jobs of the user with this number, by their start. `time_s`: the time, in seconds since 1970."""
     try:
-        if (problem := _foreign(directory.lstat(), uid, 0o077)):
+        if (problem := foreign(directory.lstat(), uid, 0o077)):
             return Found((), (f"{directory} {problem}: its files are not read",))
         paths = sorted(directory.glob("*.json"))
     except FileNotFoundError:
@@ -107,7 +106,7 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
 def _read_file(path: Path, uid: int) -> JobStatus:
     """Raises ValueError with what is wrong with it, or OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-        if (problem := _foreign(os.fstat(file.fileno()), uid, 0o022)):
+        if (problem := foreign(os.fstat(file.fileno()), uid, 0o022)):
             raise ValueError(problem)
         text = file.read()
     try:
@@ -140,12 +139,3 @@ def parse(content: Mapping[str, Any]) -> JobStatus:
         ranks.append(RankStatus(**{**values, "outstanding": outstanding}))
     return JobStatus(str(content["job"]), float(content["started"]), float(content["written"]), int(content["size"]),
                      str(content["script"]), tuple(sorted(ranks, key=lambda rank: rank.rank)))
-
-
-def _foreign(found: os.stat_result, uid: int, others: int) -> str:
-    """Why a file or directory of this kind is not trusted, or ""."""
-    if found.st_uid != uid:
-        return f"belongs to user {found.st_uid}"
-    if stat.S_IMODE(found.st_mode) & others:
-        return f"can be changed by others (mode {stat.S_IMODE(found.st_mode):o})"
-    return ""

@@ -6,12 +6,11 @@ Called by command.py.
 from dataclasses import dataclass
 from statistics import fmean
 
+from ...core.slowest import slowest
 from ...trace.stragglers import cause_of
 from .status import SILENT_S, JobStatus, RankStatus
 
 STALLED_S = 5.0
-# A rank is called the slowest if it waits for others less than they do by this share of the time.
-_LEAD = 0.05
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,11 @@ def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
     """The rank that waits least, if the others clearly wait for it."""
     if len(ranks) < 2:
         return None, "there is one rank"
-    last = min(ranks, key=lambda rank: rank.waiting)
-    others = fmean(rank.waiting for rank in ranks if rank is not last)
-    if others - last.waiting < _LEAD:
+    found = slowest([rank.waiting for rank in ranks])
+    if found is None:
         return None, "all ranks wait for each other alike"
+    last = ranks[found[0]]
+    others = last.waiting + found[1]
     cause = cause_of([{"delayed": last.delayed, "cores": last.cores, "place": last.place}])
     return last.rank, f"the others wait {others:.0%} of the time, and it {last.waiting:.0%}. {cause}"
 

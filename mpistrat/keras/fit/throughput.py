@@ -17,11 +17,11 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...api.time_shares import time_shares
+from ...core.slowest import slowest
 from .fit_optimizers import name_in_fit
 from .row_counts import UNKNOWN, RowCount
 
 Logs = dict[str, Any] | None
-LEAST_COST = 0.05  # The share of the time that a rank costs the others, before it is named.
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,11 @@ def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
         return f"{line}."
     communication = fmean((work.waiting_s + work.moving_s) / work.observed_s for work in works)
     line += f"; collectives took {communication:.0%} of the time"
-    waiting = [work.waiting_s / work.observed_s for work in works]
-    slowest = waiting.index(min(waiting))  # It comes last to the collectives, and so waits for nobody.
-    cost = fmean(share for rank, share in enumerate(waiting) if rank != slowest) - waiting[slowest]
-    if cost < LEAST_COST:
+    found = slowest([work.waiting_s / work.observed_s for work in works])
+    if found is None:
         return f"{line}, and no rank was slower than the others."
-    return f"{line}, and for {cost:.0%} the others waited for {names[slowest]}."
+    rank, cost = found
+    return f"{line}, and for {cost:.0%} the others waited for {names[rank]}."
 
 
 class Meter:
